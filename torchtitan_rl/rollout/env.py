@@ -1,0 +1,56 @@
+"""The environment that a rollout talks to: tokens in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torchtitan_rl.types import Completion, RolloutStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The next turn's whole prompt: everything the model is to see, not only what is new.
+
+    As long as it extends the previous prompt and completion, the rollout stays one episode.
+    ``turn_reward`` and ``turn_text`` describe the completion that was just stepped with.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None = None  # for the next completion, below the configured budget
+    stop_token_ids: tuple[int, ...] = ()
+    turn_reward: float | None = None
+    turn_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The end of a rollout. ``reward`` None leaves it to the rubric."""
+
+    reward: float | None = None
+    status: RolloutStatus = RolloutStatus.COMPLETED
+    turn_reward: float | None = None
+    turn_text: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class TokenEnv(Protocol):
+    """One rollout's environment. An instance is used for one rollout and then closed.
+
+    Each method may be ``async`` or plain; plain ones run in a worker thread and may block.
+    An exception ends this rollout with ``RolloutStatus.ENV_ERROR``, and nothing else.
+    """
+
+    def reset(self) -> Any:
+        """Returns the first `Observation` (or an awaitable of it)."""
+
+    def step(self, completion: Completion) -> Any:
+        """Returns the next `Observation`, or a `Terminal` (or an awaitable of either)."""
+
+    def finish(self, status: RolloutStatus) -> Any:
+        """Called once where a limit ended the rollout, not the environment: returns the `Terminal`
+        with what it is worth so far (or an awaitable of it)."""
+
+    def close(self) -> Any:
+        """Called exactly once, on every path."""

@@ -1,0 +1,231 @@
+"""What flows between the parts of the system, one frozen dataclass a thing.
+
+No framework is imported here. Token-aligned sequences are tuples of equal length: entry ``i`` of
+``logprobs`` or ``versions`` belongs to entry ``i`` of ``token_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # a stop token or stop string was sampled
+    LENGTH = "length"  # the token budget or the context is used up
+    ABORT = "abort"  # somebody asked for it to end; the tokens so far are kept
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended; each has exactly one."""
+
+    COMPLETED = "completed"  # the environment said so
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"  # no room left for another turn, or a turn was cut at its budget
+    STEP_TIMEOUT = "step_timeout"  # one environment call took too long
+    ROLLOUT_TIMEOUT = "rollout_timeout"
+    ENV_ERROR = "env_error"  # the environment raised
+    GENERATION_ERROR = "generation_error"  # a request was refused, or its replicas were lost
+    REWARD_ERROR = "reward_error"  # a reward function raised or returned no finite number
+    CANCELLED = "cancelled"
+
+    @property
+    def is_failure(self) -> bool:
+        """Failed rollouts have no reward, and count neither in a baseline nor in the loss."""
+        return self in _FAILURES
+
+
+_FAILURES = frozenset(
+    {
+        RolloutStatus.STEP_TIMEOUT,
+        RolloutStatus.ENV_ERROR,
+        RolloutStatus.GENERATION_ERROR,
+        RolloutStatus.REWARD_ERROR,
+        RolloutStatus.CANCELLED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion (always n = 1).
+
+    ``seed`` makes the request reproducible whatever else is in its batch; None draws from the
+    replica's own generator. ``stop_token_ids`` come on top of the model's end-of-sequence ids.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps the whole vocabulary
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """True where part of the distribution is cut off; such samples cannot be trained on."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    session_id: str | None = None
+
+
+class VersionRun(NamedTuple):
+    """Tokens from index ``start`` on were sampled under policy ``version`` (until the next run)."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionMetrics:
+    """Timings of one request on its replica, in seconds since it entered the inbox or as said.
+
+    ``requests_in_flight`` is the number of requests, this one included, that the engine held
+    (running or waiting, after admission) when the step that finished this one began.
+    ``inter_token_latency_s`` is ``decode_s`` per token after the first, 0 for a single token.
+    """
+
+    queue_s: float  # inbox to first scheduled
+    time_to_first_token_s: float  # inbox to first token
+    decode_s: float  # first token to last token
+    inter_token_latency_s: float
+    cached_tokens: int  # prompt tokens served from the prefix cache
+    requests_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The tokens sampled for one request, with the logprob and version each was sampled under.
+
+    ``logprobs`` are of the processed distribution (temperature applied). A completion may have no
+    token at all (aborted before the first). ``stop_token_ids`` that ended it are part of it.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_runs: tuple[VersionRun, ...]
+    finish_reason: FinishReason
+    metrics: CompletionMetrics | None = None
+    replica: str = ""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policy version of each token."""
+        ends = [run.start for run in self.version_runs[1:]] + [len(self.token_ids)]
+        versions: list[int] = []
+        for run, end in zip(self.version_runs, ends, strict=False):
+            versions.extend([run.version] * (end - run.start))
+        return tuple(versions)
+
+
+class GenerateFn(Protocol):
+    """Completes one request. A rollout does not know what is behind it.
+
+    Raises:
+        GenerationError: the request was refused, or every replica that could serve it is gone.
+    """
+
+    async def __call__(self, request: GenerationRequest, /) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` is JSON-able."""
+
+    problem_id: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One prompt, its completion, and what the environment thought of it."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    reward: float | None = None
+    text: str | None = None  # the completion as text, where the environment works in text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One trajectory. ``reward`` is None exactly where ``status.is_failure``."""
+
+    rollout_id: str
+    group_id: str
+    problem_id: str
+    turns: tuple[Turn, ...]
+    status: RolloutStatus
+    reward: float | None
+    cause: str | None = None  # what went wrong, for a person
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, where there is one
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment and the rubric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """The sibling rollouts of one problem: the unit of advantage."""
+
+    group_id: str
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What is trained on: one token sequence; all fields of tokens have its length.
+
+    ``loss_mask`` is True exactly on sampled tokens. Elsewhere ``logprobs`` and ``advantages`` are
+    0.0 and ``versions`` is -1; none of those three is to be read where the mask is False.
+    """
+
+    rollout_id: str
+    group_id: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    versions: tuple[int, ...]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A replica's state at one moment. ``kv_use`` is the used share of the cache, 0 to 1."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_use: float
+    preemptions: int
+    generated_tokens: int
+    tokens_per_second: float  # since the previous reading
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReport:
+    """What one weight pull did to one replica. ``stall_s``: no decoding went on for so long."""
+
+    version: int
+    stall_s: float
+    running_requests: int
+    recomputed: bool
