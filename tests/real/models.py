@@ -1,0 +1,135 @@
+"""Tiny random Hugging Face checkpoints for the tests on real components.
+
+`tiny_qwen3` writes a Qwen3 of about 0.15 M parameters with a byte-level tokenizer (no merges, one
+token per byte) that has Qwen3's special tokens and a ChatML template. Weights are random but wide
+enough that its distributions are neither flat nor one-hot. Heads are divisible by 2 (TP = 2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+VOCAB_SIZE = 288  # 256 bytes, the special tokens, and a few ids that no text gives
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Any:
+    """A `transformers` tokenizer: one token per byte, plus Qwen3's special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_qwen3(
+    path: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    std: float = 0.15,
+    dtype: str = "float32",
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_position_embeddings: int = 1024,
+) -> Path:
+    """Write a random checkpoint with its tokenizer to the directory ``path`` and return it."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=32,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tied,
+        initializer_range=std,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by Hugging Face name; a tied head is absent."""
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+def hf_logprobs(
+    path: Path, token_ids: tuple[int, ...], *, num_prompt: int, temperature: float = 1.0
+) -> list[float]:
+    """Logprob of each token after the first ``num_prompt``, by `transformers` in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        logits_LV = model(torch.tensor([token_ids])).logits[0] / temperature
+    logprobs_LV = logits_LV.log_softmax(-1)
+    return [
+        float(logprobs_LV[position - 1, token_ids[position]])
+        for position in range(num_prompt, len(token_ids))
+    ]
