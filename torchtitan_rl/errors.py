@@ -45,3 +45,7 @@ class DivergedError(TorchtitanRLError):
 
 class DeadlineError(TorchtitanRLError):
     """A wait reached its deadline; the message says what it waited for."""
+
+
+class GenerationTimeoutError(GenerationError, DeadlineError):
+    """A request was not completed by its deadline."""

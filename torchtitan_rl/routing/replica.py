@@ -1,0 +1,44 @@
+"""What the router needs of a replica, and the states it keeps for each."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.weights.handle import WeightHandle
+
+
+class ReplicaState(StrEnum):
+    """Only a serving or syncing replica is given requests; a dead one never comes back."""
+
+    SERVING = "serving"
+    SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
+    DRAINING = "draining"  # finishing what it has before a swap
+    DEAD = "dead"
+
+
+class Replica(Protocol):
+    """One engine, wherever it runs."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
+        replica itself is lost."""
+        ...
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None: ...
+
+    async def stage(self, handle: WeightHandle) -> None:
+        """Fetch published weights on every rank while decoding goes on."""
+        ...
+
+    async def pull(self, version: int) -> PullReport:
+        """Swap the staged weights in, between two steps."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
