@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.image import plan_image, read_image, write_image
+
+
+def make_image(tensors: dict[str, torch.Tensor], version: int = 3) -> torch.Tensor:
+    layout = plan_image(tensors, version)
+    image = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    write_image(layout, tensors, image)
+    return image
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(12, dtype=torch.float32).view(3, 4)
+    return {
+        "a.bytes": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "transposed": base.t(),
+        "sliced": base[:, 1::2],
+        "tied": base,
+        "half": torch.randn(5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "flag": torch.tensor([True, False, True]),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+
+
+def test_what_is_read_equals_what_was_written_for_tied_and_non_contiguous_tensors() -> None:
+    tensors = odd_tensors()
+    read = read_image(make_image(tensors), 3)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor.detach()), name
+
+
+def test_every_tensor_is_aligned_to_its_item_size() -> None:
+    layout = plan_image(odd_tensors(), 0)
+    sizes = {name: tensor.element_size() for name, tensor in odd_tensors().items()}
+    assert all(offset % sizes[name] == 0 for name, offset in layout.offsets.items())
+
+
+def test_the_safetensors_library_reads_the_image(tmp_path: Path) -> None:
+    tensors = odd_tensors()
+    path = tmp_path / "image.safetensors"
+    path.write_bytes(bytes(make_image(tensors).numpy()))
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["policy_version"] == "3"
+    loaded = load_file(path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_image_of_another_version_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="version 4 was asked for, the image holds version 3"):
+        read_image(make_image({"w": torch.ones(2)}), 4)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 40, -4])
+def test_a_truncated_image_is_refused(kept_bytes: int) -> None:
+    image = make_image({"w": torch.ones(8)})
+    with pytest.raises(WeightSyncError, match="not a whole safetensors image"):
+        read_image(image[:kept_bytes].clone(), 3)
+
+
+def test_nothing_and_unknown_dtypes_cannot_be_published() -> None:
+    with pytest.raises(WeightSyncError, match="no tensors"):
+        plan_image({}, 1)
+    with pytest.raises(WeightSyncError, match=r"w \(torch.complex64\)"):
+        plan_image({"w": torch.ones(1, dtype=torch.complex64)}, 1)

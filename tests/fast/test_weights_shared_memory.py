@@ -1,0 +1,149 @@
+import errno
+import os
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights import shared_memory
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher, remove_leftovers
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((4,), value)}
+
+
+def files_under(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def make_publisher(tmp_path: Path) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher("run", tmp_path / "run", root=tmp_path / "shm")
+
+
+def test_at_most_the_current_version_and_the_one_before_exist(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(3):
+        handle = publisher.publish(version, weights(version))
+        assert Path(handle.path).stat().st_size == handle.num_bytes
+    assert files_under(tmp_path / "shm") == ["v1.safetensors", "v2.safetensors"]
+
+
+def test_while_a_version_is_written_only_the_current_one_is_there_and_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.publish(1, weights(1))
+    seen: list[list[str]] = []
+    write = shared_memory.write_image
+
+    def write_and_look(*args: object) -> None:
+        seen.append(files_under(tmp_path / "shm"))
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shared_memory, "write_image", write_and_look)
+    publisher.publish(2, weights(2))
+    assert seen == [["v1.safetensors", "v2.unfinished"]]
+
+
+def test_a_version_whose_writing_failed_leaves_nothing_and_the_current_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("lost the device")
+
+    monkeypatch.setattr(shared_memory, "write_image", fail)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        publisher.publish(1, weights(1))
+    assert files_under(tmp_path) == ["v0.safetensors"]
+
+
+def test_publishing_a_version_again_keeps_it(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(5, weights(0))
+    publisher.publish(5, weights(1))
+    publisher.publish(6, weights(2))
+    assert files_under(tmp_path) == ["v5.safetensors", "v6.safetensors"]
+
+
+def test_without_room_in_shared_memory_files_go_to_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    handle = publisher.publish(0, weights(0))
+    assert Path(handle.path).is_relative_to(tmp_path / "run")
+
+
+def test_room_that_vanishes_between_check_and_write_falls_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.publish(1, weights(1))
+    reserve = os.posix_fallocate
+    calls: list[int] = []
+
+    def reserve_second_time(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", reserve_second_time)
+    handle = publisher.publish(2, weights(2))
+    assert files_under(tmp_path / "run") == ["v2.safetensors"]
+    assert files_under(tmp_path / "shm") == ["v1.safetensors"]
+    assert Path(handle.path).exists()
+
+
+def test_no_room_anywhere_names_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+    with pytest.raises(WeightSyncError, match=r"version 7 cannot be published: .*shm: .*run: "):
+        publisher.publish(7, weights(0))
+
+
+def test_close_removes_everything(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    mine = Path(publisher.publish(0, weights(0)).path).parent
+    child = subprocess.Popen(["true"])
+    child.wait()
+    base = mine.name.rsplit("-pid", 1)[0]
+    dead = [
+        mine.with_name(f"{base}-pid{child.pid}-t1"),
+        mine.with_name(f"{base}-pid{os.getpid()}-t1"),  # the pid was given out again
+    ]
+    kept = [
+        mine,
+        mine.with_name(f"torchtitan-rl-run-ns1-pid{child.pid}-t1"),  # of another pid namespace
+        mine.with_name("torchtitan-rl-notes"),
+        mine.with_name("something-else"),
+    ]
+    for folder in [*dead, *kept]:
+        folder.mkdir(exist_ok=True)
+    assert remove_leftovers(mine.parent) == sorted(dead)
+    assert sorted(mine.parent.iterdir()) == sorted(kept)

@@ -1,0 +1,116 @@
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
+from torchtitan_rl.weights.image import plan_image, write_image
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.staging import WeightStaging
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher("run", tmp_path / "run", root=tmp_path / "shm")
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3000,), value)}
+
+
+def remote_read(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
+    image.copy_(handle.buffer)
+
+
+def remote(version: int) -> RemoteMemoryHandle:
+    layout = plan_image(weights(version), version)
+    image = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    write_image(layout, weights(version), image)
+    return RemoteMemoryHandle(version=version, buffer=image, num_bytes=layout.num_bytes)
+
+
+def test_staged_tensors_equal_the_published_ones(publisher: SharedMemoryPublisher) -> None:
+    staging = WeightStaging()
+    staging.stage(publisher.publish(1, weights(1)))
+    assert torch.equal(staging.tensors(1)["w"], weights(1)["w"])
+
+
+def test_remote_images_are_read_through_the_reader() -> None:
+    staging = WeightStaging(remote_read)
+    staging.stage(remote(2))
+    assert torch.equal(staging.tensors(2)["w"], weights(2)["w"])
+
+
+def test_a_remote_handle_without_a_reader_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="version 2 is in remote memory"):
+        WeightStaging().stage(remote(2))
+
+
+def test_asking_for_a_version_that_is_not_staged_says_what_is(
+    publisher: SharedMemoryPublisher,
+) -> None:
+    staging = WeightStaging()
+    with pytest.raises(WeightSyncError, match="version 9 is not staged; staged are none"):
+        staging.tensors(9)
+    staging.stage(publisher.publish(1, weights(1)))
+    with pytest.raises(WeightSyncError, match=r"version 9 is not staged; staged are \[1\]"):
+        staging.tensors(9)
+
+
+def test_tensors_in_use_outlive_their_file_and_their_version(
+    publisher: SharedMemoryPublisher,
+) -> None:
+    staging = WeightStaging()
+    staging.stage(publisher.publish(1, weights(1)))
+    held = staging.tensors(1)["w"]
+    staging.stage(publisher.publish(2, weights(2)))
+    staging.discard_before(2)
+    publisher.close()
+    assert staging.versions == (2,)
+    assert torch.equal(held, weights(1)["w"])
+
+
+def test_a_reader_cannot_change_what_another_reader_sees(publisher: SharedMemoryPublisher) -> None:
+    handle = publisher.publish(1, weights(1))
+    first, second = WeightStaging(), WeightStaging()
+    first.stage(handle)
+    second.stage(handle)
+    first.tensors(1)["w"].zero_()
+    assert torch.equal(second.tensors(1)["w"], weights(1)["w"])
+
+
+def test_a_version_that_is_gone_or_mislabelled_fails_by_name(
+    publisher: SharedMemoryPublisher,
+) -> None:
+    staging = WeightStaging()
+    gone = publisher.publish(1, weights(1))
+    publisher.publish(2, weights(2))
+    current = publisher.publish(3, weights(3))
+    with pytest.raises(WeightSyncError, match="version 1: cannot map"):
+        staging.stage(gone)
+    with pytest.raises(WeightSyncError, match="version 4 was asked for, the image holds version 3"):
+        staging.stage(SharedMemoryHandle(version=4, path=current.path, num_bytes=current.num_bytes))
+    with pytest.raises(WeightSyncError, match=r"version 3: .* bytes instead of 5"):
+        staging.stage(SharedMemoryHandle(version=3, path=current.path, num_bytes=5))
+    assert staging.versions == ()
+
+
+def test_a_version_is_not_found_before_all_its_bytes_are_here() -> None:
+    half_way, go_on = threading.Event(), threading.Event()
+
+    def slow_read(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
+        image[:100].copy_(handle.buffer[:100])
+        half_way.set()
+        go_on.wait()
+        image.copy_(handle.buffer)
+
+    staging = WeightStaging(slow_read)
+    thread = threading.Thread(target=staging.stage, args=(remote(1),))
+    thread.start()
+    half_way.wait()
+    assert staging.versions == ()
+    go_on.set()
+    thread.join()
+    assert staging.versions == (1,)

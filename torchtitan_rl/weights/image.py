@@ -1,0 +1,133 @@
+"""A set of weights as one run of bytes in the safetensors layout, written and read in place.
+
+The image is written straight into memory that the caller owns (a mapped file, a buffer to be read
+remotely) and read back as views of it: each byte is copied once, where the library's own functions
+would make a second image in between. Any safetensors reader can open the result.
+
+Invariants: tensors start at multiples of their item size; there are no holes between them; the
+metadata names the policy version, and reading checks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_LENGTH_BYTES = 8  # the header's length, little-endian, comes first
+_VERSION_KEY = "policy_version"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLayout:
+    """Where each tensor lies. ``offsets`` count from the start of the image."""
+
+    version: int
+    header: bytes
+    offsets: Mapping[str, int]
+    num_bytes: int
+
+
+def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout:
+    """Lay ``tensors`` out, those of the largest items first so that all are aligned.
+
+    Tensors that share storage (a tied lm_head) are written once per name.
+
+    Raises:
+        WeightSyncError: there are none, or one has a dtype that safetensors does not know.
+    """
+    if not tensors:
+        raise WeightSyncError(f"version {version}: there are no tensors to publish")
+    unknown = [f"{name} ({t.dtype})" for name, t in tensors.items() if t.dtype not in _CODES]
+    if unknown:
+        raise WeightSyncError(f"version {version}: dtype without a safetensors code: {unknown}")
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", _VERSION_KEY: str(version)}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        starts[name] = end
+        end += tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return ImageLayout(
+        version=version,
+        header=header,
+        offsets={name: len(header) + start for name, start in starts.items()},
+        num_bytes=len(header) + end,
+    )
+
+
+def write_image(
+    layout: ImageLayout, tensors: Mapping[str, torch.Tensor], image: torch.Tensor
+) -> None:
+    """Copy ``tensors`` (any device, contiguous or not) into ``image``, uint8 [num_bytes]."""
+    header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    image[: len(layout.header)].copy_(header)
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes:
+            start = layout.offsets[name]
+            place = image[start : start + num_bytes].view(tensor.dtype)
+            place.view(tensor.shape).copy_(tensor.detach())
+
+
+def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
+    """The tensors of ``image``, uint8 [num_bytes], as views that keep its memory alive.
+
+    Raises:
+        WeightSyncError: the bytes are no whole image, or one of another version.
+    """
+    try:
+        return _views(image, version)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise WeightSyncError(f"version {version}: not a whole safetensors image") from error
+
+
+def _views(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
+    num_bytes = image.numel()
+    text_bytes = int.from_bytes(_to_bytes(image[:_LENGTH_BYTES]), "little")
+    data_start = _LENGTH_BYTES + text_bytes
+    if num_bytes < _LENGTH_BYTES or data_start > num_bytes:
+        raise ValueError(f"a header of {text_bytes} bytes in an image of {num_bytes}")
+    entries: dict[str, Any] = json.loads(_to_bytes(image[_LENGTH_BYTES:data_start]))
+    found = entries.pop("__metadata__", {}).get(_VERSION_KEY)
+    if found != str(version):
+        raise WeightSyncError(f"version {version} was asked for, the image holds version {found}")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        start, end = (data_start + offset for offset in entry["data_offsets"])
+        if end > num_bytes:
+            raise ValueError(f"{name} ends at {end}, the image at {num_bytes}")
+        tensors[name] = image[start:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
+
+
+def _to_bytes(image: torch.Tensor) -> bytes:
+    return bytes(image.numpy())

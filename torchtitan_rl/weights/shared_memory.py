@@ -1,0 +1,149 @@
+"""Weights of each version as a safetensors file in shared memory, for readers of the same host.
+
+Plain files rather than ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
+process ends.
+
+Invariants: a file has its final name only once it is whole; at most two versions exist, the current
+one and the one being written; a run's folder is named after its process, so that a later run
+recognises and removes the folders of dead ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
+
+SHARED_MEMORY_ROOT = Path("/dev/shm")
+_PREFIX = "torchtitan-rl-"
+_FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
+_HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
+
+
+class SharedMemoryPublisher:
+    """Writes versions one after another. Not thread-safe: the trainer publishes from one place.
+
+    Args:
+        run_id: makes the folder's name readable; need not be unique.
+        fallback_dir: where files go when the shared-memory file system has no room (containers
+            often give it 64 MB); must be visible to the readers, as the run's folder is.
+        root: the shared-memory file system.
+    """
+
+    def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
+        self._roots = (root, fallback_dir)
+        self._folder_name = _folder_name(run_id)
+        self._current: Path | None = None
+        self._previous: Path | None = None
+        for folder in self._roots:
+            remove_leftovers(folder)
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> SharedMemoryHandle:
+        """Write ``version`` whole, then make it visible. The version before the current one goes.
+
+        Raises:
+            WeightSyncError: neither place has room, or a tensor cannot be written.
+        """
+        layout = plan_image(tensors, version)
+        if self._previous is not None:
+            self._previous.unlink(missing_ok=True)
+            self._previous = None
+        refusals: list[str] = []
+        for root in self._roots:
+            refusal = _refusal(root, layout.num_bytes)
+            if refusal is None:
+                try:
+                    path = self._write(root / self._folder_name, layout, tensors)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                        raise WeightSyncError(f"version {version}: cannot write {root}") from error
+                    refusal = f"{root}: {error.strerror}"
+                else:
+                    if path != self._current:  # else the same version was written once more
+                        self._previous, self._current = self._current, path
+                    return SharedMemoryHandle(
+                        version=version, path=str(path), num_bytes=layout.num_bytes
+                    )
+            refusals.append(refusal)
+        raise WeightSyncError(f"version {version} cannot be published: " + "; ".join(refusals))
+
+    def close(self) -> None:
+        """Remove everything. Readers keep what they have mapped."""
+        self._current = self._previous = None
+        for root in self._roots:
+            shutil.rmtree(root / self._folder_name, ignore_errors=True)
+
+    @staticmethod
+    def _write(folder: Path, layout: ImageLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / f"v{layout.version}.safetensors"
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("w+b") as file:
+                # Reserves the pages: a write to a mapped page without room would kill the process.
+                os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
+                mapped = mmap.mmap(file.fileno(), layout.num_bytes)
+                write_image(layout, tensors, torch.frombuffer(mapped, dtype=torch.uint8))
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return path
+
+
+def remove_leftovers(root: Path) -> list[Path]:
+    """Remove the folders in ``root`` whose process is gone; returns them. Others are not touched.
+
+    Folders made in another pid namespace (a container that shares the file system) are kept, as
+    nothing is known of their processes.
+    """
+    removed: list[Path] = []
+    for folder in sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []:
+        match = _FOLDER.fullmatch(folder.name)
+        if match is None or int(match["namespace"]) != _pid_namespace():
+            continue
+        if _started_ticks(int(match["pid"])) != int(match["started"]):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _refusal(root: Path, num_bytes: int) -> str | None:
+    """Why ``num_bytes`` cannot go to ``root``, or None."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(root).free - _HEADROOM_BYTES
+    except OSError as error:
+        return f"{root}: {error.strerror}"
+    if num_bytes > room:
+        return f"{root}: {num_bytes >> 20} MiB needed, {max(room, 0) >> 20} MiB free"
+    return None
+
+
+def _folder_name(run_id: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run_id)
+    started = _started_ticks(os.getpid())
+    return f"{_PREFIX}{readable}-ns{_pid_namespace()}-pid{os.getpid()}-t{started}"
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot (field 22 of proc(5) stat), or None."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

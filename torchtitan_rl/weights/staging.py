@@ -1,0 +1,103 @@
+"""Weights that a generator rank has fetched and not yet copied into its model.
+
+Fetching runs in a thread while decoding goes on; the swap, between two steps, only copies. All
+methods may be called from any thread.
+
+Invariants: a version is found only once all of its bytes are here; a tensor handed out stays valid
+after its version was discarded, since it holds the memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle, WeightHandle
+from torchtitan_rl.weights.image import read_image
+
+
+class RdmaReader(Protocol):
+    """Fills ``image``, uint8 [handle.num_bytes], with the remote bytes; blocks until it is done.
+
+    Raises:
+        WeightSyncError: they could not be read.
+    """
+
+    def __call__(self, handle: RemoteMemoryHandle, image: torch.Tensor, /) -> None: ...
+
+
+class WeightStaging:
+    """Staged versions of one rank. ``rdma_reader`` is needed where handles are remote."""
+
+    def __init__(self, rdma_reader: RdmaReader | None = None) -> None:
+        self._rdma_reader = rdma_reader
+        self._lock = threading.Lock()
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(self._staged))
+
+    def stage(self, handle: WeightHandle) -> None:
+        """Fetch a version; blocks. A version that is already here is not fetched again.
+
+        Raises:
+            WeightSyncError: it is gone, incomplete or of another version than the handle says.
+        """
+        if handle.version in self.versions:
+            return
+        if isinstance(handle, SharedMemoryHandle):
+            image = _map_file(handle)
+        elif self._rdma_reader is None:
+            raise WeightSyncError(
+                f"version {handle.version} is in remote memory and this rank has no RDMA reader"
+            )
+        else:
+            image = torch.empty(handle.num_bytes, dtype=torch.uint8)
+            self._rdma_reader(handle, image)
+        tensors = read_image(image, handle.version)
+        with self._lock:
+            self._staged.setdefault(handle.version, tensors)
+
+    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
+        """The tensors of ``version`` in Hugging Face names; not to be written to.
+
+        Raises:
+            WeightSyncError: it is not staged.
+        """
+        with self._lock:
+            if version in self._staged:
+                return dict(self._staged[version])
+            staged = sorted(self._staged)
+        raise WeightSyncError(f"version {version} is not staged; staged are {staged or 'none'}")
+
+    def discard_before(self, version: int) -> None:
+        """Forget all versions older than ``version``."""
+        with self._lock:
+            for old in [staged for staged in self._staged if staged < version]:
+                del self._staged[old]
+
+
+def _map_file(handle: SharedMemoryHandle) -> torch.Tensor:
+    """Map a published file and touch each page, so that the swap meets no page fault."""
+    try:
+        with Path(handle.path).open("rb") as file:
+            # A private copy-on-write map: readable as a tensor, and nobody can write to the file.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(f"version {handle.version}: cannot map {handle.path}") from error
+    if len(mapped) != handle.num_bytes:
+        raise WeightSyncError(
+            f"version {handle.version}: {handle.path} has {len(mapped)} bytes "
+            f"instead of {handle.num_bytes}"
+        )
+    image = torch.frombuffer(mapped, dtype=torch.uint8)
+    image[:: mmap.PAGESIZE].sum()
+    return image
