@@ -1,0 +1,276 @@
+"""The policy's trainer, one instance in each trainer rank.
+
+Every public method is collective: all ranks call it with the same arguments, in the same order.
+Each rank gets the whole batch and takes its share. A step either ends with new weights and
+``version + 1``, or raises and leaves weights, optimizer and version as they were.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl.adapters import titan_setup  # before torchtitan
+from torchtitan_rl.adapters.hf_config import read_architecture
+from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
+from torchtitan_rl.adapters.titan_model import build_policy
+from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
+from torchtitan_rl.config import TrainerConfig
+from torchtitan_rl.errors import DivergedError
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.logprobs import selected_logprobs
+from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss, policy_loss
+from torchtitan_rl.training.splitting import (
+    microbatches,
+    num_masked_nonfinite,
+    pad_rows,
+    predicted_mask,
+    rank_share,
+    trained_mask,
+)
+
+_COUNTS = ("loss", "clamped_log_ratio")  # sums that are no means over trained tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """S tokens of a microbatch. ``index_S`` points into its flattened [B * L]; ``counts_S`` is
+    False on the one token that stands in where none is wanted (every rank must run the forward)."""
+
+    logprobs_S: torch.Tensor
+    entropy_S: torch.Tensor
+    index_S: torch.Tensor
+    counts_S: torch.Tensor
+
+
+_Objective = Callable[[TrainingBatch, _Forward], LossOutput]
+
+
+class PolicyTrainer:
+    """torchtitan's model, parallelism, optimizer and checkpoints behind six verbs.
+
+    Args:
+        checkpoint_dir: policy in Hugging Face format.
+        seed: of the random generators (nothing draws from them today; they are checkpointed).
+        max_steps: of the whole run, for the learning-rate schedule.
+        dtype: what matrix multiplications compute in; the CPU always computes in float32.
+
+    Raises:
+        ConfigError: the checkpoint is not one that can be trained.
+        ValueError: the world size is not the configuration's.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: Path,
+        config: TrainerConfig,
+        *,
+        seed: int,
+        max_steps: int,
+        dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    ) -> None:
+        self._source = Path(checkpoint_dir)
+        self._config = config
+        self._architecture = read_architecture(self._source)
+        torch.set_num_threads(config.threads)
+        self._layout = titan_setup.set_up(config)
+        torch.manual_seed(seed)
+        self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
+        self._model = build_policy(self._architecture, config, self._layout, dtype=self._dtype)
+        load_hf(self._model, self._source)
+        self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        return self._version
+
+    def train_step(self, batch: TrainingBatch) -> StepOutput:
+        """One optimizer step of the clipped policy loss.
+
+        Raises:
+            DivergedError: loss or gradient is NaN or Inf, on all ranks together.
+            ValueError: no token to train on, or rows longer than the configured length.
+        """
+        trained = replace(batch, loss_mask=trained_mask(batch))
+        num_trained = int(trained.loss_mask.sum())
+
+        def objective(part: TrainingBatch, forward: _Forward) -> LossOutput:
+            return policy_loss(
+                forward.logprobs_S,
+                self._tensor(part.logprobs).flatten()[forward.index_S],
+                self._tensor(part.advantages).flatten()[forward.index_S],
+                forward.counts_S,
+                num_trained=num_trained,
+                config=self._config.loss,
+            )
+
+        output = self._step(trained, num_trained, objective)
+        output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
+        return output
+
+    def supervised_step(self, batch: TrainingBatch) -> StepOutput:
+        """One optimizer step on the mean negative logprob (temperature 1) over the loss mask.
+
+        Raises:
+            DivergedError, ValueError: as `train_step`.
+        """
+        mask = batch.loss_mask & predicted_mask(batch)
+        num_trained = int(mask.sum())
+
+        def objective(part: TrainingBatch, forward: _Forward) -> LossOutput:
+            return cross_entropy_loss(forward.logprobs_S, forward.counts_S, num_trained=num_trained)
+
+        return self._step(replace(batch, loss_mask=mask, temperature=1.0), num_trained, objective)
+
+    def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        """Logprob [R, L] of every token given those before it in its document, at the batch's
+        temperature; 0 on first tokens and padding. The whole array on every rank."""
+        num_rows, row_len = batch.token_ids.shape
+        parts = self._parts(replace(batch, loss_mask=predicted_mask(batch)))
+        rows = []
+        for part in parts:
+            with torch.no_grad():
+                forward = self._forward(part)
+            part_BL = torch.zeros(part.token_ids.shape, device=self._layout.device)
+            part_BL.view(-1)[forward.index_S] = forward.logprobs_S * forward.counts_S
+            rows.append(part_BL)
+        share_BL = torch.cat(rows)
+        if self._layout.data_group is None:
+            return share_BL.cpu().numpy()[:num_rows]
+        shares = [torch.empty_like(share_BL) for _ in range(self._layout.data_ranks)]
+        dist.all_gather(shares, share_BL, group=self._layout.data_group)
+        # The inverse of rank_share: row r is row r // n of rank r % n.
+        return torch.stack(shares, dim=1).view(-1, row_len).cpu().numpy()[:num_rows]
+
+    def hf_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
+        policy computes in. They may share memory with the model: valid until the next step."""
+        return hf_state(self._model, getattr(torch, self._dtype))
+
+    def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
+        """Write a Hugging Face directory, in ``dtype`` or else the source checkpoint's type."""
+        state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
+        if self._layout.rank == 0:
+            write_hf(Path(path), state, source=self._source)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group; the trainer is of no use afterwards."""
+        titan_setup.tear_down(self._layout)
+
+    def _step(self, batch: TrainingBatch, num_trained: int, objective: _Objective) -> StepOutput:
+        started = time.perf_counter()
+        if num_trained == 0:
+            raise ValueError(f"version {self._version}: the batch has no token to train on")
+        sums: dict[str, torch.Tensor] = {}
+        maxima: dict[str, torch.Tensor] = {}
+        for part in self._parts(batch):
+            forward = self._forward(part)
+            output = objective(part, forward)
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            entropy = (forward.entropy_S * forward.counts_S).sum()
+            for name, value in {
+                **output.sums,
+                "loss": output.loss.detach(),
+                "entropy": entropy,
+            }.items():
+                sums[name] = sums[name] + value if name in sums else value
+            for name, value in output.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        metrics = self._reduced(sums, maxima, num_trained)
+        learning_rate = self._optimizer.learning_rate
+        metrics["grad_norm"] = self._optimizer.clip()
+        self._refuse_divergence(metrics)
+        self._optimizer.step()
+        self._version += 1
+        step_s = time.perf_counter() - started
+        metrics |= {
+            "learning_rate": learning_rate,
+            "trained_tokens": float(num_trained),
+            "padding_share": batch.padding_share,
+            "step_s": step_s,
+            "tokens_per_second": batch.num_tokens / step_s,
+        }
+        return StepOutput(version=self._version, metrics=metrics)
+
+    def _parts(self, batch: TrainingBatch) -> list[TrainingBatch]:
+        """This rank's microbatches: as many, and as large, as any other rank's."""
+        row_len = batch.token_ids.shape[1]
+        if row_len > self._config.row_len:
+            raise ValueError(f"rows of {row_len} tokens; trainer.row_len is {self._config.row_len}")
+        ranks, rows = self._layout.data_ranks, self._config.rows_per_microbatch
+        # A compiled model would compile once more for a smaller last microbatch.
+        padded = pad_rows(batch, ranks * rows if self._config.compile else ranks)
+        return microbatches(rank_share(padded, self._layout.data_rank, ranks), rows)
+
+    def _forward(self, part: TrainingBatch) -> _Forward:
+        """Logprobs, at the batch's temperature, of the tokens where ``loss_mask`` holds."""
+        positions_BL = self._tensor(part.position_ids)
+        index_S = self._tensor(part.loss_mask).flatten().nonzero()[:, 0]
+        counts_S = torch.ones_like(index_S, dtype=torch.bool)
+        if index_S.numel() == 0:
+            index_S, counts_S = index_S.new_zeros(1), counts_S.new_zeros(1)
+        tokens_BL = self._tensor(part.token_ids)
+        logits_1SV = self._model(
+            tokens_BL,
+            positions_BL,
+            self._model.get_attention_masks(positions_BL),
+            (index_S - 1).clamp_min(0),  # the logits before a token are its distribution
+        )
+        vocab_start = 0
+        if isinstance(logits_1SV, DTensor):
+            # DTensor splits into chunks of ceil(V / ranks).
+            ranks = dist.get_world_size(self._layout.tensor_group)
+            chunk = -(-logits_1SV.shape[-1] // ranks)
+            vocab_start = chunk * dist.get_rank(self._layout.tensor_group)
+            logits_1SV = logits_1SV.to_local()
+        logprobs_S, entropy_S = selected_logprobs(
+            logits_1SV[0],
+            tokens_BL.flatten()[index_S],
+            temperature=part.temperature,
+            group=self._layout.tensor_group,
+            vocab_start=vocab_start,
+        )
+        return _Forward(
+            logprobs_S=logprobs_S, entropy_S=entropy_S, index_S=index_S, counts_S=counts_S
+        )
+
+    def _reduced(
+        self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], num_trained: int
+    ) -> dict[str, float]:
+        """Metrics over all data-parallel ranks (tensor-parallel ones hold equal values)."""
+        totals = torch.stack([value.double() for value in sums.values()])
+        largest = torch.stack([value.double() for value in maxima.values()] or [totals[0]])
+        if self._layout.data_group is not None:
+            dist.all_reduce(totals, group=self._layout.data_group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._layout.data_group)
+        metrics = {
+            name: total if name in _COUNTS else total / num_trained
+            for name, total in zip(sums, totals.tolist(), strict=True)
+        }
+        return metrics | dict(zip(maxima, largest.tolist(), strict=False))
+
+    def _refuse_divergence(self, metrics: dict[str, float]) -> None:
+        """Loss and gradient norm are global, so all ranks raise together."""
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(metrics[name]):
+                self._optimizer.discard()
+                raise DivergedError(
+                    f"{name} is {metrics[name]} in the step after version {self._version}; the "
+                    f"weights are still those of version {self._version}"
+                )
+
+    def _tensor(self, rows: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._layout.device)

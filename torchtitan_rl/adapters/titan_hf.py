@@ -1,0 +1,71 @@
+"""Weights between torchtitan's (sharded) model and Hugging Face names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
+
+# isort: split
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from torchtitan_rl.adapters.titan_model import PolicyModel
+from torchtitan_rl.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
+
+
+def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
+    """Fill the model from the directory's safetensors; each rank reads its shards. Collective.
+
+    Raises:
+        ConfigError: there is no safetensors file.
+    """
+    if not any(checkpoint_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"policy.checkpoint: {checkpoint_dir} has no *.safetensors file; save the model with "
+            "safe_serialization"
+        )
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    hf_state = adapter.to_hf(model.state_dict())
+    load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
+    model.load_state_dict(adapter.from_hf(hf_state))
+
+
+def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Whole tensors in ``dtype`` on the CPU, on rank 0; an empty dict on other ranks. Collective.
+
+    A tied head is left out. Tensors may share memory with the model: they hold until its next step.
+    """
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            state[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
+    return state
+
+
+def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:
+    """Write a directory that transformers and vLLM load: ``state``, with configuration and
+    tokenizer files from ``source``. Not collective; replaces what is there, all or nothing."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_WEIGHTS))
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+    save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
