@@ -27,9 +27,9 @@ def selected_logprobs(
     """Logprob of each target under softmax(logits / temperature), and that softmax's entropy.
 
     ``group`` splits the vocabulary: this rank holds V entries from ``vocab_start`` on,
-    ``targets_T`` are indices into the whole, and every rank gets the whole result. The gradient with respect to
-    ``logits_TV`` is exact on each rank, given the same upstream gradient on all. The entropy is a
-    metric: it carries no gradient.
+    ``targets_T`` are indices into the whole, and every rank gets the whole result. The gradient
+    with respect to ``logits_TV`` is exact on each rank, given the same upstream gradient on all.
+    The entropy is a metric: it carries no gradient.
 
     Returns:
         (logprobs [T], entropy [T]), float32.

@@ -54,7 +54,7 @@ def microbatches(batch: TrainingBatch, rows_per_microbatch: int) -> list[Trainin
 
 def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     """[R, L], True on tokens that have a token of the same document before them."""
-    return (batch.document_ids >= 0) & (batch.position_ids > 0)
+    return np.logical_and(batch.document_ids >= 0, batch.position_ids > 0)
 
 
 def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
