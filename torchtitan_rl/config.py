@@ -21,7 +21,9 @@ class PolicyConfig:
     """
 
     checkpoint: str
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; the CPU always computes in float32
+    dtype: Literal["float32", "bfloat16"] = (
+        "bfloat16"  # on CUDA; the CPU always computes in float32
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

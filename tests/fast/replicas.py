@@ -1,0 +1,100 @@
+"""Small real implementations of what the router talks to."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.types import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    PullReport,
+    SamplingParams,
+    VersionRun,
+)
+from torchtitan_rl.weights.handle import WeightHandle
+
+
+def request(
+    request_id: str, *, session: str | None = None, prompt_len: int = 4, max_tokens: int = 4
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(1, prompt_len + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        session_id=session,
+    )
+
+
+class GatedReplica:
+    """Completes a request when its gate is open; can be told to be dead or to refuse weights."""
+
+    def __init__(self, name: str, *, is_open: bool = True) -> None:
+        self._name = name
+        self.gate = asyncio.Event()
+        if is_open:
+            self.gate.set()
+        self.is_dead = False
+        self.refuses_weights = False
+        self.version = 0
+        self.served: list[str] = []
+        self.aborted: list[str] = []
+        self.running = 0
+        self.running_at_pull: list[int] = []
+        self.is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        if self.is_dead:
+            raise ReplicaError(f"{self.name} is dead")
+        self.served.append(request.request_id)
+        self.running += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        if self.is_dead:
+            raise ReplicaError(f"{self.name} died")
+        count = request.sampling.max_tokens
+        return Completion(
+            request_id=request.request_id,
+            token_ids=(7,) * count,
+            logprobs=(-1.0,) * count,
+            version_runs=(VersionRun(0, self.version),),
+            finish_reason=FinishReason.LENGTH,
+            replica=self.name,
+        )
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        self.aborted.extend(request_ids)
+
+    async def stage(self, handle: WeightHandle) -> None:
+        if self.refuses_weights:
+            raise WeightSyncError(f"{self.name} cannot read version {handle.version}")
+
+    async def pull(self, version: int) -> PullReport:
+        self.running_at_pull.append(self.running)
+        self.version = version
+        return PullReport(
+            version=version, stall_s=0.0, running_requests=self.running, recomputed=False
+        )
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=self.running,
+            waiting=0,
+            kv_use=0.0,
+            preemptions=0,
+            generated_tokens=0,
+            tokens_per_second=0.0,
+            steps=0,
+        )
+
+    async def close(self) -> None:
+        self.is_closed = True

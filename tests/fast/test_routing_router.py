@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fast.replicas import GatedReplica, request
+from torchtitan_rl.errors import GenerationError, GenerationTimeoutError, WeightSyncError
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+
+def handle(version: int) -> SharedMemoryHandle:
+    return SharedMemoryHandle(version=version, path="/nowhere", num_bytes=0)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_turns_of_a_session_go_to_one_replica():
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}") for i in range(3)]
+        router = GeneratorRouter(replicas)
+        for turn in range(4):
+            for session in "abc":
+                await router.generate(request(f"{session}{turn}", session=session))
+        homes = {
+            session: [r.name for r in replicas if f"{session}0" in r.served] for session in "abc"
+        }
+        for session, (home,) in homes.items():
+            served = next(r.served for r in replicas if r.name == home)
+            assert all(f"{session}{turn}" in served for turn in range(4))
+
+    asyncio.run(scenario())
+
+
+def test_new_sessions_spread_by_outstanding_tokens():
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+        router = GeneratorRouter(replicas)
+        big = asyncio.create_task(router.generate(request("big", max_tokens=100)))
+        await settle()
+        small = [asyncio.create_task(router.generate(request(f"s{i}"))) for i in range(5)]
+        await settle()
+        assert replicas[0].served == ["big"]
+        assert len(replicas[1].served) == 5
+        for replica in replicas:
+            replica.gate.set()
+        await asyncio.gather(big, *small)
+        assert router.outstanding_tokens() == {"r0": 0, "r1": 0}
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_loses_its_replica_runs_on_another():
+    async def scenario():
+        dead, alive = GatedReplica("dead"), GatedReplica("alive")
+        dead.is_dead = True
+        router = GeneratorRouter([dead, alive])
+        completion = await router.generate(request("a"))
+        assert completion.replica == "alive"
+        assert router.states() == {"dead": ReplicaState.DEAD, "alive": ReplicaState.SERVING}
+
+    asyncio.run(scenario())
+
+
+def test_with_no_replica_left_requests_fail_and_say_why():
+    async def scenario():
+        replica = GatedReplica("only")
+        replica.is_dead = True
+        router = GeneratorRouter([replica])
+        for _ in range(2):
+            with pytest.raises(GenerationError, match="only: ReplicaError: only is dead"):
+                await router.generate(request("a"))
+
+    asyncio.run(scenario())
+
+
+def test_a_request_past_its_deadline_is_aborted_on_its_replica():
+    async def scenario():
+        replica = GatedReplica("slow", is_open=False)
+        router = GeneratorRouter([replica], request_timeout_s=0.01)
+        with pytest.raises(GenerationTimeoutError, match="a was not completed by replica slow"):
+            await router.generate(request("a"))
+        assert replica.aborted == ["a"]
+        assert router.outstanding_tokens() == {"slow": 0}
+
+    asyncio.run(scenario())
+
+
+def test_trap_12_load_is_released_when_the_caller_is_cancelled():
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        task = asyncio.create_task(router.generate(request("a")))
+        await settle()
+        assert router.outstanding_tokens()["r"] == 8
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert router.outstanding_tokens()["r"] == 0
+        assert replica.aborted == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_a_hot_swap_pulls_while_requests_run():
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+        router = GeneratorRouter(replicas)
+        running = [asyncio.create_task(router.generate(request(str(i)))) for i in range(4)]
+        await settle()
+        report = await router.sync_weights(handle(1), mode="hot_swap")
+        assert [r.running_at_pull for r in replicas] == [[2], [2]]
+        assert report.version == 1
+        assert report.lost == ()
+        for replica in replicas:
+            replica.gate.set()
+        await asyncio.gather(*running)
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_pulls_when_nothing_runs_and_holds_new_requests_meanwhile():
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        old = asyncio.create_task(router.generate(request("old")))
+        await settle()
+        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+        await settle()
+        new = asyncio.create_task(router.generate(request("new")))
+        await settle()
+        assert replica.served == ["old"]
+        assert replica.running_at_pull == []
+        replica.gate.set()
+        await asyncio.gather(old, sync, new)
+        assert replica.running_at_pull == [0]
+        assert (await old).versions == (0,) * 4
+        assert (await new).versions == (1,) * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_cannot_follow_a_sync_serves_no_more():
+    async def scenario():
+        stuck, good = GatedReplica("stuck"), GatedReplica("good")
+        stuck.refuses_weights = True
+        router = GeneratorRouter([stuck, good])
+        report = await router.sync_weights(handle(1), mode="hot_swap")
+        assert report.lost == ("stuck",)
+        completions = [await router.generate(request(str(i))) for i in range(4)]
+        assert {c.replica for c in completions} == {"good"}
+        good.refuses_weights = True
+        with pytest.raises(WeightSyncError, match="no replica holds version 2"):
+            await router.sync_weights(handle(2), mode="hot_swap")
+
+    asyncio.run(scenario())
+
+
+def test_close_fails_requests_that_wait_for_a_replica():
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        running = asyncio.create_task(router.generate(request("old")))
+        await settle()
+        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+        await settle()
+        waiting = asyncio.create_task(router.generate(request("new")))
+        await settle()
+        await router.close()
+        with pytest.raises(GenerationError, match="router is closed"):
+            await waiting
+        replica.gate.set()
+        await asyncio.gather(running, sync)
+        assert replica.is_closed
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["call", "cancel", "kill", "open"]), st.integers(0, 3)),
+        max_size=30,
+    )
+)
+def test_load_is_zero_once_every_call_has_ended(events):
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(4)]
+        router = GeneratorRouter(replicas)
+        calls: list[asyncio.Task] = []
+        for number, (event, index) in enumerate(events):
+            if event == "call":
+                calls.append(asyncio.create_task(router.generate(request(str(number)))))
+            elif event == "cancel" and calls:
+                calls[index % len(calls)].cancel()
+            elif event == "kill":
+                replicas[index].is_dead = True
+                replicas[index].gate.set()
+            elif event == "open":
+                replicas[index].gate.set()
+            await settle()
+        for replica in replicas:
+            replica.gate.set()
+        for call in calls:
+            try:
+                await call
+            except (GenerationError, asyncio.CancelledError):
+                continue
+        assert set(router.outstanding_tokens().values()) == {0}
+
+    asyncio.run(scenario())

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.routing.strategies import (
+    LeastLoaded,
+    ReplicaView,
+    RoundRobin,
+    StickyLeastLoaded,
+)
+
+
+def views(*loads: int | None) -> list[ReplicaView]:
+    """One view a load; None is a replica that takes no requests (and looks idle)."""
+    return [
+        ReplicaView(index=i, outstanding_tokens=load or 0, takes_requests=load is not None)
+        for i, load in enumerate(loads)
+    ]
+
+
+some_views = st.lists(st.none() | st.integers(0, 100_000), min_size=1, max_size=12)
+
+
+def test_least_loaded_takes_the_fewest_outstanding_tokens():
+    assert LeastLoaded().choose(views(30, 10, 20), None) == 1
+
+
+def test_a_session_stays_at_home_while_home_is_not_overloaded():
+    assert StickyLeastLoaded().choose(views(0, 5000), home=1) == 1
+
+
+def test_a_session_leaves_an_overloaded_home():
+    strategy = StickyLeastLoaded(max_imbalance=2.0, slack_tokens=1000)
+    assert strategy.choose(views(2000, 4001), home=1) == 0
+    assert strategy.choose(views(2000, 4000), home=1) == 1
+
+
+def test_a_session_leaves_a_home_that_takes_no_requests():
+    assert StickyLeastLoaded().choose(views(900, None), home=1) == 0
+
+
+def test_round_robin_takes_turns_and_skips_those_that_take_none():
+    strategy = RoundRobin()
+    assert [strategy.choose(views(1, None, 1), None) for _ in range(4)] == [0, 2, 0, 2]
+
+
+@given(loads=some_views, home=st.none() | st.integers(0, 11))
+def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, home):
+    home = home if home is not None and home < len(loads) else None
+    for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
+        index = strategy.choose(views(*loads), home)
+        if index is None:
+            assert all(load is None for load in loads)
+        else:
+            assert loads[index] is not None

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchtitan_rl.config import (
+    GeneratorConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+    WeightSyncConfig,
+)
+from torchtitan_rl.plan import plan_processes
+from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.validation import (
+    MachineFacts,
+    PolicyFacts,
+    find_mistakes,
+    read_policy_facts,
+)
+
+POLICY = PolicyFacts(
+    num_heads=9, num_kv_heads=3, max_positions=1024, vocab_size=100, num_bytes=2 << 20
+)
+LAPTOP = MachineFacts(num_cuda_devices=0, memory_bytes=24 << 30)
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task(), output_dir=tmp_path)
+
+
+def test_the_defaults_have_no_mistake(config):
+    assert find_mistakes(config, POLICY, LAPTOP) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rollout": RolloutConfig(group_size=1)}, "rollout.group_size is 1"),
+        (
+            {
+                "rollout": RolloutConfig(max_total_tokens=600),
+                "trainer": TrainerConfig(row_len=600),
+            },
+            "rollout.max_total_tokens is 600",
+        ),
+        (
+            {
+                "rollout": RolloutConfig(max_total_tokens=600),
+                "generator": GeneratorConfig(max_model_len=600),
+            },
+            "trainer.row_len is 512",
+        ),
+        ({"generator": GeneratorConfig(max_model_len=2048)}, "generator.max_model_len is 2048"),
+        ({"generator": GeneratorConfig(tensor_parallel=2)}, "generator.tensor_parallel is 2"),
+        ({"trainer": TrainerConfig(tensor_parallel=4)}, "trainer.tensor_parallel is 4"),
+        ({"generator": GeneratorConfig(replicas=0)}, "generator.replicas is 0"),
+        (
+            {"generator": GeneratorConfig(kv_cache_bytes=16 << 30)},
+            "generator.replicas is 2: the run needs about",
+        ),
+        ({"validation": ValidationConfig(temperature=-1.0)}, "validation.temperature is -1.0"),
+        (
+            {"weight_sync": WeightSyncConfig(reset_prefix_cache_on_pull=False)},
+            "weight_sync.recompute_running_on_pull is True",
+        ),
+        (
+            {
+                "weight_sync": WeightSyncConfig(
+                    mode="drain",
+                    reset_prefix_cache_on_pull=False,
+                    recompute_running_on_pull=False,
+                )
+            },
+            "weight_sync.mode is drain",
+        ),
+    ],
+)
+def test_each_mistake_names_its_field_and_value(config, changes, field):
+    (mistake,) = find_mistakes(replace(config, **changes), POLICY, LAPTOP)
+    assert mistake.startswith(field)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_trap_25_truncated_sampling_is_refused_for_training(config, truncation):
+    rollout = RolloutConfig(sampling=SamplingConfig(**truncation))
+    (mistake,) = find_mistakes(replace(config, rollout=rollout), POLICY, LAPTOP)
+    assert mistake.startswith(f"rollout.sampling.{next(iter(truncation))} is")
+
+
+def test_all_mistakes_are_found_at_once(config):
+    wrong = replace(
+        config, num_steps=-1, rollout=RolloutConfig(group_size=1, groups_per_step=0, max_turns=0)
+    )
+    assert len(find_mistakes(wrong, POLICY, LAPTOP)) == 4
+
+
+def test_too_few_cuda_devices_are_reported_with_the_number_needed(config):
+    machine = replace(LAPTOP, num_cuda_devices=2)
+    (mistake,) = find_mistakes(config, POLICY, machine)
+    assert "needs 3 CUDA devices, and 2 are visible" in mistake
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(config):
+    config.run_dir.mkdir()
+    (config.run_dir / "metrics.jsonl").touch()
+    (mistake,) = find_mistakes(config, POLICY, LAPTOP)
+    assert "--checkpoint.resume" in mistake
+
+
+def test_policy_facts_come_from_the_checkpoint(tmp_path):
+    hf = {"num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 11}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError, match="safetensors"):
+        read_policy_facts(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    with pytest.raises(ValueError, match="tokenizer"):
+        read_policy_facts(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    facts = read_policy_facts(tmp_path)
+    assert facts == PolicyFacts(
+        num_heads=4, num_kv_heads=4, max_positions=64, vocab_size=11, num_bytes=5
+    )
+
+
+def test_on_cuda_each_rank_has_a_device_of_its_own(config):
+    config = replace(
+        config,
+        generator=GeneratorConfig(replicas=2, tensor_parallel=2),
+        trainer=TrainerConfig(data_parallel_shard=2),
+    )
+    plan = plan_processes(config, num_cuda_devices=8)
+    devices = [group.devices for group in (*plan.replicas, plan.trainer)]
+    assert devices == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_replicas_have_different_engine_seeds(config):
+    plan = plan_processes(config, num_cuda_devices=0)
+    assert len({replica.seed for replica in plan.replicas}) == 2
+    assert all(replica.devices == () for replica in plan.replicas)

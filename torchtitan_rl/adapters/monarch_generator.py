@@ -1,0 +1,153 @@
+"""A generator replica in processes of its own: one actor a rank, each with its engine loop.
+
+The actors are shells: rank 0 passes calls to its `LoopReplica`, the other ranks follow the
+broadcast decisions and only stage weights. All endpoints are concurrent, for a plain one would
+hold up every other call of its actor (and turn continuous batching off).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
+
+from torchtitan_rl.adapters.monarch_runtime import (
+    ProcessLostError,
+    call,
+    process_environment,
+    spawn_processes,
+    stop_processes,
+)
+from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
+from torchtitan_rl.errors import DeadlineError, WeightSyncError
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.weights.handle import WeightHandle
+
+_QUICK_CALL_S = 60.0  # deadline of calls that only ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """What a replica's ranks need to build their engine."""
+
+    name: str
+    model: Path
+    device: str
+    seed: int
+    generator: GeneratorConfig
+    weight_sync: WeightSyncConfig
+    trace_dir: Path | None
+
+
+class GeneratorActor(Actor):
+    """One rank of a replica."""
+
+    def __init__(self, spec: GeneratorSpec) -> None:
+        self._spec = spec
+        self._rank = current_rank().rank
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Build the engine (all ranks together) and start stepping."""
+        from torchtitan_rl.adapters.generator_rank import GeneratorRank
+
+        self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
+
+    @concurrent_endpoint
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await self._generator.replica.generate(request)
+
+    @concurrent_endpoint
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        await self._generator.replica.abort(request_ids)
+
+    @concurrent_endpoint
+    async def stage(self, handle: WeightHandle) -> None:
+        await self._generator.replica.stage(handle)
+
+    @concurrent_endpoint
+    async def pull(self, version: int) -> PullReport:
+        return await self._generator.replica.pull(version)
+
+    @concurrent_endpoint
+    async def discard_before(self, version: int) -> None:
+        self._generator.staging.discard_before(version)
+
+    @concurrent_endpoint
+    async def stats(self) -> EngineStats:
+        return await self._generator.replica.stats()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._generator.close()
+
+
+class MonarchReplica:
+    """A replica behind Monarch; see `Replica`. Errors arrive as this package's own."""
+
+    def __init__(self, group: ProcessGroup, mesh: ProcMesh, spec: GeneratorSpec) -> None:
+        self._group = group
+        self._mesh = mesh
+        self._spec = spec
+        self._ranks = mesh.spawn("generator", GeneratorActor, spec)
+        self._leader = self._ranks.slice(ranks=0)
+
+    @classmethod
+    async def spawn(
+        cls, group: ProcessGroup, spec: GeneratorSpec, engine_environment: Mapping[str, str]
+    ) -> MonarchReplica:
+        """Start the processes; `start` then builds the engine in them."""
+        environment = process_environment(group) | dict(engine_environment)
+        return cls(group, await spawn_processes(group, environment), spec)
+
+    @property
+    def name(self) -> str:
+        return self._group.name
+
+    async def start(self) -> None:
+        await call(
+            self._ranks.start.call(),
+            what=f"start of {self.name}",
+            timeout_s=self._spec.generator.start_timeout_s,
+        )
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        # The router holds the deadline.
+        return await call(
+            self._leader.generate.call_one(request), what=f"{self.name}: {request.request_id}"
+        )
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        await call(self._leader.abort.call_one(request_ids), what=f"abort on {self.name}")
+
+    async def stage(self, handle: WeightHandle) -> None:
+        await call(
+            self._ranks.stage.call(handle), what=f"{self.name}: fetch of version {handle.version}"
+        )
+
+    async def pull(self, version: int) -> PullReport:
+        report = await call(
+            self._leader.pull.call_one(version), what=f"{self.name}: pull of version {version}"
+        )
+        await call(self._ranks.discard_before.call(version), what=f"{self.name}: discard")
+        return report
+
+    async def stats(self) -> EngineStats:
+        return await call(
+            self._leader.stats.call_one(), what=f"stats of {self.name}", timeout_s=_QUICK_CALL_S
+        )
+
+    async def close(self) -> None:
+        """End the loop in order, then the processes in any case."""
+        try:
+            await call(
+                self._ranks.close.call(), what=f"close of {self.name}", timeout_s=_QUICK_CALL_S
+            )
+        except (ProcessLostError, DeadlineError, WeightSyncError):
+            pass  # the processes end below, whatever state they are in
+        finally:
+            await stop_processes(self._mesh)

@@ -1,0 +1,147 @@
+"""The policy trainer in processes of its own: one actor a rank, called together.
+
+Every rank gets the whole batch and takes its share. Calls come one after another from the
+controller, so that collectives line up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
+
+from torchtitan_rl.adapters.monarch_runtime import (
+    ProcessLostError,
+    call,
+    process_environment,
+    spawn_processes,
+    stop_processes,
+)
+from torchtitan_rl.config import TrainerConfig
+from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.transport import Transport
+
+_T = TypeVar("_T")
+
+_CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What the trainer's ranks need."""
+
+    checkpoint: Path
+    trainer: TrainerConfig
+    seed: int
+    num_steps: int
+    transport: Transport
+    run_dir: Path
+    trace_dir: Path | None
+
+
+class TrainerActor(Actor):
+    """One rank of the trainer. Work runs in one thread, so that the actor always answers, and one
+    only, since each thread that computes would have OMP threads of its own."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        self._rank = current_rank().rank
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+
+    async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        from torchtitan_rl.adapters.trainer_rank import TrainerRank
+
+        self._trainer = await self._work(TrainerRank, self._spec, self._rank)
+
+    @concurrent_endpoint
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        return await self._work(self._trainer.train_step, batch)
+
+    @concurrent_endpoint
+    async def publish(self) -> WeightHandle | None:
+        """The handle on rank 0; None elsewhere."""
+        return await self._trainer.publish()
+
+    @concurrent_endpoint
+    async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
+        await self._work(self._trainer.save_checkpoint, path, state)
+
+    @concurrent_endpoint
+    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return await self._work(self._trainer.load_checkpoint, path)
+
+    @concurrent_endpoint
+    async def export_hf(self, path: Path) -> None:
+        await self._work(self._trainer.export_hf, path)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._work(self._trainer.close)
+
+
+class MonarchTrainer:
+    """All trainer ranks behind Monarch; see `Trainer`."""
+
+    def __init__(self, group: ProcessGroup, mesh: ProcMesh, spec: TrainerSpec) -> None:
+        self._group = group
+        self._mesh = mesh
+        self._timeout_s = spec.trainer.step_timeout_s
+        self._ranks = mesh.spawn("trainer", TrainerActor, spec)
+
+    @classmethod
+    async def spawn(
+        cls, group: ProcessGroup, spec: TrainerSpec, environment: Mapping[str, str]
+    ) -> MonarchTrainer:
+        """Start the processes; `start` then builds the model in them."""
+        mesh = await spawn_processes(group, process_environment(group) | dict(environment))
+        return cls(group, mesh, spec)
+
+    async def start(self) -> None:
+        await self._call(self._ranks.start.call(), "start")
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        return await self._call_for_first(self._ranks.train_step.call(batch), "optimizer step")
+
+    async def publish(self) -> WeightHandle:
+        return await self._call_for_first(self._ranks.publish.call(), "publishing of weights")
+
+    async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
+        await self._call(self._ranks.save_checkpoint.call(path, state), f"checkpoint {path}")
+
+    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return await self._call_for_first(
+            self._ranks.load_checkpoint.call(path), f"loading of {path}"
+        )
+
+    async def export_hf(self, path: Path) -> None:
+        await self._call(self._ranks.export_hf.call(path), f"export to {path}")
+
+    async def close(self) -> None:
+        """Let the ranks clean up (published weights, above all), then end them in any case."""
+        try:
+            await call(
+                self._ranks.close.call(), what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S
+            )
+        except (ProcessLostError, DeadlineError):
+            pass  # the processes end below, whatever state they are in
+        finally:
+            await stop_processes(self._mesh)
+
+    async def _call(self, answers: Any, what: str) -> Any:
+        return await call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+
+    async def _call_for_first(self, answers: Any, what: str) -> Any:
+        """Rank 0's answer; the others' are the same, or None."""
+        return (await self._call(answers, what)).item(ranks=0)

@@ -1,0 +1,65 @@
+"""``torchtitan-rl train CONFIG [options]`` and ``torchtitan-rl generate [options]``.
+
+Exit codes: 0 done; 1 the run failed; 2 the configuration is wrong; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_rl.errors import ConfigError
+
+_USAGE = """\
+usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file says
+       torchtitan-rl train CONFIG --help                  list its options
+       torchtitan-rl generate [options]                   complete a file of prompts
+       torchtitan-rl generate --help                      list its options
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    match words:
+        case ["train", *rest]:
+            return _train(rest)
+        case ["generate", *rest]:
+            from torchtitan_rl.generate import main as generate
+
+            return generate(rest)
+        case ["-h" | "--help"]:
+            print(_USAGE, end="")
+            return 0
+        case _:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+
+
+def _train(words: list[str]) -> int:
+    if not words or words[0].startswith("-"):
+        print(_USAGE, end="", file=sys.stderr)
+        return 2
+    path, options = Path(words[0]), words[1:]
+    is_dry_run = "--dry-run" in options
+    try:
+        from torchtitan_rl.config_file import load_config
+        from torchtitan_rl.prepare import prepare_run
+
+        config = load_config(path, [option for option in options if option != "--dry-run"])
+        prepared = prepare_run(config)
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    if is_dry_run:
+        print(prepared.describe())
+        return 0
+    from torchtitan_rl.run import run_training
+
+    return run_training(prepared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

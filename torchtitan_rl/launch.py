@@ -1,0 +1,44 @@
+"""``torchrun --nproc-per-node=1 -m torchtitan_rl.launch CONFIG [options]``: a run from torchrun.
+
+torchrun starts one launcher process; the run's own processes are Monarch's, as with
+``torchtitan-rl train``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from torchtitan_rl.cli import main as cli
+
+# The launcher's place in torchrun's group means nothing to the processes it starts.
+_TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
+
+
+def main() -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        print(
+            f"error: WORLD_SIZE is {os.environ['WORLD_SIZE']}: launch one process with "
+            "--nproc-per-node=1; it starts all the others",
+            file=sys.stderr,
+        )
+        return 2
+    for name in _TORCHRUN_VARIABLES:
+        os.environ.pop(name, None)
+    return cli(["train", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""A replica whose engine loop runs in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.staging import WeightStaging
+
+
+class LoopReplica:
+    """Awaits on an event loop what `EngineLoop` answers from its own thread; see `Replica`."""
+
+    def __init__(
+        self, name: str, loop: EngineLoop, staging: WeightStaging, *, close_timeout_s: float = 30.0
+    ) -> None:
+        self._name = name
+        self._loop = loop
+        self._staging = staging
+        self._close_timeout_s = close_timeout_s
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await asyncio.wrap_future(self._loop.submit(request))
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        self._loop.abort(request_ids)
+
+    async def stage(self, handle: WeightHandle) -> None:
+        await asyncio.to_thread(self._staging.stage, handle)
+
+    async def pull(self, version: int) -> PullReport:
+        report = await asyncio.wrap_future(self._loop.pull(version))
+        self._staging.discard_before(version)
+        return report
+
+    async def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._loop.close, self._close_timeout_s)
