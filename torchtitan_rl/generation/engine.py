@@ -53,7 +53,7 @@ class Engine(Protocol):
     def add_request(self, admission: Admission) -> None: ...
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
-        """End these requests; ids that are unknown or ended are ignored. Partial tokens are kept."""
+        """End these requests with the tokens they have; unknown and ended ids are ignored."""
         ...
 
     def step(self) -> list[EngineOutput]:
@@ -68,6 +68,9 @@ class Engine(Protocol):
 
     def swap_weights(self, version: int) -> None:
         """Copy the staged weights of ``version`` into the model.
+
+        Requests added later read no prefix blocks from before, unless the engine was configured
+        to share them, whatever `reset_prefix_cache` can do.
 
         Raises:
             WeightSyncError: that version is not staged, or a tensor does not fit.

@@ -1,0 +1,82 @@
+"""What rank 0 decides and every rank of a replica applies, one decision per loop iteration.
+
+A decision carries all that must be equal on all ranks. Its bytes only travel between the ranks of
+one replica, which trust each other.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.generation.engine import Admission
+
+
+class Action(StrEnum):
+    """What a rank does with a decision."""
+
+    STEP = "step"  # admit, abort, then run engine steps
+    PULL = "pull"  # swap the weights, then deal with the KV cache
+    CLOSE = "close"  # leave the loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPolicy:
+    """What a pull does to KV that older weights computed.
+
+    ``reset_prefix_cache``: no request admitted later reads such KV. ``recompute_running``: running
+    requests prefill again under the new weights; else they keep what they have.
+    """
+
+    reset_prefix_cache: bool = True
+    recompute_running: bool = True
+
+    def __post_init__(self) -> None:
+        if mistakes := kv_policy_mistakes(self):
+            raise ConfigError(mistakes)
+
+
+def kv_policy_mistakes(
+    policy: KvPolicy, *, drains: bool = False, is_batch_invariant: bool = False
+) -> list[str]:
+    """Combinations that cannot be right, one message each; ``drains``: weight_sync.mode."""
+    if policy.reset_prefix_cache:
+        return []
+    needs_reset = {
+        "weight_sync.recompute_running_on_pull = True": policy.recompute_running,
+        'weight_sync.mode = "drain"': drains,
+        "a batch-invariant run": is_batch_invariant,
+    }
+    return [
+        f"weight_sync.reset_prefix_cache_on_pull = False contradicts {what}: set it to True"
+        for what, is_wanted in needs_reset.items()
+        if is_wanted
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopDecision:
+    """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
+
+    STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
+    steps. PULL reads ``version`` and ``kv_policy``.
+    """
+
+    action: Action
+    admissions: tuple[Admission, ...] = ()
+    aborts: tuple[str, ...] = ()
+    num_steps: int = 0
+    version: int = 0
+    kv_policy: KvPolicy | None = None
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> LoopDecision:
+        decision = pickle.loads(data)
+        if not isinstance(decision, LoopDecision):
+            raise TypeError(f"expected a LoopDecision from rank 0, got {type(decision).__name__}")
+        return decision

@@ -1,0 +1,285 @@
+"""The engine loop of one rank: takes or receives decisions and applies them, in its own thread.
+
+Rank 0 (the leader) owns the inbox and the futures; the other ranks apply what is broadcast.
+
+Invariants
+- All ranks apply the same decisions in the same order; weights change only between steps.
+- Every future ends: with a completion, with `LoopFailedError` (its cause attached) once a step,
+  broadcast or pull has failed, or with `LoopClosedError`. That holds for later calls, too.
+- With several ranks each runs exactly the decided steps, unless nothing is left to step: a rank
+  that stopped alone would leave the others in a collective. With one rank it stops for the inbox.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from torchtitan_rl.errors import (
+    DeadlineError,
+    LoopClosedError,
+    LoopFailedError,
+    ReplicaError,
+    WeightSyncError,
+)
+from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision
+from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
+from torchtitan_rl.generation.futures import (
+    OutstandingRequests,
+    fail_future,
+    failed_future,
+)
+from torchtitan_rl.generation.inbox import Inbox
+from torchtitan_rl.generation.lockstep import LockstepChannel
+from torchtitan_rl.generation.validation import validate_request
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+
+STATS_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
+    it well below the time-out of the channel. ``version``: of the weights the engine starts with.
+    """
+
+    name: str = "replica"
+    max_steps_per_decision: int = 4
+    heartbeat_s: float = 60.0
+    kv_policy: KvPolicy = field(default_factory=KvPolicy)
+    version: int = 0
+
+
+class EngineLoop:
+    """Continuous batching on one engine. All methods may be called from any thread.
+
+    ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or None
+    after a close. A follower that failed must end its process there: the other ranks may wait for
+    it inside a collective.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        channel: LockstepChannel,
+        *,
+        is_leader: bool,
+        config: LoopConfig | None = None,
+        on_end: Callable[[LoopFailedError | None], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._is_leader = is_leader
+        self._config = config or LoopConfig()
+        self._on_end = on_end
+        self._limits = engine.limits
+        self._inbox = Inbox()
+        self._lock = threading.Lock()  # guards the three below
+        self._requests = OutstandingRequests(self._config.version, self._config.name)
+        self._pulls: list[Future[PullReport]] = []  # of the pull that is being applied
+        self._ended: ReplicaError | None = None
+        self._failure: LoopFailedError | None = None
+        self._stats = engine.stats()
+        self._stats_s = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._run, name=f"engine-loop-{self._config.name}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the loop has ended; False where it has not in ``timeout_s``."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def failure(self) -> LoopFailedError | None:
+        """What ended the loop, its ``__cause__`` attached; None while it runs or was closed."""
+        return self._failure
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue a request. Its future cannot be cancelled: abort the request instead.
+
+        Raises:
+            InvalidRequestError: the engine could not serve it; nothing else is affected.
+        """
+        self._check_leader()
+        admission = Admission(request=request, arrival_s=time.time())
+        with self._lock:
+            if self._ended is not None:
+                return failed_future(self._ended)
+            validate_request(request, self._limits, self._requests)
+            future = self._requests.add(request.request_id)
+            self._inbox.admit(admission)
+        return future
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        self._check_leader()
+        with self._lock:
+            outstanding = tuple(name for name in request_ids if name in self._requests)
+        if outstanding:
+            self._inbox.abort(outstanding)
+
+    def pull(self, version: int) -> Future[PullReport]:
+        """Swap in the staged weights of ``version`` between two steps.
+
+        Where another pull is still waiting, the later call wins, and the report of its version is
+        the result of both.
+        """
+        self._check_leader()
+        with self._lock:
+            if self._ended is not None:
+                return failed_future(self._ended)
+            return self._inbox.pull(version)
+
+    def stats(self) -> EngineStats:
+        """A reading at most a few steps old; requests still in the inbox count as waiting."""
+        return replace(self._stats, waiting=self._stats.waiting + self._inbox.num_admissions())
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """End the loop and everything in it. Followers end when the leader's close reaches them.
+
+        Raises:
+            DeadlineError: its thread still runs after ``timeout_s``.
+        """
+        name = self._config.name
+        if self._is_leader:
+            self._end(LoopClosedError(f"engine loop of {name} was closed"))
+            self._inbox.close()
+        if self._thread.ident is not None and not self.join(timeout_s):
+            raise DeadlineError(f"engine loop of {name} did not end within {timeout_s} s of close")
+
+    # The rest runs in the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._apply(self._next_decision()):
+                pass
+            self._engine.close()
+        except BaseException as cause:
+            failure = LoopFailedError(f"engine loop of {self._config.name} failed: {cause!r}")
+            failure.__cause__ = cause
+            self._failure = failure
+            self._end(failure)
+        else:
+            self._end(LoopClosedError(f"engine loop of {self._config.name} was closed"))
+        if self._on_end is not None:
+            self._on_end(self._failure)
+
+    def _next_decision(self) -> LoopDecision:
+        if not self._is_leader:
+            return LoopDecision.from_bytes(self._channel.broadcast(None))
+        is_idle = self._engine.num_unfinished() == 0
+        self._read_stats(is_due=is_idle)
+        is_solo = self._channel.world_size == 1
+        decision, pulls = self._inbox.next_decision(
+            may_sleep=is_idle,
+            sleep_s=None if is_solo else self._config.heartbeat_s,
+            max_steps=self._config.max_steps_per_decision,
+            kv_policy=self._config.kv_policy,
+        )
+        with self._lock:
+            self._pulls = pulls
+        if not is_solo:
+            self._channel.broadcast(decision.to_bytes())
+        return decision
+
+    def _apply(self, decision: LoopDecision) -> bool:
+        """Apply one decision; False ends the loop."""
+        if decision.action is Action.CLOSE:
+            return False
+        if decision.action is Action.PULL:
+            self._pull(decision)
+        else:
+            self._step(decision)
+        return True
+
+    def _step(self, decision: LoopDecision) -> None:
+        for admission in decision.admissions:
+            self._engine.add_request(admission)
+        if self._is_leader and decision.admissions:
+            with self._lock:
+                for admission in decision.admissions:
+                    self._requests.admit(admission.request.request_id)
+        in_flight = self._engine.num_unfinished()
+        if decision.aborts:
+            self._resolve(self._engine.abort(decision.aborts), in_flight)
+        for _ in range(decision.num_steps):
+            in_flight = self._engine.num_unfinished()
+            if in_flight == 0:
+                break
+            self._resolve(self._engine.step(), in_flight)
+            if self._channel.world_size == 1 and not self._inbox.is_empty():
+                break
+
+    def _pull(self, decision: LoopDecision) -> None:
+        start_s = time.monotonic()
+        running = self._engine.num_unfinished()
+        self._engine.swap_weights(decision.version)
+        recomputed = self._refresh_kv(decision, running)
+        if not self._is_leader:
+            return
+        with self._lock:
+            self._requests.pull(decision.version, self._engine.generated_lengths())
+        self._read_stats(is_due=True)
+        report = PullReport(
+            version=decision.version,
+            stall_s=time.monotonic() - start_s,
+            running_requests=running,
+            recomputed=recomputed,
+        )
+        with self._lock:
+            pulls, self._pulls = self._pulls, []
+        for future in pulls:
+            future.set_result(report)
+
+    def _refresh_kv(self, decision: LoopDecision, running: int) -> bool:
+        """Apply the KV policy; True where running requests were recomputed."""
+        policy = decision.kv_policy
+        if policy is None or not policy.reset_prefix_cache:
+            return False
+        was_reset = self._engine.reset_prefix_cache(recompute_running=policy.recompute_running)
+        # Beside running requests that keep their KV a refusal is expected; the engine keeps later
+        # requests off old blocks by itself (see `Engine.swap_weights`).
+        if not was_reset and (policy.recompute_running or running == 0):
+            raise WeightSyncError(
+                f"{self._config.name}: the prefix cache was not reset after the pull of version "
+                f"{decision.version} ({running} requests unfinished)"
+            )
+        return policy.recompute_running and running > 0
+
+    def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
+        if not outputs or not self._is_leader:
+            return
+        with self._lock:
+            ended = [self._requests.finish(output, in_flight) for output in outputs]
+        for future, completion in filter(None, ended):
+            future.set_result(completion)
+
+    def _read_stats(self, *, is_due: bool) -> None:
+        now_s = time.monotonic()
+        if is_due or now_s - self._stats_s >= STATS_INTERVAL_S:
+            self._stats, self._stats_s = self._engine.stats(), now_s
+
+    def _end(self, error: ReplicaError) -> None:
+        """Refuse everything from now on and fail everything outstanding; the first cause stays."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+            ended = self._ended
+            requests = self._requests.drain()
+            pulls = [*self._pulls, *self._inbox.drain_pulls()]
+            self._pulls = []
+        for request_future in requests:
+            fail_future(request_future, ended)
+        for pull_future in pulls:
+            fail_future(pull_future, ended)
+
+    def _check_leader(self) -> None:
+        if not self._is_leader:
+            raise RuntimeError(f"{self._config.name}: requests and pulls go to rank 0")

@@ -1,0 +1,173 @@
+"""A small deterministic engine without a model, for tests of everything above the engine.
+
+One token per running request and step. The next token is a pure function of all tokens so far, the
+seed and the weight version (`scripted_token`): a request that goes on from its partial tokens, on
+whatever replica, samples what it would have sampled undisturbed.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
+from torchtitan_rl.generation.rate import ReadingRate
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
+
+
+def scripted_token(
+    tokens: Iterable[int], *, seed: int | None, version: int, vocab_size: int
+) -> tuple[int, float]:
+    """The token after ``tokens`` (prompt and completion so far), and its logprob."""
+    return _draw(_digest(tokens), seed=seed, version=version, vocab_size=vocab_size)
+
+
+@dataclass(slots=True)
+class _Request:
+    request: GenerationRequest
+    digest: int  # of the prompt and the tokens so far
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    def output(self, reason: FinishReason) -> EngineOutput:
+        return EngineOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            cached_tokens=0,
+            scheduled_s=self.scheduled_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+        )
+
+
+class ScriptedEngine:
+    """An `Engine`. ``fail_at_step`` and ``fail_at_pull`` make that step (from 1) or that version
+    raise. Like vLLM it refuses to reset the prefix cache beside running requests, unless those are
+    recomputed."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int = 8,
+        max_model_len: int = 512,
+        vocab_size: int = 1000,
+        eos_token_id: int | None = None,
+        version: int = 0,
+        step_delay_s: float = 0.0,
+        fail_at_step: int | None = None,
+        fail_at_pull: int | None = None,
+    ) -> None:
+        self._limits = EngineLimits(max_model_len=max_model_len, vocab_size=vocab_size)
+        self._max_running = max_running
+        self._eos_token_id = eos_token_id
+        self._step_delay_s = step_delay_s
+        self._fail_at_step = fail_at_step
+        self._fail_at_pull = fail_at_pull
+        self._requests: dict[str, _Request] = {}  # in order of admission
+        self._rate = ReadingRate()
+        self._generated_tokens = 0
+        self._steps = 0
+        self.version = version
+        self.cache_resets = 0
+        self.is_closed = False
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def add_request(self, admission: Admission) -> None:
+        request = admission.request
+        self._requests[request.request_id] = _Request(request, _digest(request.prompt_token_ids))
+
+    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+        ended = [self._requests.pop(name) for name in request_ids if name in self._requests]
+        return [request.output(FinishReason.ABORT) for request in ended]
+
+    def step(self) -> list[EngineOutput]:
+        self._steps += 1
+        if self._steps == self._fail_at_step:
+            raise RuntimeError(f"scripted failure at step {self._steps}")
+        scheduled_s = time.monotonic()
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        outputs = []
+        for request_id, state in list(self._requests.items())[: self._max_running]:
+            if state.scheduled_s is None:
+                state.scheduled_s = scheduled_s
+            reason = self._sample(state)
+            if reason is not None:
+                outputs.append(self._requests.pop(request_id).output(reason))
+        return outputs
+
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def generated_lengths(self) -> dict[str, int]:
+        return {name: len(state.tokens) for name, state in self._requests.items()}
+
+    def swap_weights(self, version: int) -> None:
+        if version == self._fail_at_pull:
+            raise WeightSyncError(f"scripted failure at version {version}")
+        self.version = version
+
+    def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
+        if self._requests and not recompute_running:
+            return False
+        self.cache_resets += 1
+        return True
+
+    def stats(self) -> EngineStats:
+        running = min(len(self._requests), self._max_running)
+        return EngineStats(
+            version=self.version,
+            running=running,
+            waiting=len(self._requests) - running,
+            kv_use=running / self._max_running,
+            preemptions=0,
+            generated_tokens=self._generated_tokens,
+            tokens_per_second=self._rate.read(self._generated_tokens),
+            steps=self._steps,
+        )
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _sample(self, state: _Request) -> FinishReason | None:
+        sampling = state.request.sampling
+        token, logprob = _draw(
+            state.digest,
+            seed=sampling.seed,
+            version=self.version,
+            vocab_size=self._limits.vocab_size,
+        )
+        state.digest = _digest((token,), state.digest)
+        state.tokens.append(token)
+        state.logprobs.append(logprob)
+        self._generated_tokens += 1
+        state.last_token_s = time.monotonic()
+        if state.first_token_s is None:
+            state.first_token_s = state.last_token_s
+        is_eos = token == self._eos_token_id and not sampling.ignore_eos
+        has_room_to_stop = len(state.tokens) >= sampling.min_tokens
+        if has_room_to_stop and (is_eos or token in sampling.stop_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(state.tokens) >= sampling.max_tokens else None
+
+
+def _digest(tokens: Iterable[int], start: int = 0) -> int:
+    for token in tokens:
+        start = zlib.crc32(token.to_bytes(8, "little"), start)
+    return start
+
+
+def _draw(digest: int, *, seed: int | None, version: int, vocab_size: int) -> tuple[int, float]:
+    bits = zlib.crc32(f"{seed}:{version}".encode(), digest)
+    return bits % vocab_size, -(1 + bits % 4096) / 1024

@@ -1,0 +1,100 @@
+"""Refuses a request that its engine could not serve, before it disturbs anybody else.
+
+Whatever passes here must be accepted by every engine: a request that fails inside an engine ends
+the loop and everything in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+
+from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.generation.engine import EngineLimits
+from torchtitan_rl.types import GenerationRequest, SamplingParams
+
+MAX_TEMPERATURE = 2.0  # vLLM's
+MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would not be ours
+MAX_SEED = 2**63 - 1
+
+
+def validate_request(
+    request: GenerationRequest, limits: EngineLimits, outstanding: Container[str]
+) -> None:
+    """Check ``request`` against the engine's limits and the ids that are still outstanding.
+
+    Raises:
+        InvalidRequestError: field, value and fix of every mistake.
+    """
+    mistakes = [
+        *_id_mistakes(request, outstanding),
+        *_length_mistakes(request, limits),
+        *sampling_mistakes(request.sampling, limits),
+    ]
+    if mistakes:
+        raise InvalidRequestError(f"request {request.request_id!r} refused: {'; '.join(mistakes)}")
+
+
+def _id_mistakes(request: GenerationRequest, outstanding: Container[str]) -> list[str]:
+    if not request.request_id:
+        return ["request_id is empty: give each request an id of its own"]
+    if request.request_id in outstanding:
+        return ["request_id is still outstanding: wait for that request, or use another id"]
+    return []
+
+
+def _length_mistakes(request: GenerationRequest, limits: EngineLimits) -> list[str]:
+    prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+    mistakes = []
+    if not prompt:
+        mistakes.append("prompt_token_ids is empty: give at least one token")
+    elif not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+        bad = next(token for token in prompt if not 0 <= token < limits.vocab_size)
+        mistakes.append(
+            f"prompt_token_ids holds {bad}, outside the vocabulary 0..{limits.vocab_size - 1}: "
+            "encode the prompt with this model's tokenizer"
+        )
+    room = limits.max_model_len - len(prompt)
+    if max_tokens < 1:
+        mistakes.append(f"sampling.max_tokens = {max_tokens}: set it to at least 1")
+    elif room < 1:
+        mistakes.append(
+            f"prompt_token_ids has {len(prompt)} tokens and leaves no room in max_model_len = "
+            f"{limits.max_model_len}: shorten the prompt"
+        )
+    elif max_tokens > room:
+        mistakes.append(
+            f"sampling.max_tokens = {max_tokens} with a prompt of {len(prompt)} exceeds "
+            f"max_model_len = {limits.max_model_len}: set it to at most {room}"
+        )
+    return mistakes
+
+
+def sampling_mistakes(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
+    """What is wrong with the sampling parameters alone, one message per field."""
+    temperature, seed = sampling.temperature, sampling.seed
+    mistakes = []
+    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        mistakes.append(
+            f"sampling.temperature = {temperature}: use 0 (greedy) or a value from "
+            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        )
+    if not 0.0 < sampling.top_p <= 1.0:
+        mistakes.append(f"sampling.top_p = {sampling.top_p}: use a value in (0, 1]")
+    if not 0.0 <= sampling.min_p <= 1.0 or math.isnan(sampling.min_p):
+        mistakes.append(f"sampling.min_p = {sampling.min_p}: use a value in [0, 1]")
+    if sampling.top_k < 0:
+        mistakes.append(f"sampling.top_k = {sampling.top_k}: use 0 for the whole vocabulary")
+    if not 0 <= sampling.min_tokens <= max(sampling.max_tokens, 0):
+        mistakes.append(
+            f"sampling.min_tokens = {sampling.min_tokens}: use a value from 0 to max_tokens = "
+            f"{sampling.max_tokens}"
+        )
+    if any(not 0 <= token < limits.vocab_size for token in sampling.stop_token_ids):
+        mistakes.append(
+            f"sampling.stop_token_ids = {sampling.stop_token_ids}: use ids inside the vocabulary "
+            f"0..{limits.vocab_size - 1}"
+        )
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        mistakes.append(f"sampling.seed = {seed}: use a value from 0 to {MAX_SEED}, or None")
+    return mistakes
