@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torchtitan_rl.errors import GenerationError, TorchtitanRLError, WeightSyncError
@@ -25,6 +24,7 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter, SyncMode, SyncReport
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
 
 _T = TypeVar("_T")
@@ -52,16 +52,6 @@ class Batcher(Protocol):
     ) -> tuple[TrainingBatch | None, TokenCounts]: ...
 
 
-class CheckpointStore(Protocol):
-    """Where checkpoints lie; `commit` makes one visible and retires the oldest."""
-
-    def path(self, step: int) -> Path: ...
-
-    def newest(self) -> Path | None: ...
-
-    def commit(self, step: int) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
     """The controller's share of the configuration."""
@@ -74,6 +64,7 @@ class LoopSettings:
     validate_every: int
     validation_samples: int
     checkpoint_every: int
+    checkpoints_kept: int
 
 
 class SyncController:
@@ -91,7 +82,7 @@ class SyncController:
         trainer: Trainer,
         router: GeneratorRouter,
         recorder: Recorder,
-        checkpoints: CheckpointStore,
+        checkpoints: CheckpointDirectory,
     ) -> None:
         self._settings = settings
         self._dataset = dataset
@@ -279,7 +270,7 @@ class SyncController:
                 "dataset": self._dataset.state_dict(),
             }
             await self._trainer.save_checkpoint(self._checkpoints.path(self._step), state)
-            await asyncio.to_thread(self._checkpoints.commit, self._step)
+            await asyncio.to_thread(self._checkpoints.prune, self._settings.checkpoints_kept)
         self._saved_step = self._step
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _T]) -> _T:
