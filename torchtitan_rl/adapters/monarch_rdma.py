@@ -1,0 +1,95 @@
+"""Weights from one actor's memory to another's by Monarch's ``RDMABuffer``, without files.
+
+Where no RDMA hardware is found Monarch moves the bytes over TCP (no authentication: for private
+networks). Both classes block and are to be used from threads, not from an actor's event loop;
+they must be made within an actor's endpoint or ``__init__``, since Monarch finds the actor to act
+for in a context variable, which is kept here for the threads.
+
+Invariants: memory of a version is never written to again; at most two versions are held.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+import monarch
+import torch
+from monarch.rdma import RDMABuffer
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import RemoteMemoryHandle
+from torchtitan_rl.weights.image import plan_image, write_image
+
+_T = TypeVar("_T")
+
+
+class MonarchRdmaPublisher:
+    """Holds the images of the current version and the one before, readable by other actors."""
+
+    def __init__(self) -> None:
+        monarch.configure(rdma_allow_tcp_fallback=True)
+        self._actor = _ActorContext()
+        self._held: dict[int, tuple[torch.Tensor, RDMABuffer]] = {}
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> RemoteMemoryHandle:
+        """Copy the tensors into an image and open it to remote readers.
+
+        Raises:
+            WeightSyncError: a tensor has no place in an image, or Monarch refused the buffer.
+        """
+        self._release([version, *sorted(self._held)[:-1]])
+        layout = plan_image(tensors, version)
+        image = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        write_image(layout, tensors, image)
+        try:
+            buffer = self._actor.run(lambda: RDMABuffer(image))
+        except RuntimeError as error:
+            raise WeightSyncError(f"version {version}: no RDMABuffer could be made") from error
+        self._held[version] = (image, buffer)
+        return RemoteMemoryHandle(version=version, buffer=buffer, num_bytes=layout.num_bytes)
+
+    def close(self) -> None:
+        self._release(list(self._held))
+
+    def _release(self, versions: list[int]) -> None:
+        for version in versions:
+            if version in self._held:
+                _, buffer = self._held.pop(version)
+                self._actor.run(partial(_drop, buffer))
+
+
+def _drop(buffer: RDMABuffer) -> None:
+    buffer.drop().get()
+
+
+class MonarchRdmaReader:
+    """Fills memory of this process from a publisher's; an `RdmaReader`."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        monarch.configure(rdma_allow_tcp_fallback=True)
+        self._actor = _ActorContext()
+        self._timeout_s = max(1, round(timeout_s))
+
+    def __call__(self, handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
+        """Blocks until ``image``, uint8 [handle.num_bytes], is whole.
+
+        Raises:
+            WeightSyncError: the publisher gave the version up or died, or time ran out.
+        """
+        try:
+            self._actor.run(lambda: handle.buffer.read_into(image, timeout=self._timeout_s).get())
+        except Exception as error:  # Monarch raises a plain Exception here
+            raise WeightSyncError(f"version {handle.version} could not be read: {error}") from error
+
+
+class _ActorContext:
+    """Runs functions on behalf of the actor in whose context it was made, in any thread."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        return self._context.copy().run(function)
