@@ -1,0 +1,1 @@
+"""Ready-to-run configurations: each module defines one ``config``, a `RunConfig`."""

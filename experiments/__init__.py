@@ -1,0 +1,1 @@
+"""Tasks that train with torchtitan_rl, one folder each."""
