@@ -1,0 +1,61 @@
+"""Calling code of others, async or plain, from the event loop without blocking it.
+
+A plain function gets a daemon thread of its own: any number may block at once, none waits for
+another's end, and one that hangs for ever does not keep the process alive. Such a thread cannot
+be killed: after a time-out or a cancellation it runs on and its result is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``, await what it returns where that can be awaited, and return the result.
+
+    Plain functions run in a thread, with the caller's context variables.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    result = await in_thread(function, *args)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a plain function in a new daemon thread and await its result or its exception."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if outcome.done():  # cancelled or timed out meanwhile: nobody wants it any more
+            return
+        if error is None:
+            outcome.set_result(result)
+        else:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = context.run(function, *args)
+        except StopIteration as raised:  # a future refuses to carry it
+            error = RuntimeError(f"StopIteration raised by {function!r}")
+            error.__cause__ = raised
+        except BaseException as raised:  # carried to the awaiting task
+            error = raised
+        if not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(deliver, result, error)
+            except RuntimeError:  # the loop closed between the two lines: nobody waits
+                return
+
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    threading.Thread(target=work, name=f"call {name}", daemon=True).start()
+    return await outcome

@@ -1,0 +1,317 @@
+"""Chat messages to token ids and back, for conversations that are trained on.
+
+The next prompt *extends* the tokens the engine saw and sampled; history is never tokenized again
+where that can be avoided. What the template puts after an assistant's turn (an end-of-turn token
+that was not sampled, the newline behind it) goes into the next prompt, never into a completion.
+The only module that knows the `renderers` package.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torchtitan_rl.errors import ConfigError
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
+TokenIds = tuple[int, ...]
+RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
+Thinking = Literal["off", "keep", "strip"]
+
+_QWEN3_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+
+
+class ChatRenderer(Protocol):
+    """Renders one model family's conversations. Stateless, and may be called from any thread."""
+
+    @property
+    def stop_token_ids(self) -> TokenIds:
+        """Tokens that end an assistant's turn."""
+        ...
+
+    def initial_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        """The whole conversation and the header of the assistant's next turn."""
+        ...
+
+    def extend(
+        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
+    ) -> TokenIds | None:
+        """The next prompt, which begins with ``prompt + completion``.
+
+        None where that cannot be proven to be what the template means; render again then.
+        """
+        ...
+
+    def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
+        """The completion as an assistant message; never raises on what a model may sample.
+
+        ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (their raw text) are there
+        only where the model wrote some.
+        """
+        ...
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text as it is, special tokens included."""
+        ...
+
+
+@functools.lru_cache(maxsize=16)
+def make_renderer(
+    tokenizer: Any, *, kind: RendererKind = "auto", thinking: Thinking = "off"
+) -> ChatRenderer:
+    """The renderer for a `transformers` tokenizer; made once for each tokenizer.
+
+    ``kind="auto"`` takes the typed renderer of a model that `renderers` knows by name, else
+    Qwen3's where the vocabulary has its special tokens and the chat template agrees, else ChatML,
+    else the bare template, which renders every turn again.
+
+    ``thinking`` is for Qwen3: "off" prefills an empty thought; "keep" leaves earlier thoughts in
+    the history, so that a rollout stays one episode; "strip" drops them at each new user message
+    as Qwen3's own template does, so that each turn becomes an episode.
+
+    Raises:
+        ConfigError: the vocabulary or the template does not fit ``kind``.
+    """
+    if kind == "auto":
+        kind = _detect(tokenizer, thinking)
+    if kind == "qwen3":
+        _require_tokens(tokenizer, _QWEN3_TOKENS, "qwen3")
+        return _qwen3(tokenizer, thinking)
+    if kind == "chatml":
+        _require_tokens(tokenizer, ("<|im_start|>", "<|im_end|>"), "chatml")
+        return ChatMLRenderer(tokenizer)
+    if kind == "library":
+        from renderers import create_renderer
+
+        return LibraryRenderer(tokenizer, create_renderer(tokenizer))
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"tokenizer {_name(tokenizer)}: no chat template and no <|im_start|> token; "
+            "give it a chat_template, or write a TokenEnv that makes token ids itself"
+        )
+    from renderers import DefaultRendererConfig
+    from renderers.default import DefaultRenderer
+
+    return LibraryRenderer(tokenizer, DefaultRenderer(tokenizer, DefaultRendererConfig()))
+
+
+class LibraryRenderer:
+    """A renderer of the `renderers` package behind our protocol."""
+
+    def __init__(self, tokenizer: Any, renderer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+
+    @property
+    def stop_token_ids(self) -> TokenIds:
+        return tuple(self._renderer.get_stop_token_ids())
+
+    def initial_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        ids = self._renderer.render_ids(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+        )
+        return tuple(ids)
+
+    def extend(
+        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
+    ) -> TokenIds | None:
+        rendered = self._renderer.bridge_to_next_turn(
+            list(prompt), list(completion), [dict(message) for message in new_messages]
+        )
+        if rendered is None:
+            return None
+        # The library cuts tokens that were sampled behind a turn's end: that is no extension.
+        ids = tuple(rendered.token_ids)
+        return ids if ids[: len(prompt) + len(completion)] == prompt + completion else None
+
+    def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
+        parsed = self._renderer.parse_response(list(completion), prompt_ids=list(prompt))
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = [call for call in parsed.tool_calls if call.status == "ok"]
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        if len(calls) < len(parsed.tool_calls):
+            message["invalid_tool_calls"] = [
+                call.raw for call in parsed.tool_calls if call.status != "ok"
+            ]
+        return message
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+class ChatMLRenderer:
+    """``<|im_start|>role\\ncontent<|im_end|>\\n``: SmolLM2, Qwen2.5 and many others.
+
+    The first prompt comes from the tokenizer's own chat template where it has one (default system
+    prompts, tools). Later ones are extended, with messages of those roles for which a probe
+    conversation shows at construction that the template appends exactly that.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._im_end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ends = {self._im_end, tokenizer.eos_token_id}
+        if _has_token(tokenizer, "<|endoftext|>"):
+            ends.add(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+        self._stop_token_ids = tuple(sorted(end for end in ends if end is not None))
+        self._extendable_roles = frozenset(
+            role for role in ("user", "system", "tool") if self._template_appends(role)
+        )
+
+    @property
+    def stop_token_ids(self) -> TokenIds:
+        return self._stop_token_ids
+
+    def initial_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        if not getattr(self._tokenizer, "chat_template", None):
+            return self._encode("".join(map(_chatml, messages)) + "<|im_start|>assistant\n")
+        return _apply_template(self._tokenizer, messages, tools)
+
+    def extend(
+        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
+    ) -> TokenIds | None:
+        for message in new_messages:
+            plain = set(message) == {"role", "content"} and isinstance(message["content"], str)
+            if not plain or message["role"] not in self._extendable_roles:
+                return None
+        return self._append(prompt, completion, new_messages)
+
+    def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
+        end = len(completion)
+        while end and completion[end - 1] in self._stop_token_ids:
+            end -= 1
+        return {"role": "assistant", "content": self.decode(completion[:end])}
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _append(
+        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
+    ) -> TokenIds:
+        ended = bool(completion) and completion[-1] in self._stop_token_ids
+        missing_end = () if ended else (self._im_end,)
+        text = "\n" + "".join(map(_chatml, new_messages)) + "<|im_start|>assistant\n"
+        return prompt + completion + missing_end + self._encode(text)
+
+    def _template_appends(self, role: str) -> bool:
+        """Whether a message of this role (white space around it included) is just appended."""
+        import jinja2
+
+        history = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "two"},
+            {"role": "user", "content": "three"},
+        ]
+        reply = {"role": "assistant", "content": "four"}
+        new = {"role": role, "content": " five \n"}
+        try:
+            rendered = self.initial_prompt([*history, reply, new])
+            extended = self._append(self.initial_prompt(history), self._encode("four"), [new])
+        except jinja2.TemplateError:  # the template knows no such role
+            return False
+        return rendered == extended
+
+    def _encode(self, text: str) -> TokenIds:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _chatml(message: Message) -> str:
+    return f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+
+
+def _detect(tokenizer: Any, thinking: Thinking) -> RendererKind:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""), "qwen3") != "qwen3":
+        return "library"
+    if all(_has_token(tokenizer, token) for token in _QWEN3_TOKENS) and _template_agrees(
+        tokenizer, _qwen3(tokenizer, thinking), thinking
+    ):
+        return "qwen3"
+    if all(_has_token(tokenizer, token) for token in ("<|im_start|>", "<|im_end|>")):
+        return "chatml"
+    return "template"
+
+
+def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
+    from renderers import Qwen3RendererConfig
+    from renderers.qwen3 import Qwen3Renderer
+
+    config = Qwen3RendererConfig(
+        enable_thinking=thinking != "off",
+        thinking_retention="all" if thinking == "keep" else None,
+    )
+    return LibraryRenderer(tokenizer, Qwen3Renderer(tokenizer, config))
+
+
+def _template_agrees(tokenizer: Any, renderer: ChatRenderer, thinking: Thinking) -> bool:
+    """Whether the first prompt is the template's own; True where the tokenizer has none.
+
+    Other models share Qwen3's vocabulary but not its template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return True
+    probe = [{"role": "system", "content": "s"}, {"role": "user", "content": " one \n"}]
+    rendered = _apply_template(tokenizer, probe, enable_thinking=thinking != "off")
+    return rendered == renderer.initial_prompt(probe)
+
+
+def _apply_template(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
+) -> TokenIds:
+    ids = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )
+    return tuple(ids)
+
+
+def _has_token(tokenizer: Any, token: str) -> bool:
+    found = tokenizer.convert_tokens_to_ids(token)
+    return isinstance(found, int) and found != tokenizer.unk_token_id
+
+
+def _require_tokens(tokenizer: Any, tokens: Sequence[str], kind: str) -> None:
+    missing = [token for token in tokens if not _has_token(tokenizer, token)]
+    if missing:
+        raise ConfigError(
+            f"tokenizer {_name(tokenizer)}: the {kind} renderer needs {' '.join(missing)} in the "
+            "vocabulary; add them, or choose another renderer"
+        )
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
