@@ -39,11 +39,10 @@ def take(inbox: Inbox) -> LoopDecision:
 
 @given(st.lists(st.sampled_from(["admit", "abort", "pull", "take"]), max_size=40))
 def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[str]) -> None:
-    inbox, decisions, put = Inbox(), [], 0
+    inbox, decisions = Inbox(), []
     expected: dict[str, list] = {"admit": [], "abort": []}
     waiting_pull, futures, told = None, [], []
-    for action in actions:
-        put += 1
+    for put, action in enumerate(actions):
         if action == "admit":
             inbox.admit(admission(str(put)))
             expected["admit"].append(str(put))

@@ -1,0 +1,90 @@
+"""What vLLM needs on a CPU: environment, weights that can be updated, unique shared memory.
+
+vLLM is imported inside the functions: processes that only spawn engines import this module.
+
+Weight updates. vLLM's CPU linears compute from a packed copy and drop the parameter it was made of,
+so loading new weights fails half-way, or (a tied head) changes nothing. Here every linear keeps its
+parameter: an update loads in place and packs again, and decoding stays as fast as without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SHM_DIR = Path("/dev/shm")
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    """Variables that must be set before an engine process imports torch or vLLM.
+
+    ``threads``: OMP threads of the process. Compiling costs 47 s at start and gains nothing on CPU.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def keep_linear_weights() -> None:
+    """Make linears that are built from now on keep their parameters beside the packed copy."""
+    from vllm.model_executor.layers import utils
+
+    if isinstance(utils.dispatch_cpu_unquantized_gemm, partial):
+        return
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def pack_and_keep(layer: Any, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    utils.dispatch_cpu_unquantized_gemm = partial(pack_and_keep)
+
+
+def repack_linears(model: Any) -> None:
+    """Pack every linear of the model again from its parameters, a tied head included."""
+    from vllm.model_executor.layers import utils
+
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+@contextlib.contextmanager
+def unique_shared_memory(rank: int) -> Any:
+    """Give the engine that is built inside names of its own in /dev/shm.
+
+    vLLM's names are the same for every tensor-parallel engine of a host. The torch.distributed
+    environment variables must be set; the default gloo group is made here. On leaving, the names
+    are removed (the mappings live on), so that no killed process leaves memory behind.
+    """
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="env://")
+    token = [f"ttrl-{os.getpid()}-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(token, src=0)
+    make_name = _CPUSHMDistributed.make_group_name
+
+    def make_unique_name(communicator: Any) -> str:
+        # No inner slash is allowed; vLLM's own name would begin with the launcher's "//".
+        return f"{token[0]}-{make_name(communicator).replace('/', '')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_unique_name)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(make_name)
+        if rank == 0:
+            for path in SHM_DIR.glob(f"*{token[0]}*"):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,301 @@
+"""vLLM's `LLMEngine` as an `Engine`; the only module, with `vllm_cpu`, that knows its internals.
+
+One instance per rank, in the rank's own process; ranks are stepped in lockstep by their loops
+("external launcher"). `engine_environment` must be set when the process starts.
+
+Invariants
+- vLLM adds a random suffix of each rank's own to request ids, so ids are mapped here.
+- Prefills are never chunked: seeded requests cannot be drawn in pieces on CPU.
+- Scheduling is synchronous: lengths read between steps are exact.
+- Prefix blocks carry the number of the pull they were computed after, so no request that is added
+  later reads older ones, whether or not the cache could be reset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from torchtitan_rl.adapters.vllm_cpu import (
+    keep_linear_weights,
+    repack_linears,
+    unique_shared_memory,
+)
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
+from torchtitan_rl.generation.rate import ReadingRate
+from torchtitan_rl.types import EngineStats, FinishReason, SamplingParams
+
+
+class StagedWeights(Protocol):
+    """Where a pull finds the tensors of a version (see `weights/staging.py`)."""
+
+    def tensors(self, version: int, /) -> Mapping[str, torch.Tensor]:
+        """The whole policy in Hugging Face names and shapes; read only.
+
+        Raises:
+            WeightSyncError: that version is not staged.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngineOptions:
+    """One replica's engine. All ranks of a replica get the same options."""
+
+    model: str  # a directory in Hugging Face format
+    tensor_parallel: int = 1
+    max_model_len: int = 512
+    max_running_requests: int = 128
+    max_batched_tokens: int = 4096  # of one step; at least max_model_len is used
+    kv_cache_bytes: int = 128 << 20  # CPU
+    gpu_memory_utilization: float = 0.85  # CUDA
+    enable_prefix_caching: bool = True
+    share_prefixes_across_versions: bool = False  # only where the config asks for it by name
+    seed: int = 0  # of unseeded requests; each replica needs its own
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
+    version: int = 0  # of the weights in ``model``
+
+
+class VllmEngine:
+    """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
+
+    def __init__(self, options: VllmEngineOptions, weights: StagedWeights | None = None) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._options = options
+        self._weights = weights
+        self._version = options.version
+        self._num_pulls = 0
+        self._internal_ids: dict[str, str] = {}
+        self._rate = ReadingRate()
+        is_cpu = options.device == "cpu"
+        if is_cpu:
+            keep_linear_weights()
+        is_cpu_group = is_cpu and options.tensor_parallel > 1
+        names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
+        with names:
+            self._engine: Any = LLMEngine.from_engine_args(_engine_args(options))
+        self._counters = _Counters()
+        self._engine.logger_manager = self._counters
+        self._core = self._engine.engine_core.engine_core
+        self._model = self._engine.model_executor.driver_worker.worker.get_model()
+        self._limits = EngineLimits(
+            max_model_len=options.max_model_len,
+            vocab_size=self._engine.model_config.get_vocab_size(),
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def add_request(self, admission: Admission) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        request = admission.request
+        is_shared = self._options.share_prefixes_across_versions
+        self._internal_ids[request.request_id] = self._engine.add_request(
+            request.request_id,
+            tokens_input(
+                list(request.prompt_token_ids),
+                cache_salt=None if is_shared else f"pull-{self._num_pulls}",
+            ),
+            _sampling_params(request.sampling),
+            arrival_time=admission.arrival_s,
+        )
+
+    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+        outputs, internal_ids = [], []
+        for request_id in request_ids:
+            internal_id = self._internal_ids.pop(request_id, None)
+            if internal_id is None:
+                continue
+            # vLLM gives no output for an aborted request, so it is read before.
+            state = self._engine.output_processor.request_states[internal_id]
+            internal_ids.append(internal_id)
+            outputs.append(
+                _output(
+                    request_id,
+                    state.detokenizer.output_token_ids,
+                    state.logprobs_processor.logprobs,
+                    FinishReason.ABORT,
+                    cached_tokens=state.num_cached_tokens,
+                    stats=state.stats,
+                )
+            )
+        if internal_ids:
+            self._engine.abort_request(internal_ids, internal=True)
+        return outputs
+
+    def step(self) -> list[EngineOutput]:
+        self._counters.steps += 1
+        outputs = []
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            del self._internal_ids[output.request_id]
+            sampled = output.outputs[0]
+            if sampled.finish_reason not in ("stop", "length"):
+                raise RuntimeError(
+                    f"vLLM ended request {output.request_id!r} by {sampled.finish_reason!r}"
+                )
+            outputs.append(
+                _output(
+                    output.request_id,
+                    sampled.token_ids,
+                    sampled.logprobs,
+                    FinishReason(sampled.finish_reason),
+                    cached_tokens=output.num_cached_tokens or 0,
+                    stats=output.metrics,
+                )
+            )
+        return outputs
+
+    def num_unfinished(self) -> int:
+        return len(self._internal_ids)
+
+    def generated_lengths(self) -> dict[str, int]:
+        states = self._engine.output_processor.request_states
+        return {
+            request_id: states[internal_id].detokenizer.num_output_tokens()
+            for request_id, internal_id in self._internal_ids.items()
+        }
+
+    def swap_weights(self, version: int) -> None:
+        if self._weights is None:
+            raise WeightSyncError(f"version {version}: this engine was built without weight sync")
+        tensors = self._weights.tensors(version)
+        try:
+            loaded = self._model.load_weights(iter(tensors.items()))
+        except Exception as cause:
+            raise WeightSyncError(
+                f"version {version}: a tensor does not fit {self._options.model}: {cause!r}"
+            ) from cause
+        if loaded is not None:
+            missing = {name for name, _ in self._model.named_parameters()} - loaded
+            if missing:
+                raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
+        if self._options.device == "cpu":
+            repack_linears(self._model)
+        self._version = version
+        self._num_pulls += 1
+
+    def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
+        return bool(self._engine.reset_prefix_cache(reset_running_requests=recompute_running))
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._core.scheduler.get_request_counts()
+        return EngineStats(
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            kv_use=float(self._core.scheduler.kv_cache_manager.usage),
+            preemptions=self._counters.preemptions,
+            generated_tokens=self._counters.generated_tokens,
+            tokens_per_second=self._rate.read(self._counters.generated_tokens),
+            steps=self._counters.steps,
+        )
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+class _Counters:
+    """Stands where vLLM's stat loggers do, and only counts. Recomputations after a pull count as
+    preemptions."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self.generated_tokens = 0
+
+    def record(self, *, iteration_stats: Any, **_: Any) -> None:
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+            self.generated_tokens += iteration_stats.num_generation_tokens
+
+    def log(self) -> None:
+        """vLLM asks for a log line every 10 s; the loop's stats are read instead."""
+
+
+def _engine_args(options: VllmEngineOptions) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    is_cpu = options.device == "cpu"
+    args: dict[str, Any] = {
+        "model": options.model,
+        "tensor_parallel_size": options.tensor_parallel,
+        "dtype": "float32" if is_cpu else options.dtype,
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_running_requests,
+        "max_num_batched_tokens": max(options.max_model_len, options.max_batched_tokens),
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": is_cpu,
+        "disable_log_stats": False,  # the stats hold each request's times
+    }
+    if options.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "external_launcher"
+    if is_cpu:
+        args["kv_cache_memory_bytes"] = options.kv_cache_bytes
+    else:
+        args["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return EngineArgs(**args)
+
+
+def _sampling_params(sampling: SamplingParams) -> Any:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _output(
+    request_id: str,
+    token_ids: Any,
+    flat_logprobs: Any,
+    reason: FinishReason,
+    *,
+    cached_tokens: int,
+    stats: Any,
+) -> EngineOutput:
+    """In ``flat_logprobs`` the sampled token comes first at each position; 0.0 in ``stats``: never."""
+    logprobs = tuple(flat_logprobs.logprobs[start] for start in flat_logprobs.start_indices)
+    if len(logprobs) != len(token_ids):
+        raise RuntimeError(
+            f"request {request_id!r}: {len(token_ids)} tokens but {len(logprobs)} logprobs"
+        )
+    return EngineOutput(
+        request_id=request_id,
+        token_ids=tuple(token_ids),
+        logprobs=logprobs,
+        finish_reason=reason,
+        cached_tokens=cached_tokens,
+        scheduled_s=stats.scheduled_ts or None,
+        first_token_s=stats.first_token_ts or None,
+        last_token_s=stats.last_token_ts or None,
+    )
