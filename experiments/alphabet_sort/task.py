@@ -1,0 +1,78 @@
+"""Alphabet sort as a `Task`; its fields are command-line options of every config that uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
+from experiments.alphabet_sort.env import AlphabetSortEnv
+from experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.message_env import MessageTokenEnv
+from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
+from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.types import Problem
+
+POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphabetSortTask(Task):
+    """Sort names alphabetically; in each further turn merge and mark those of the new message.
+
+    The number of turns and of names is drawn for each problem, both ends included.
+    """
+
+    min_turns: int = 1
+    max_turns: int = 3
+    min_names: int = 2  # of one turn
+    max_names: int = 4
+    power: float = 2.0  # a turn scores its similarity to the right answer to this power
+    num_train_problems: int = 4096  # of one epoch
+    num_validation_problems: int = 1024
+    renderer: RendererKind = "auto"
+    thinking: Thinking = "off"  # for Qwen3
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        train = split == "train"
+        return AlphabetSortDataset(
+            split,
+            seed=seed,
+            sizes=self._sizes(),
+            num_problems=self.num_train_problems if train else self.num_validation_problems,
+        )
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
+        return MessageTokenEnv(AlphabetSortEnv(problem.data["turns"], power=self.power), renderer)
+
+    def mistakes(self) -> list[str]:
+        found = []
+        for low, high in (("min_turns", "max_turns"), ("min_names", "max_names")):
+            least, most = getattr(self, low), getattr(self, high)
+            if not 1 <= least <= most:
+                found.append(
+                    f"task.{low}={least}, task.{high}={most}: must be 1 or more and in this order"
+                )
+        if self.max_turns * self.max_names > len(NAMES):
+            found.append(
+                f"task.max_turns={self.max_turns} x task.max_names={self.max_names}: "
+                f"there are only {len(NAMES)} names; lower one of them"
+            )
+        if not self.power > 0:
+            found.append(f"task.power={self.power}: must be above 0 (1 is the plain similarity)")
+        for name in ("num_train_problems", "num_validation_problems"):
+            if getattr(self, name) < 1:
+                found.append(f"task.{name}={getattr(self, name)}: must be 1 or more")
+        return found
+
+    def _sizes(self) -> ProblemSizes:
+        return ProblemSizes(
+            min_turns=self.min_turns,
+            max_turns=self.max_turns,
+            min_names=self.min_names,
+            max_names=self.max_names,
+        )
