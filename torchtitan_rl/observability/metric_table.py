@@ -1,0 +1,219 @@
+"""The one table of metrics: every name that is recorded, with its unit, reduction and meaning.
+
+`docs/metrics.md` is printed from it (``python -m torchtitan_rl.observability.metric_table``), and a
+name that is not in it cannot be recorded. Names that depend on a task or a cause belong to a
+family, whose name ends in ``/*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchtitan_rl.types import RolloutStatus
+
+
+class Split(StrEnum):
+    """Whose rollouts a metric describes; part of the name."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row. ``reduction`` says how one value comes of many."""
+
+    name: str
+    unit: str
+    reduction: str
+    meaning: str
+
+    @property
+    def is_family(self) -> bool:
+        return self.name.endswith("/*")
+
+
+def _row(name: str, unit: str, reduction: str, meaning: str) -> Metric:
+    return Metric(name=name, unit=unit, reduction=reduction, meaning=meaning)
+
+
+_ENDINGS = {
+    RolloutStatus.COMPLETED: "the environment ended them",
+    RolloutStatus.MAX_TURNS: "the limit of turns was reached",
+    RolloutStatus.MAX_TOKENS: "the limit of tokens was reached",
+    RolloutStatus.STEP_TIMEOUT: "one call of the environment took too long",
+    RolloutStatus.ROLLOUT_TIMEOUT: "the whole rollout took too long",
+    RolloutStatus.ENV_ERROR: "the environment raised",
+    RolloutStatus.GENERATION_ERROR: "a request was refused or its replicas were lost",
+    RolloutStatus.REWARD_ERROR: "a reward function raised or gave no finite number",
+    RolloutStatus.CANCELLED: "somebody cancelled them",
+}
+_GENERATION_TIMES = {
+    "queue": "from the replica's inbox to the first scheduling",
+    "time_to_first_token": "from the replica's inbox to the first token",
+    "decode": "from the first token to the last",
+    "inter_token_latency": "decode time per token after the first",
+}
+
+
+def _of_rollouts(split: Split) -> list[Metric]:
+    """Of the rollouts of one step (train) or of one validation."""
+    rows = [
+        _row("groups", "count", "sum", "groups of sibling rollouts"),
+        _row("rollouts", "count", "sum", "rollouts, failed ones included"),
+        _row("reward_mean", "reward", "mean", "over rollouts that did not fail"),
+        _row("reward_max", "reward", "max", "over rollouts that did not fail"),
+        _row("reward_min", "reward", "min", "over rollouts that did not fail"),
+        _row("reward_std", "reward", "std", "over rollouts that did not fail (population)"),
+        _row(
+            "groups_without_variance_share",
+            "share",
+            "mean",
+            "groups of two or more whose rewards do not differ: they teach nothing",
+        ),
+        _row("turns_mean", "turns", "mean", "turns of a rollout"),
+        _row("turns_max", "turns", "max", "turns of a rollout"),
+        _row(
+            "episodes_mean",
+            "episodes",
+            "mean",
+            "token sequences of a rollout: 1 and one more for each edit of its history",
+        ),
+        _row("response_length_mean", "tokens", "mean", "sampled tokens of a rollout"),
+        _row("response_length_max", "tokens", "max", "sampled tokens of a rollout"),
+    ]
+    rows += [
+        _row(f"ended_{status.value}", "count", "sum", f"rollouts: {why}")
+        for status, why in _ENDINGS.items()
+    ]
+    for reduction in ("mean", "max"):
+        rows += [
+            _row(f"generation/{name}_s_{reduction}", "s", reduction, f"per request: {meaning}")
+            for name, meaning in _GENERATION_TIMES.items()
+        ]
+        rows.append(
+            _row(
+                f"generation/requests_in_flight_{reduction}",
+                "requests",
+                reduction,
+                "held by the engine when the step that ended a request began",
+            )
+        )
+    rows += [
+        _row("generation/requests", "count", "sum", "completions, one a turn"),
+        _row("generation/cached_tokens_mean", "tokens", "mean", "prompt tokens found in the cache"),
+        _row("generation/cached_share", "share", "ratio of sums", "cached of all prompt tokens"),
+        _row("task/*", "task's own", "mean", "numbers that the environment or rubric reports"),
+    ]
+    return [_row(f"{split.value}/{row.name}", row.unit, row.reduction, row.meaning) for row in rows]
+
+
+_TRAINER = [
+    _row("loss", "-", "sum over tokens / trained tokens", "the clipped policy loss"),
+    _row("ratio_mean", "-", "mean", "probability ratio of the trained policy to the sampling one"),
+    _row("ratio_max", "-", "max", "the same"),
+    _row("clip_share", "share", "mean", "trained tokens whose ratio was clipped"),
+    _row("entropy", "nats", "mean", "of the next-token distribution on trained tokens"),
+    _row("logprob_diff_mean", "nats", "mean", "|trainer's - generator's logprob| of a token"),
+    _row("logprob_diff_max", "nats", "max", "the same"),
+    _row("grad_norm", "-", "last", "before clipping"),
+    _row("learning_rate", "-", "last", "of the step"),
+    _row("trained_tokens", "tokens", "sum", "tokens with loss"),
+    _row("padding_share", "share", "mean", "tokens of the packed rows that are padding"),
+    _row("masked_nonfinite", "tokens", "sum", "masked: their sampled logprob is not finite"),
+    _row("clamped_log_ratio", "tokens", "sum", "log-ratio beyond the clamp before exponentiation"),
+    _row("step_s", "s", "last", "forward, backward and optimizer"),
+    _row("tokens_per_second", "tokens/s", "last", "tokens that are not padding, per step_s"),
+]
+_RUN = [
+    _row("tokens/generated", "tokens", "sum", "sampled; equals trained + all discarded"),
+    _row("tokens/trained", "tokens", "sum", "that had loss in this step"),
+    _row("tokens/discarded", "tokens", "sum", "masked or thrown away, for whatever cause"),
+    _row("tokens/discarded/*", "tokens", "sum", "masked or thrown away for this cause"),
+    _row("tokens/generated_per_second", "tokens/s", "ratio", "tokens/generated per rollout phase"),
+    _row("policy/version", "version", "last", "of the weights after the step"),
+    _row("policy/staleness_mean", "versions", "mean", "version trained minus version sampled"),
+    _row("policy/staleness_max", "versions", "max", "the same"),
+    _row("sync/publish_s", "s", "last", "the trainer gathers and writes the weights"),
+    _row("sync/stage_s", "s", "max over replicas", "a replica fetches them while it decodes"),
+    _row("sync/pull_s", "s", "max over replicas", "from asking for the swap until it is done"),
+    _row("sync/pull_stall_ms_mean", "ms", "mean over replicas", "no decoding during the swap"),
+    _row("sync/pull_stall_ms_max", "ms", "max over replicas", "the same"),
+    _row("sync/running_requests", "requests", "sum", "in mid-generation at the swap"),
+    _row("sync/lost_replicas", "replicas", "sum", "that could not follow"),
+    _row("engine/replicas", "replicas", "sum", "that answered"),
+    _row("engine/kv_use_mean", "share", "mean over replicas", "of the KV cache in use"),
+    _row("engine/kv_use_max", "share", "max over replicas", "of the KV cache in use"),
+    _row("engine/running", "requests", "sum over replicas", "at the end of the step"),
+    _row("engine/waiting", "requests", "sum over replicas", "at the end of the step"),
+    _row("engine/preemptions", "count", "sum over replicas", "since the engines started"),
+    _row("engine/tokens_per_second", "tokens/s", "sum over replicas", "since the last reading"),
+    _row("time/rollout_s", "s", "last", "phase: groups are rolled out and scored"),
+    _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
+    _row("time/sync_s", "s", "last", "phase: weights published and pulled"),
+    _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
+    _row("time/step_s", "s", "last", "rollout, train and sync together"),
+    _row("controller/loop_lag_ms_mean", "ms", "mean", "lateness of the controller's event loop"),
+    _row("controller/loop_lag_ms_max", "ms", "max", "the same"),
+]
+
+METRICS: dict[str, Metric] = {
+    row.name: row
+    for row in [
+        *_of_rollouts(Split.TRAIN),
+        *_of_rollouts(Split.VALIDATION),
+        *(_row(f"trainer/{row.name}", row.unit, row.reduction, row.meaning) for row in _TRAINER),
+        *_RUN,
+    ]
+}
+
+
+def is_known(name: str) -> bool:
+    """Whether ``name`` is in the table, or of one of its families."""
+    if name in METRICS:
+        return not METRICS[name].is_family
+    return any(
+        row.is_family and name.startswith(row.name[:-1]) and len(name) >= len(row.name)
+        for row in METRICS.values()
+    )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: a name is not in the table.
+    """
+    unknown = sorted(name for name in names if not is_known(name))
+    if unknown:
+        raise ValueError(
+            f"unknown metrics {unknown}: add them to torchtitan_rl/observability/metric_table.py"
+        )
+
+
+def to_markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Printed by `python -m torchtitan_rl.observability.metric_table > docs/metrics.md`; "
+        "change the table there.",
+        "",
+        "Each line of `metrics.jsonl` is an object of one step: `step`, `wall_time_s` (Unix "
+        "seconds), `version` (of the weights after the step), and metrics of this table; "
+        "TensorBoard has the same names. A value that is not finite is `null`. `train/` "
+        "describes the rollouts of a step, `validation/` those of the fixed problems, `trainer/` "
+        "the optimizer step. A name that had nothing to describe is left out.",
+        "",
+        "| name | unit | reduction | meaning |",
+        "|---|---|---|---|",
+    ]
+    for row in METRICS.values():
+        meaning = row.meaning.replace("|", "\\|")
+        lines.append(f"| `{row.name}` | {row.unit} | {row.reduction} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

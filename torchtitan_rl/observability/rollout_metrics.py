@@ -1,0 +1,126 @@
+"""Groups of rollouts in, metrics of `metric_table` out. Pure; a name without data is left out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, float]:
+    """All metrics of one step's (or one validation's) rollouts, under ``train/`` or
+    ``validation/``."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
+    metrics: dict[str, float] = {"groups": len(groups), "rollouts": len(rollouts)}
+    metrics |= _reward_metrics(groups)
+    metrics |= _shape_metrics(rollouts)
+    endings = Counter(rollout.status for rollout in rollouts)
+    metrics |= {f"ended_{status.value}": endings[status] for status in RolloutStatus}
+    metrics |= _generation_metrics(completions, _num_prompt_tokens(rollouts))
+    metrics |= _task_metrics(rollouts)
+    return {f"{split.value}/{name}": float(value) for name, value in metrics.items()}
+
+
+def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -> dict[str, float]:
+    """Age of the sampled tokens when the policy at ``trained_version`` was trained on them."""
+    ages = [
+        trained_version - version
+        for group in groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        for version in turn.completion.versions
+    ]
+    if not ages:
+        return {}
+    return {"policy/staleness_mean": fmean(ages), "policy/staleness_max": float(max(ages))}
+
+
+def count_episodes(rollout: Rollout) -> int:
+    """1, and one more for each prompt that does not extend the previous prompt + completion."""
+    episodes, tokens = 0, None
+    for turn in rollout.turns:
+        prompt = turn.prompt_token_ids
+        if tokens is None or prompt[: len(tokens)] != tokens:
+            episodes += 1
+        tokens = prompt + turn.completion.token_ids
+    return episodes
+
+
+def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    rewards_by_group = [[r.reward for r in g.rollouts if r.reward is not None] for g in groups]
+    rewards = [reward for of_group in rewards_by_group for reward in of_group]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics = {
+            "reward_mean": fmean(rewards),
+            "reward_max": max(rewards),
+            "reward_min": min(rewards),
+            "reward_std": pstdev(rewards),
+        }
+    flat = [
+        len(set(of_group)) < 2
+        for group, of_group in zip(groups, rewards_by_group, strict=True)
+        if len(group.rollouts) > 1
+    ]
+    if flat:
+        metrics["groups_without_variance_share"] = fmean(flat)
+    return metrics
+
+
+def _shape_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    turns = [len(rollout.turns) for rollout in rollouts]
+    lengths = [sum(len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
+    return {
+        "turns_mean": fmean(turns),
+        "turns_max": max(turns),
+        "episodes_mean": fmean(count_episodes(rollout) for rollout in rollouts),
+        "response_length_mean": fmean(lengths),
+        "response_length_max": max(lengths),
+    }
+
+
+def _generation_metrics(
+    completions: Sequence[Completion], num_prompt_tokens: int
+) -> dict[str, float]:
+    metrics: dict[str, float] = {"generation/requests": len(completions)}
+    timed = [completion.metrics for completion in completions if completion.metrics is not None]
+    if not timed:
+        return metrics
+    columns = {
+        "queue_s": [m.queue_s for m in timed],
+        "time_to_first_token_s": [m.time_to_first_token_s for m in timed],
+        "decode_s": [m.decode_s for m in timed],
+        "inter_token_latency_s": [m.inter_token_latency_s for m in timed],
+        "requests_in_flight": [float(m.requests_in_flight) for m in timed],
+    }
+    for name, values in columns.items():
+        metrics[f"generation/{name}_mean"] = fmean(values)
+        metrics[f"generation/{name}_max"] = max(values)
+    cached = [m.cached_tokens for m in timed]
+    metrics["generation/cached_tokens_mean"] = fmean(cached)
+    if num_prompt_tokens:
+        metrics["generation/cached_share"] = sum(cached) / num_prompt_tokens
+    return metrics
+
+
+def _num_prompt_tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(
+        len(turn.prompt_token_ids)
+        for rollout in rollouts
+        for turn in rollout.turns
+        if turn.completion.metrics is not None
+    )
+
+
+def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            values[name].append(value)
+    return {f"task/{name}": fmean(of_name) for name, of_name in sorted(values.items())}
