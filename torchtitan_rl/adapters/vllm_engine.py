@@ -283,7 +283,7 @@ def _output(
     cached_tokens: int,
     stats: Any,
 ) -> EngineOutput:
-    """In ``flat_logprobs`` the sampled token comes first at each position; 0.0 in ``stats``: never."""
+    """In ``flat_logprobs`` the sampled token comes first at each position; a time of 0.0: never."""
     logprobs = tuple(flat_logprobs.logprobs[start] for start in flat_logprobs.start_indices)
     if len(logprobs) != len(token_ids):
         raise RuntimeError(

@@ -1,0 +1,200 @@
+"""A stand-alone generator: completes a file of prompts with one vLLM replica, without Monarch.
+
+``python -m torchtitan_rl.generate --model DIR --input prompts.jsonl --output out.jsonl``; under
+``torchrun --nproc-per-node=N -m torchtitan_rl.generate ...`` the replica has N tensor-parallel
+ranks. Lines are those of `generation/prompts_file.py`, answers come in the order of the input.
+
+Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
+from torchtitan_rl.generation.prompts_file import (
+    PromptLine,
+    format_completion,
+    format_error,
+    parse_line,
+)
+from torchtitan_rl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from torchtitan_rl.generation.loop import EngineLoop
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
+
+    model: Path  # a directory in Hugging Face format
+    input: Path  # JSONL: prompt or prompt_token_ids; optional id and sampling fields
+    output: Path  # JSONL
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    seed: int | None = None  # of every line; None draws from the engine's generator
+    engine_seed: int = 0
+    max_model_len: int = 512
+    max_running_requests: int = 128
+    kv_cache_bytes: int = 128 << 20
+    gpu_memory_utilization: float = 0.85
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1  # OMP threads of each rank
+    max_steps_per_decision: int = 4
+    collective_timeout_s: float = 1800.0
+
+    def mistakes(self) -> list[str]:
+        found = []
+        if not (self.model / "config.json").is_file():
+            found.append(f"model = {self.model} has no config.json: give a Hugging Face directory")
+        if not self.input.is_file():
+            found.append(f"input = {self.input} is not a file: give a JSONL file of prompts")
+        if not self.output.parent.is_dir():
+            found.append(f"output = {self.output}: make its directory first")
+        return found
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run with command-line ``args`` (default: the process's own); returns the exit code."""
+    import tyro
+
+    options = tyro.cli(GenerateOptions, args=args, prog="torchtitan-rl generate")
+    if mistakes := options.mistakes():
+        for mistake in mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    _prepare_environment(options.threads)
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    try:
+        loop = _build_loop(options, is_leader=is_leader)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    loop.start()
+    if is_leader:
+        return _complete_file(options, loop)
+    loop.join()
+    if loop.failure is not None:
+        print(f"error: {loop.failure}", file=sys.stderr)
+    return 0 if loop.failure is None else 1
+
+
+def _prepare_environment(threads: int) -> None:
+    """Must run before torch is imported; what the caller has set stays."""
+    from torchtitan_rl.adapters.vllm_cpu import engine_environment
+
+    for name, value in engine_environment(threads).items():
+        os.environ.setdefault(name, value)
+
+
+def _build_loop(options: GenerateOptions, *, is_leader: bool) -> EngineLoop:
+    import torch
+
+    from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+    from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
+    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    is_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    engine = VllmEngine(
+        VllmEngineOptions(
+            model=str(options.model),
+            tensor_parallel=world_size,
+            max_model_len=options.max_model_len,
+            max_running_requests=options.max_running_requests,
+            kv_cache_bytes=options.kv_cache_bytes,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            seed=options.engine_seed,
+            device="cuda" if is_cuda else "cpu",
+        )
+    )
+    channel: LockstepChannel = SoloChannel()
+    if world_size > 1:
+        from torchtitan_rl.adapters.gloo_lockstep import GlooLockstep
+
+        channel = GlooLockstep(timeout_s=options.collective_timeout_s)
+    config = LoopConfig(
+        name="generate",
+        max_steps_per_decision=options.max_steps_per_decision,
+        heartbeat_s=min(60.0, options.collective_timeout_s / 4),
+    )
+    return EngineLoop(engine, channel, is_leader=is_leader, config=config)
+
+
+def _complete_file(options: GenerateOptions, loop: EngineLoop) -> int:
+    """Submit every line, write every answer, close the loop."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    defaults = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
+    start_s, num_tokens, num_errors = time.monotonic(), 0, 0
+    try:
+        with options.input.open(encoding="utf-8") as lines:
+            answers = [
+                _submit(parse_line(text, number, defaults=defaults, encode=tokenizer.encode), loop)
+                for number, text in enumerate(lines, start=1)
+                if text.strip()
+            ]
+        with options.output.open("w", encoding="utf-8") as output:
+            for line, future in answers:
+                text, sampled = _answer(line, future, tokenizer)
+                output.write(text + "\n")
+                output.flush()
+                num_tokens += sampled or 0
+                num_errors += sampled is None
+    finally:
+        loop.close()
+    took_s = time.monotonic() - start_s
+    print(
+        f"{len(answers) - num_errors} completions, {num_errors} errors, {num_tokens} tokens in "
+        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}",
+        file=sys.stderr,
+    )
+    return 1 if num_errors else 0
+
+
+def _submit(line: PromptLine, loop: EngineLoop) -> tuple[PromptLine, Future[Completion] | None]:
+    if line.request is None:
+        return line, None
+    try:
+        return line, loop.submit(line.request)
+    except InvalidRequestError as error:
+        return PromptLine(name=line.name, error=str(error)), None
+
+
+def _answer(
+    line: PromptLine, future: Future[Completion] | None, tokenizer: Any
+) -> tuple[str, int | None]:
+    """The line to write, and how many tokens were sampled (None: it failed)."""
+    if future is None:
+        return format_error(line.name, line.error or ""), None
+    try:
+        completion = future.result()
+    except GenerationError as error:
+        return format_error(line.name, str(error)), None
+    decode = tokenizer.decode
+    return format_completion(line.name, completion, decode), len(completion.token_ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

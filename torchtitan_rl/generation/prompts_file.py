@@ -1,0 +1,122 @@
+"""The lines of a prompts file and of its answers (JSONL), without any I/O.
+
+A line has ``prompt`` (text) or ``prompt_token_ids``, and may have ``id`` and any field of
+`SamplingParams`. Each line gets one answer: a completion, or an object with ``error``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
+
+_FLOATS = ("temperature", "top_p", "min_p")
+_INTEGERS = ("max_tokens", "top_k", "min_tokens", "seed")
+_FIELDS = {"id", "prompt", "prompt_token_ids", "stop_token_ids", "ignore_eos", *_FLOATS, *_INTEGERS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """One line: ``name`` is its id, or its number from 1; ``request`` or ``error`` is None."""
+
+    name: str | int
+    request: GenerationRequest | None = None
+    error: str | None = None
+
+
+def parse_line(
+    text: str,
+    number: int,
+    *,
+    defaults: SamplingParams,
+    encode: Callable[[str], list[int]],
+) -> PromptLine:
+    """Read line ``number``. A mistake in it is its answer, never an exception."""
+    name: str | int = number
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise InvalidRequestError("the line is not a JSON object")
+        name = _name(fields.get("id", number))
+        request = GenerationRequest(
+            # Ids of a file may repeat; those of requests may not.
+            request_id=f"line-{number}",
+            prompt_token_ids=_prompt(fields, encode),
+            sampling=_sampling(fields, defaults),
+        )
+    except json.JSONDecodeError as error:
+        return PromptLine(name=name, error=f"line {number} is not JSON: {error}")
+    except InvalidRequestError as error:
+        return PromptLine(name=name, error=f"line {number}: {error}")
+    return PromptLine(name=name, request=request)
+
+
+def format_completion(
+    name: str | int, completion: Completion, decode: Callable[[list[int]], str]
+) -> str:
+    """The answer's line. A logprob that is not finite becomes null."""
+    return json.dumps(
+        {
+            "id": name,
+            "token_ids": completion.token_ids,
+            "text": decode(list(completion.token_ids)),
+            "logprobs": [value if math.isfinite(value) else None for value in completion.logprobs],
+            "versions": completion.versions,
+            "finish_reason": completion.finish_reason,
+            "metrics": asdict(completion.metrics) if completion.metrics else None,
+        },
+        ensure_ascii=False,
+    )
+
+
+def format_error(name: str | int, error: str) -> str:
+    return json.dumps({"id": name, "error": error}, ensure_ascii=False)
+
+
+def _name(value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidRequestError(f"id = {value!r}: use a string or an integer")
+    return value
+
+
+def _prompt(fields: Mapping[str, Any], encode: Callable[[str], list[int]]) -> tuple[int, ...]:
+    if ("prompt" in fields) == ("prompt_token_ids" in fields):
+        raise InvalidRequestError("give either prompt (text) or prompt_token_ids")
+    if "prompt_token_ids" in fields:
+        return _token_ids("prompt_token_ids", fields["prompt_token_ids"])
+    if not isinstance(fields["prompt"], str):
+        raise InvalidRequestError(f"prompt = {fields['prompt']!r}: use a string")
+    return tuple(encode(fields["prompt"]))
+
+
+def _sampling(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    if unknown := sorted(set(fields) - _FIELDS):
+        raise InvalidRequestError(f"unknown fields {unknown}; known are {sorted(_FIELDS)}")
+    changes: dict[str, Any] = {}
+    for field in fields.keys() & {*_INTEGERS, *_FLOATS}:
+        value = fields[field]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_none = field == "seed" and value is None
+        if not (is_none or (is_number and (field in _FLOATS or isinstance(value, int)))):
+            kind = "a number" if field in _FLOATS else "an integer"
+            raise InvalidRequestError(f"{field} = {value!r}: use {kind}")
+        changes[field] = float(value) if field in _FLOATS else value
+    if "stop_token_ids" in fields:
+        changes["stop_token_ids"] = _token_ids("stop_token_ids", fields["stop_token_ids"])
+    if "ignore_eos" in fields:
+        if not isinstance(fields["ignore_eos"], bool):
+            raise InvalidRequestError(f"ignore_eos = {fields['ignore_eos']!r}: use true or false")
+        changes["ignore_eos"] = fields["ignore_eos"]
+    return replace(defaults, **changes)
+
+
+def _token_ids(field: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, list)
+    if not is_list or not all(isinstance(item, int) and item is not True for item in value):
+        raise InvalidRequestError(f"{field} = {value!r}: use a list of integers")
+    return tuple(value)
