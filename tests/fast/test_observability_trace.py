@@ -1,0 +1,105 @@
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.observability.trace import BusyStretches, Tracer, merge_traces
+
+
+def merged_events(trace_dir: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(merge_traces(trace_dir).read_text())["traceEvents"]
+    return events
+
+
+def spans(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {event["name"]: event for event in events if event["ph"] == "X"}
+
+
+def test_spans_of_all_processes_lie_on_one_clock_under_their_names(tmp_path: Path) -> None:
+    trainer, replica = Tracer(tmp_path / "traces", "trainer"), Tracer(tmp_path / "traces", "r/0")
+    before_us = time.time_ns() / 1e3
+    with trainer.span("train", step=3):
+        pass
+    with replica.span("decode"):
+        pass
+    after_us = time.time_ns() / 1e3
+    events = merged_events(tmp_path / "traces")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["r/0", "trainer"]
+    train, decode = spans(events)["train"], spans(events)["decode"]
+    assert names[train["pid"]] == "trainer"
+    assert names[decode["pid"]] == "r/0"
+    assert train["args"] == {"step": 3}
+    slack_us = 1e3  # the clocks are read one after the other
+    assert before_us - slack_us <= train["ts"] <= decode["ts"] <= after_us + slack_us
+
+
+def test_nested_spans_lie_within_each_other_and_tracks_have_names(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "controller")
+    with tracer.span("step"):
+        with tracer.span("rollout"):
+            pass
+        with tracer.span("group 7", track="groups"):
+            pass
+    events = merged_events(tmp_path / "traces")
+    step, rollout = spans(events)["step"], spans(events)["rollout"]
+    assert step["tid"] == rollout["tid"] != spans(events)["group 7"]["tid"]
+    assert step["ts"] <= rollout["ts"]
+    assert rollout["ts"] + rollout["dur"] <= step["ts"] + step["dur"]
+    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert sorted(tracks) == ["groups", "main"]
+
+
+def test_a_span_that_raises_is_recorded_and_the_error_goes_on(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer")
+    with pytest.raises(ZeroDivisionError), tracer.span("train"):
+        _ = 1 / 0
+    assert "train" in spans(merged_events(tmp_path / "traces"))
+
+
+def test_a_killed_process_costs_its_unfinished_line_only(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer")
+    with tracer.span("train"):
+        pass
+    (file,) = (tmp_path / "traces").iterdir()
+    file.write_text(file.read_text() + '{"name":"pub')
+    assert list(spans(merged_events(tmp_path / "traces"))) == ["train"]
+
+
+def test_a_process_that_was_started_again_shows_beside_the_first(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        with Tracer(tmp_path / "traces", "trainer").span(name):
+            pass
+    found = spans(merged_events(tmp_path / "traces"))
+    assert found["first"]["pid"] != found["second"]["pid"]
+
+
+def test_a_disabled_tracer_writes_nothing(tmp_path: Path) -> None:
+    tracer = Tracer(None, "trainer")
+    with tracer.span("train"):
+        pass
+    BusyStretches(tracer, "decode").add(0, 10)
+    assert not tracer.is_enabled
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merging_an_empty_folder_gives_a_valid_trace(tmp_path: Path) -> None:
+    assert merged_events(tmp_path / "traces") == []
+
+
+def test_engine_steps_join_into_stretches_and_idle_gaps_stay_visible(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "replica")
+    stretches = BusyStretches(tracer, "decode", max_gap_s=0.02, max_stretch_s=1.0)
+    ms = 1_000_000
+    for start in (0, 10, 20):  # one stretch of three steps
+        stretches.add(start * ms, (start + 9) * ms)
+    stretches.add(500 * ms, 509 * ms)  # after an idle gap
+    stretches.add(510 * ms, 1600 * ms)  # too long to be joined
+    stretches.flush()
+    stretches.flush()
+    found = [e for e in merged_events(tmp_path / "traces") if e["ph"] == "X"]
+    assert [event["args"]["steps"] for event in found] == [3, 1, 1]
+    assert [round(event["dur"]) for event in found] == [29_000, 9_000, 1_090_000]
+    assert round(found[1]["ts"] - found[0]["ts"]) == 500_000

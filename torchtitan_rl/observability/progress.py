@@ -1,0 +1,198 @@
+"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+
+`ProgressState` is the pure model; the renderers only show it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Literal, Protocol, TextIO
+
+_ETA_STEPS = 10
+
+
+class ProgressState:
+    """What is known of a run at a moment. Durations are in seconds; None is not known yet."""
+
+    def __init__(
+        self, num_steps: int, *, step: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_steps = num_steps
+        self.step = step
+        self.phase = "start"
+        self.reward: float | None = None
+        self.validation_reward: float | None = None
+        self.tokens_per_second: float | None = None
+        self._clock = clock
+        self._started = self._last_step_end = clock()
+        self._durations: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started
+
+    @property
+    def eta_s(self) -> float | None:
+        """From the median of the last steps, validations and checkpoints between them included."""
+        if not self._durations:
+            return None
+        in_this_step = self._clock() - self._last_step_end
+        rest = (self.num_steps - self.step) * median(self._durations) - in_this_step
+        return max(0.0, rest)
+
+    def start_steps(self) -> None:
+        """The first step begins: what came before (start-up) is not counted in the estimate."""
+        self._last_step_end = self._clock()
+
+    def end_step(self, step: int, *, reward: float | None, tokens_per_second: float | None) -> None:
+        now = self._clock()
+        self._durations.append(now - self._last_step_end)
+        self._last_step_end = now
+        self.step = step
+        self.reward = reward
+        self.tokens_per_second = tokens_per_second
+
+    def end_validation(self, reward: float | None) -> None:
+        self.validation_reward = reward
+
+
+class Progress(Protocol):
+    """Shows a `ProgressState`; called after it changed."""
+
+    def phase_changed(self) -> None: ...
+
+    def step_ended(self) -> None: ...
+
+    def validation_ended(self) -> None: ...
+
+    def say(self, message: str) -> None:
+        """Show a message that stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoProgress:
+    """Shows messages only, on stderr."""
+
+    def phase_changed(self) -> None: ...
+
+    def step_ended(self) -> None: ...
+
+    def validation_ended(self) -> None: ...
+
+    def say(self, message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    def close(self) -> None: ...
+
+
+class PlainProgress:
+    """One line for each step, validation and message."""
+
+    def __init__(self, state: ProgressState, stream: TextIO) -> None:
+        self._state = state
+        self._stream = stream
+
+    def phase_changed(self) -> None: ...
+
+    def step_ended(self) -> None:
+        self.say(describe_step(self._state))
+
+    def validation_ended(self) -> None:
+        state = self._state
+        self.say(f"validation after step {state.step}: reward {_number(state.validation_reward)}")
+
+    def say(self, message: str) -> None:
+        print(f"[{format_seconds(self._state.elapsed_s)}] {message}", file=self._stream, flush=True)
+
+    def close(self) -> None: ...
+
+
+class RichProgress:
+    """A live line at the bottom of the terminal; messages and validations scroll above it."""
+
+    def __init__(self, state: ProgressState, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        self._state = state
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.fields[phase]:<10}", style="cyan"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[facts]}"),
+            console=Console(file=stream),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task(
+            "run", total=state.num_steps, completed=state.step, phase=state.phase, facts=""
+        )
+        self._bar.start()
+
+    def phase_changed(self) -> None:
+        self._show()
+
+    def step_ended(self) -> None:
+        self._show()
+
+    def validation_ended(self) -> None:
+        state = self._state
+        self.say(f"validation after step {state.step}: reward {_number(state.validation_reward)}")
+        self._show()
+
+    def say(self, message: str) -> None:
+        self._bar.console.print(message, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._show()
+        self._bar.stop()
+
+    def _show(self) -> None:
+        state = self._state
+        self._bar.update(
+            self._task, completed=state.step, phase=state.phase, facts=describe_step(state)
+        )
+
+
+def make_progress(
+    choice: Literal["auto", "rich", "plain", "none"],
+    state: ProgressState,
+    stream: TextIO | None = None,
+) -> Progress:
+    """The renderer of the configuration's choice; ``auto`` is rich on a terminal, else plain."""
+    stream = stream or sys.stdout
+    if choice == "none":
+        return NoProgress()
+    if choice == "rich" or (choice == "auto" and stream.isatty()):
+        return RichProgress(state, stream)
+    return PlainProgress(state, stream)
+
+
+def describe_step(state: ProgressState) -> str:
+    """``step 12/50  reward 0.61  validation 0.58  1,840 tok/s  ETA 3:10``"""
+    parts = [f"step {state.step}/{state.num_steps}"]
+    if state.reward is not None:
+        parts.append(f"reward {_number(state.reward)}")
+    if state.validation_reward is not None:
+        parts.append(f"validation {_number(state.validation_reward)}")
+    if state.tokens_per_second is not None:
+        parts.append(f"{state.tokens_per_second:,.0f} tok/s")
+    if state.eta_s is not None:
+        parts.append(f"ETA {format_seconds(state.eta_s)}")
+    return "  ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """``3:05`` or ``1:02:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

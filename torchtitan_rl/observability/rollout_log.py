@@ -1,0 +1,89 @@
+"""``rollouts.jsonl``: a few whole rollouts of each step for a person to read.
+
+One object a rollout: the best, the worst and random ones, with text, tokens, logprobs and versions
+of each turn. Which random ones are shown depends on seed and step only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.observability.jsonl import JsonLines
+from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.types import Rollout, RolloutGroup, Turn
+
+
+class RolloutLog:
+    """Appends to ``path``; ``resume_step`` as in `JsonLines`."""
+
+    def __init__(
+        self, path: Path, *, per_step: int, seed: int, resume_step: int | None = None
+    ) -> None:
+        self._lines = JsonLines(path, resume_step=resume_step)
+        self._per_step = per_step
+        self._seed = seed
+
+    def record(self, step: int, version: int, groups: Sequence[RolloutGroup], split: Split) -> None:
+        """Write up to ``per_step`` rollouts of these groups."""
+        rng = random.Random(f"{self._seed}/{split.value}/{step}")
+        for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng):
+            head = {"step": step, "version": version, "split": split.value, "chosen": chosen}
+            self._lines.append(head | rollout_to_json(group, rollout))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def choose_rollouts(
+    groups: Sequence[RolloutGroup], count: int, rng: random.Random
+) -> list[tuple[str, RolloutGroup, Rollout]]:
+    """Up to ``count`` different rollouts, each with why: ``best``, ``worst``, ``random``.
+
+    Failed rollouts have no reward and can only be chosen at random.
+    """
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    by_reward = sorted(
+        (index for index, (_, rollout) in enumerate(pairs) if rollout.reward is not None),
+        key=lambda index: pairs[index][1].reward or 0.0,
+    )
+    chosen: dict[int, str] = {}
+    if by_reward:
+        chosen[by_reward[-1]] = "best"
+        chosen.setdefault(by_reward[0], "worst")
+    others = [index for index in range(len(pairs)) if index not in chosen]
+    for index in rng.sample(others, min(len(others), max(0, count - len(chosen)))):
+        chosen[index] = "random"
+    return [(why, *pairs[index]) for index, why in list(chosen.items())[:count]]
+
+
+def rollout_to_json(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
+    """The whole rollout in JSON's types."""
+    return {
+        "group_id": rollout.group_id,
+        "rollout_id": rollout.rollout_id,
+        "problem_id": rollout.problem_id,
+        "problem": dict(group.problem.data),
+        "status": rollout.status.value,
+        "cause": rollout.cause,
+        "reward": rollout.reward,
+        "metrics": dict(rollout.metrics),
+        "messages": [dict(message) for message in rollout.messages],
+        "turns": [_turn_to_json(turn) for turn in rollout.turns],
+    }
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "text": turn.text,
+        "reward": turn.reward,
+        "prompt_token_ids": list(turn.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "logprobs": list(completion.logprobs),
+        "versions": list(completion.versions),
+        "finish_reason": completion.finish_reason.value,
+        "replica": completion.replica,
+    }
