@@ -1,0 +1,85 @@
+"""Conversations to imitate: right answers, or answers with mistakes of three kinds.
+
+A policy that imitates mistakes made at random knows the right answer, but rarely gives it: a
+start from which reinforcement learning has something to do and quickly succeeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.alphabet_sort.prompts import user_message
+from experiments.alphabet_sort.scoring import NEW_MARK, right_answer
+from torchtitan_rl.rollout.rendering import ChatRenderer
+from torchtitan_rl.types import Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Probabilities: of a name to be left out, of a mark to be wrong (not in the first turn), of
+    two neighbours to change places. Below 0.5 each, the right answer stays the likeliest."""
+
+    omit: float = 0.0
+    mark: float = 0.0
+    swap: float = 0.0
+
+
+def demonstration(
+    turns: Sequence[Sequence[str]],
+    *,
+    mistakes: Mistakes,
+    rng: random.Random,
+    renderer: ChatRenderer,
+    tokenizer: Any,
+    name: str,
+) -> Episode:
+    """The conversation of a problem as one episode, with loss on the answers and their ends."""
+    end = renderer.stop_token_ids[0]
+    token_ids: tuple[int, ...] = ()
+    mask: list[bool] = []
+    answer: tuple[int, ...] = ()
+    for turn in range(len(turns)):
+        message = {"role": "user", "content": user_message(turns, turn)}
+        if turn == 0:
+            prompt: tuple[int, ...] | None = renderer.initial_prompt([message])
+        else:
+            prompt = renderer.extend(token_ids[: -len(answer)], answer, [message])
+        if prompt is None:
+            raise ValueError(f"{name}: the renderer cannot extend turn {turn}")
+        lines = with_mistakes(right_answer(turns, turn), mistakes, rng=rng, marks=turn > 0)
+        answer = (*tokenizer.encode("\n".join(lines), add_special_tokens=False), end)
+        mask += [False] * (len(prompt) - len(mask)) + [True] * len(answer)
+        token_ids = prompt + answer
+    zeros = (0.0,) * len(token_ids)
+    return Episode(
+        rollout_id=name,
+        group_id=name,
+        token_ids=token_ids,
+        loss_mask=tuple(mask),
+        logprobs=zeros,
+        advantages=zeros,
+        versions=tuple(0 if sampled else -1 for sampled in mask),
+    )
+
+
+def with_mistakes(
+    lines: Sequence[str], mistakes: Mistakes, *, rng: random.Random, marks: bool
+) -> list[str]:
+    """An answer like ``lines``, where each mistake happens or not by itself."""
+    kept = [line for line in lines if rng.random() >= mistakes.omit]
+    if marks:
+        kept = [_flip_mark(line) if rng.random() < mistakes.mark else line for line in kept]
+    place = 0
+    while place + 1 < len(kept):
+        if rng.random() < mistakes.swap:
+            kept[place], kept[place + 1] = kept[place + 1], kept[place]
+            place += 1
+        place += 1
+    return kept
+
+
+def _flip_mark(line: str) -> str:
+    return line.removesuffix(f" {NEW_MARK}") if line.endswith(NEW_MARK) else f"{line} {NEW_MARK}"
