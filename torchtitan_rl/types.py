@@ -25,7 +25,7 @@ class RolloutStatus(StrEnum):
 
     COMPLETED = "completed"  # the environment said so
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"  # no room left for another turn, or a turn was cut at its budget
+    MAX_TOKENS = "max_tokens"  # no room left for another turn
     STEP_TIMEOUT = "step_timeout"  # one environment call took too long
     ROLLOUT_TIMEOUT = "rollout_timeout"
     ENV_ERROR = "env_error"  # the environment raised

@@ -11,7 +11,9 @@ import asyncio
 import contextvars
 import inspect
 import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -59,3 +61,19 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
     return await outcome
+
+
+def is_cancelled() -> bool:
+    """Whether the current task is being cancelled from outside.
+
+    False inside ``except CancelledError`` means that the called code raised it by itself.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def summary(error: BaseException) -> str:
+    """Type, message and place of an error in one line, for a person."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torchtitan_rl.types import Completion, RolloutStatus
 
@@ -39,7 +39,8 @@ class TokenEnv(Protocol):
     """One rollout's environment. An instance is used for one rollout and then closed.
 
     Each method may be ``async`` or plain; plain ones run in a worker thread and may block.
-    An exception ends this rollout with ``RolloutStatus.ENV_ERROR``, and nothing else.
+    An exception ends this rollout with ``RolloutStatus.ENV_ERROR``, and nothing else. Methods are
+    called one after another; only `close` may come while a call that took too long still runs.
     """
 
     def reset(self) -> Any:
@@ -50,7 +51,15 @@ class TokenEnv(Protocol):
 
     def finish(self, status: RolloutStatus) -> Any:
         """Called once where a limit ended the rollout, not the environment: returns the `Terminal`
-        with what it is worth so far (or an awaitable of it)."""
+        with what it is worth so far (or an awaitable of it). Its own ``status`` is not read."""
 
     def close(self) -> Any:
         """Called exactly once, on every path."""
+
+
+@runtime_checkable
+class Conversation(Protocol):
+    """An environment that can show its conversation; it goes into ``Rollout.messages``."""
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]: ...

@@ -1,0 +1,56 @@
+"""Advantages of a group's rollouts from their rewards. Pure.
+
+A rollout without a reward (it failed) gets no advantage and counts in no baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+AdvantageKind = Literal["mean", "std", "leave_one_out"]
+
+STD_EPS = 1e-6  # keeps the division finite where rewards hardly differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantages:
+    """One value for each rollout, None where it had no reward.
+
+    ``has_variance`` False: all rewards are equal (or fewer than two exist), every advantage is
+    exactly 0.0, and the group teaches nothing.
+    """
+
+    values: tuple[float | None, ...]
+    has_variance: bool
+
+
+def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> GroupAdvantages:
+    """Advantages of one group, over its N rollouts that have a reward ``r``:
+
+    - "mean": ``r - mean(r)`` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
+    - "std": ``(r - mean(r)) / (std(r) + eps)``, population std (GRPO, Shao et al. 2024,
+      arXiv:2402.03300, eq. for outcome supervision)
+    - "leave_one_out": ``r`` minus the mean of the other N - 1 (RLOO, Kool et al. 2019;
+      Ahmadian et al. 2024, arXiv:2402.14740)
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    scored = [reward for reward in rewards if reward is not None]
+    if not all(math.isfinite(reward) for reward in scored):
+        raise ValueError(f"rewards must be finite, got {list(rewards)}")
+    if len(scored) < 2 or min(scored) == max(scored):
+        values = tuple(None if reward is None else 0.0 for reward in rewards)
+        return GroupAdvantages(values=values, has_variance=False)
+    mean = math.fsum(scored) / len(scored)
+    scale = 1.0
+    if kind == "std":
+        variance = math.fsum((reward - mean) ** 2 for reward in scored) / len(scored)
+        scale = 1.0 / (math.sqrt(variance) + STD_EPS)
+    elif kind == "leave_one_out":  # r - (N mean - r) / (N - 1) = (r - mean) N / (N - 1)
+        scale = len(scored) / (len(scored) - 1)
+    values = tuple(None if reward is None else (reward - mean) * scale for reward in rewards)
+    return GroupAdvantages(values=values, has_variance=True)
