@@ -1,0 +1,42 @@
+"""The default run: the embedded policy learns alphabet sort on two CPU cores in minutes.
+
+Two vLLM replicas generate, one torchtitan process trains, synchronously.
+"""
+
+from __future__ import annotations
+
+from experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
+from torchtitan_rl.config import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
+
+config = RunConfig(
+    name="alphabet_sort_tiny",
+    policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
+    task=AlphabetSortTask(
+        min_turns=2, max_turns=3, min_names=2, max_names=3, renderer="qwen3", thinking="keep"
+    ),
+    num_steps=40,
+    rollout=RolloutConfig(
+        groups_per_step=16,
+        group_size=8,
+        max_turns=3,
+        max_total_tokens=256,  # a right rollout has at most 140
+        sampling=SamplingConfig(temperature=1.0, max_tokens_per_turn=36),
+    ),
+    generator=GeneratorConfig(replicas=2, max_model_len=256, max_running_requests=64),
+    trainer=TrainerConfig(
+        row_len=256,
+        rows_per_microbatch=32,
+        threads=2,
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    ),
+    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+)
