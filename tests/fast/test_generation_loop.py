@@ -184,6 +184,21 @@ def test_trap_35_an_invalid_request_fails_alone() -> None:
         assert len(loop.submit(request("good", 2)).result(WAIT_S).token_ids) == 2
 
 
+def test_a_request_that_the_engine_refuses_fails_alone() -> None:
+    class Picky(ScriptedEngine):
+        def add_request(self, admission) -> None:
+            if admission.request.request_id == "bad":
+                raise InvalidRequestError("not to my taste")
+            super().add_request(admission)
+
+    with running_loop(Picky()) as loop:
+        bad, good = loop.submit(request("bad")), loop.submit(request("good"))
+        with pytest.raises(InvalidRequestError, match="taste"):
+            bad.result(WAIT_S)
+        assert len(good.result(WAIT_S).token_ids) == 4
+        assert len(loop.submit(request("good", 2)).result(WAIT_S).token_ids) == 2
+
+
 def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_cause() -> None:
     engine = SteppedEngine(fail_at_step=2)
     ended = []

@@ -26,7 +26,7 @@ from torchtitan_rl.adapters.vllm_cpu import (
     repack_linears,
     unique_shared_memory,
 )
-from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import EngineStats, FinishReason, SamplingParams
@@ -100,15 +100,21 @@ class VllmEngine:
 
         request = admission.request
         is_shared = self._options.share_prefixes_across_versions
-        self._internal_ids[request.request_id] = self._engine.add_request(
-            request.request_id,
-            tokens_input(
-                list(request.prompt_token_ids),
-                cache_salt=None if is_shared else f"pull-{self._num_pulls}",
-            ),
-            _sampling_params(request.sampling),
-            arrival_time=admission.arrival_s,
+        prompt = tokens_input(
+            list(request.prompt_token_ids),
+            cache_salt=None if is_shared else f"pull-{self._num_pulls}",
         )
+        try:
+            self._internal_ids[request.request_id] = self._engine.add_request(
+                request.request_id,
+                prompt,
+                _sampling_params(request.sampling),
+                arrival_time=admission.arrival_s,
+            )
+        except ValueError as cause:  # vLLM checks before it changes anything
+            raise InvalidRequestError(
+                f"request {request.request_id!r} refused by vLLM: {cause}"
+            ) from cause
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         outputs, internal_ids = [], []

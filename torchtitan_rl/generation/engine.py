@@ -50,7 +50,13 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def add_request(self, admission: Admission) -> None: ...
+    def add_request(self, admission: Admission) -> None:
+        """Queue a request in the engine.
+
+        Raises:
+            InvalidRequestError: it is refused, on every rank alike, and nothing has changed.
+        """
+        ...
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.versions import VersionLedger
 from torchtitan_rl.types import Completion, CompletionMetrics
@@ -69,6 +69,11 @@ class OutstandingRequests:
         )
         return owed.future, completion
 
+    def refuse(self, request_id: str) -> Future[Completion] | None:
+        """The future of a request that the engine did not take; None where nobody waits."""
+        owed = self._owed.pop(request_id, None)
+        return owed.future if owed else None
+
     def drain(self) -> list[Future[Completion]]:
         """Forget all requests and return their futures."""
         futures = [owed.future for owed in self._owed.values()]
@@ -101,13 +106,13 @@ def uncancellable_future() -> Future[Any]:
     return future
 
 
-def failed_future(error: ReplicaError) -> Future[Any]:
+def failed_future(error: GenerationError) -> Future[Any]:
     future = uncancellable_future()
     fail_future(future, error)
     return future
 
 
-def fail_future(future: Future[Any], error: ReplicaError) -> None:
+def fail_future(future: Future[Any], error: GenerationError) -> None:
     """Fail it with a copy of ``error``: one exception raised in many places mixes tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torchtitan_rl.errors import (
     DeadlineError,
+    InvalidRequestError,
     LoopClosedError,
     LoopFailedError,
     ReplicaError,
@@ -103,6 +104,8 @@ class EngineLoop:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
+
+        What `validate_request` does not know and the engine refuses fails the future likewise.
 
         Raises:
             InvalidRequestError: the engine could not serve it; nothing else is affected.
@@ -201,11 +204,7 @@ class EngineLoop:
 
     def _step(self, decision: LoopDecision) -> None:
         for admission in decision.admissions:
-            self._engine.add_request(admission)
-        if self._is_leader and decision.admissions:
-            with self._lock:
-                for admission in decision.admissions:
-                    self._requests.admit(admission.request.request_id)
+            self._admit(admission)
         in_flight = self._engine.num_unfinished()
         if decision.aborts:
             self._resolve(self._engine.abort(decision.aborts), in_flight)
@@ -216,6 +215,22 @@ class EngineLoop:
             self._resolve(self._engine.step(), in_flight)
             if self._channel.world_size == 1 and not self._inbox.is_empty():
                 break
+
+    def _admit(self, admission: Admission) -> None:
+        request_id = admission.request.request_id
+        try:
+            self._engine.add_request(admission)
+        except InvalidRequestError as error:
+            # Every rank raises here alike, so the ranks stay in step.
+            if self._is_leader:
+                with self._lock:
+                    future = self._requests.refuse(request_id)
+                if future is not None:
+                    fail_future(future, error)
+        else:
+            if self._is_leader:
+                with self._lock:
+                    self._requests.admit(request_id)
 
     def _pull(self, decision: LoopDecision) -> None:
         start_s = time.monotonic()

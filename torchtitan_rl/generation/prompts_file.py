@@ -116,7 +116,6 @@ def _sampling(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingPa
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
-    is_list = isinstance(value, list)
-    if not is_list or not all(isinstance(item, int) and item is not True for item in value):
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise InvalidRequestError(f"{field} = {value!r}: use a list of integers")
     return tuple(value)

@@ -1,0 +1,202 @@
+"""The vLLM adapter under the engine loop, judged by `transformers` and by fresh engines."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real.models import hf_logprobs
+from torchtitan_rl.types import Completion, FinishReason, VersionRun
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5  # float32 on both sides
+PROMPT = tuple(range(40, 70))
+LONG_PROMPT = tuple(40 + index % 97 for index in range(300))
+PULL_STEP, ABORT_STEP = 20, 30
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def solo(root: Path) -> dict[str, Any]:
+    return run("solo", root, [sys.executable, "-m"])
+
+
+@pytest.fixture(scope="module")
+def tp(root: Path, solo: dict[str, Any]) -> dict[str, Any]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run("tp", root, [*torchrun, "--nproc-per-node=2", "-m"])
+
+
+def run(mode: str, root: Path, launcher: list[str]) -> dict[str, Any]:
+    command = [*launcher, "tests.real.vllm_scenarios", mode, str(root)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return pickle.loads((root / f"{mode}.pickle").read_bytes())
+
+
+def logprob_error(
+    path: Path,
+    completion: Completion,
+    prompt: tuple[int, ...] = PROMPT,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    temperature: float = 1.0,
+) -> float:
+    """Largest difference to `transformers` over tokens ``start`` to ``end`` of a completion."""
+    expected = hf_logprobs(
+        path, prompt + completion.token_ids, num_prompt=len(prompt), temperature=temperature
+    )
+    pairs = list(zip(expected, completion.logprobs, strict=True))[start:end]
+    assert pairs
+    return max(abs(mine - theirs) for mine, theirs in pairs)
+
+
+def test_a_short_request_submitted_after_a_long_one_ends_first(solo: dict[str, Any]) -> None:
+    assert solo["order"] == ["short", "long"]
+
+
+def test_a_hot_swap_with_recomputed_kv_is_exact_on_both_sides_of_the_boundary(
+    solo: dict[str, Any], root: Path
+) -> None:
+    old, new = root / "tied-old", root / "tied-new"
+    assert solo["mixed"]["report"].version == 1
+    assert solo["mixed"]["report"].recomputed
+    for name, prompt in (("greedy", PROMPT), ("greedy-long", LONG_PROMPT), ("unseeded", PROMPT)):
+        done = solo["mixed"][name]
+        assert done.version_runs == (VersionRun(0, 0), VersionRun(PULL_STEP, 1))
+        assert logprob_error(old, done, prompt, end=PULL_STEP) < TOLERANCE
+        assert logprob_error(new, done, prompt, start=PULL_STEP) < TOLERANCE
+        # The two models are far apart, or the lines above would prove nothing.
+        assert logprob_error(old, done, prompt, start=PULL_STEP) > 0.1
+
+
+def test_trap_25_logprobs_are_of_the_distribution_that_was_sampled_from(
+    solo: dict[str, Any], root: Path
+) -> None:
+    done = solo["mixed"]["seeded-warm"]
+    path = root / "tied-old"
+    assert logprob_error(path, done, end=PULL_STEP, temperature=0.7) < TOLERANCE
+    assert logprob_error(path, done, end=PULL_STEP, temperature=1.0) > 0.1
+
+
+def test_an_abort_keeps_the_tokens_so_far(solo: dict[str, Any], root: Path) -> None:
+    done = solo["mixed"]["aborted"]
+    assert done.finish_reason is FinishReason.ABORT
+    assert len(done.token_ids) == ABORT_STEP
+    assert logprob_error(root / "tied-old", done, end=PULL_STEP) < TOLERANCE
+    assert logprob_error(root / "tied-new", done, start=PULL_STEP) < TOLERANCE
+
+
+def test_trap_3_kept_kv_is_never_read_by_a_later_request(solo: dict[str, Any], root: Path) -> None:
+    kept = solo["kept"]
+    assert kept["second"].metrics.cached_tokens == 256  # the cache does work within one version
+    assert kept["third"].metrics.cached_tokens == 0
+    assert kept["report"].running_requests == 1
+    assert not kept["report"].recomputed
+    assert logprob_error(root / "tied-new", kept["third"], LONG_PROMPT) < TOLERANCE
+    # The running request did keep its KV: neither model alone explains its later tokens.
+    assert logprob_error(root / "tied-old", kept["first"], LONG_PROMPT, end=20) < TOLERANCE
+    assert logprob_error(root / "tied-new", kept["first"], LONG_PROMPT, start=21) > 1e-3
+
+
+def test_an_idle_engine_resets_its_cache_at_a_pull(solo: dict[str, Any]) -> None:
+    assert (solo["idle-report"].version, solo["idle-report"].running_requests) == (0, 0)
+    assert solo["mixed"]["greedy-long"].metrics.cached_tokens == 0
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_updated_weights_equal_a_fresh_engine_built_from_them(
+    solo: dict[str, Any], head: str
+) -> None:
+    for name, fresh in solo[f"fresh-{head}"].items():
+        updated = solo[f"updated-{head}"][name]
+        assert updated.token_ids == fresh.token_ids
+        assert updated.logprobs == fresh.logprobs
+    assert solo["untied-before"]["greedy"].logprobs != solo["fresh-untied"]["greedy"].logprobs
+
+
+def test_a_bfloat16_checkpoint_is_computed_in_float32(solo: dict[str, Any], root: Path) -> None:
+    done = solo["untied-before"]["greedy"]
+    assert logprob_error(root / "untied-old", done) < TOLERANCE
+
+
+def test_a_seeded_request_does_not_depend_on_its_company_or_on_being_recomputed(
+    solo: dict[str, Any],
+) -> None:
+    alone = solo["seeded-alone"]
+    assert len(alone.token_ids) == 48
+    for other in ("seeded-in-company", "seeded-same-weights"):
+        assert solo[other].token_ids == alone.token_ids
+        assert solo[other].logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(solo: dict[str, Any]) -> None:
+    whole, stopped = solo["stops"]["whole"], solo["stops"]["stop"]
+    first = whole.token_ids.index(whole.token_ids[9])
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(solo["stops"]["min"].token_ids) > 20
+    endings = [solo["stops"][f"eos-{seed}"] for seed in range(6)]
+    assert FinishReason.STOP in [ending.finish_reason for ending in endings]
+    for ending in endings:
+        has_stopped = ending.finish_reason is FinishReason.STOP
+        assert (258 in ending.token_ids) == has_stopped  # <|im_end|>
+        assert 258 not in ending.token_ids[:-1]
+
+
+def test_incomplete_weights_fail_the_pull_and_the_loop(solo: dict[str, Any]) -> None:
+    assert "lacks" in solo["broken-pull"]
+
+
+def test_metrics_and_stats_add_up(solo: dict[str, Any]) -> None:
+    metrics = solo["mixed"]["greedy"].metrics
+    assert 0 <= metrics.queue_s <= metrics.time_to_first_token_s
+    assert metrics.inter_token_latency_s == pytest.approx(metrics.decode_s / 47)
+    assert metrics.requests_in_flight == 5  # the aborted one is gone
+    stats = solo["stats"]
+    assert (stats.version, stats.running, stats.waiting, stats.kv_use) == (1, 0, 0, 0.0)
+    assert stats.generated_tokens > 5 * 48
+
+
+def test_tensor_parallel_ranks_in_lockstep_generate_what_one_rank_does(
+    solo: dict[str, Any], tp: dict[str, Any], root: Path
+) -> None:
+    for name in ("greedy", "greedy-long", "seeded", "seeded-warm", "aborted"):
+        one, two = solo["mixed"][name], tp["mixed"][name]
+        assert two.token_ids == one.token_ids
+        assert two.version_runs == one.version_runs
+        assert two.finish_reason == one.finish_reason
+        assert two.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
+    unseeded = tp["mixed"]["unseeded"]
+    assert logprob_error(root / "tied-old", unseeded, end=PULL_STEP) < TOLERANCE
+    assert logprob_error(root / "tied-new", unseeded, start=PULL_STEP) < TOLERANCE
+
+
+def test_tensor_parallel_updates_equal_a_fresh_engine(
+    solo: dict[str, Any], tp: dict[str, Any]
+) -> None:
+    for name, updated in tp["updated"].items():
+        assert updated.token_ids == solo["fresh-tied"][name].token_ids
+        assert updated.versions == (1,) * 48
+
+
+def test_tensor_parallel_engines_leave_no_names_in_shared_memory(tp: dict[str, Any]) -> None:
+    assert not [name for name in tp["shm"] if "cpushm" in name]

@@ -1,0 +1,301 @@
+"""Runs vLLM engines through scripted scenarios in a process of its own and saves what it saw.
+
+``python -m tests.real.vllm_scenarios solo DIR`` and ``torchrun ... tp DIR``: importing vLLM costs
+more than all scenarios together, so one process plays many, and the tests judge the pickle.
+Engine steps trigger pulls, aborts and submissions, so everything happens at exact tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+
+os.environ.update(engine_environment(1))
+
+import torch
+
+from tests.real.models import hf_tensors, tiny_qwen3
+from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.types import GenerationRequest, SamplingParams
+
+PROMPT = tuple(range(40, 70))
+LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # two full prefix blocks of 128
+PULL_STEP, ABORT_STEP = 20, 30
+WAIT_S = 120.0
+
+
+class Checkpoints:
+    """Staged weights: version v is the checkpoint at ``paths[v]``."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
+        return hf_tensors(self._paths[version])
+
+
+class Partial:
+    """Staged weights that lack a tensor."""
+
+    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
+        return {"model.norm.weight": torch.ones(64)}
+
+
+class TriggeredEngine:
+    """Passes everything on to ``engine``; ``triggers[n]`` runs inside its n-th step from reset."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self.triggers: dict[int, Callable[[], object]] = {}
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> Any:
+        self.steps += 1
+        if trigger := self.triggers.pop(self.steps, None):
+            trigger()
+        return self._engine.step()
+
+    def close(self) -> None:
+        """The engine is used again by the next loop."""
+
+
+def checkpoints(root: Path) -> dict[str, Path]:
+    """Old and new weights, tied and untied; the untied ones are stored in bfloat16."""
+    paths = {}
+    for seed, age in enumerate(("old", "new")):
+        paths[f"tied-{age}"] = root / f"tied-{age}"
+        paths[f"untied-{age}"] = root / f"untied-{age}"
+        if int(os.environ.get("RANK", "0")) == 0 and not paths[f"untied-{age}"].exists():
+            tiny_qwen3(paths[f"tied-{age}"], tied=True, seed=seed)
+            tiny_qwen3(paths[f"untied-{age}"], tied=False, seed=seed, dtype="bfloat16")
+    return paths
+
+
+def build(path: Path, weights: object, *, tensor_parallel: int = 1) -> TriggeredEngine:
+    options = VllmEngineOptions(
+        model=str(path),
+        tensor_parallel=tensor_parallel,
+        kv_cache_bytes=32 << 20,
+        max_running_requests=16,
+        seed=3,
+    )
+    return TriggeredEngine(VllmEngine(options, weights))  # type: ignore[arg-type]
+
+
+def request(
+    name: str, max_tokens: int = 48, prompt: tuple[int, ...] = PROMPT, **sampling: Any
+) -> GenerationRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling})
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
+
+
+def make_loop(
+    engine: TriggeredEngine, channel: LockstepChannel | None = None, **config: Any
+) -> EngineLoop:
+    engine.steps = 0
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    return EngineLoop(
+        engine, channel or SoloChannel(), is_leader=is_leader, config=LoopConfig(**config)
+    )
+
+
+def play(
+    engine: TriggeredEngine,
+    requests: list[GenerationRequest],
+    *,
+    triggers: Callable[[EngineLoop], dict[int, Callable[[], object]]] = lambda loop: {},
+    **config: Any,
+) -> dict[str, Any]:
+    """All requests in one decision, on a loop of their own; their completions by id."""
+    loop = make_loop(engine, max_steps_per_decision=1, **config)
+    engine.triggers = triggers(loop)
+    futures = {item.request_id: loop.submit(item) for item in requests}
+    loop.start()
+    done = {name: future.result(WAIT_S) for name, future in futures.items()}
+    loop.close()
+    return done
+
+
+def mixed_requests() -> list[GenerationRequest]:
+    return [
+        request("greedy", temperature=0.0),
+        request("greedy-long", prompt=LONG_PROMPT, temperature=0.0),
+        request("seeded", seed=11),
+        request("seeded-warm", seed=12, temperature=0.7),
+        request("unseeded"),
+        request("aborted", seed=13),
+    ]
+
+
+def mixed(engine: TriggeredEngine, channel: LockstepChannel | None = None) -> dict[str, Any]:
+    """Mixed requests with a pull of version 1 and an abort in mid-flight."""
+    loop = make_loop(engine, channel, max_steps_per_decision=1, name="mixed")
+    if int(os.environ.get("RANK", "0")) != 0:
+        loop.start()
+        loop.join()
+        assert loop.failure is None, loop.failure
+        return {}
+    pulls = []
+    engine.triggers = {
+        PULL_STEP: lambda: pulls.append(loop.pull(1)),
+        ABORT_STEP: lambda: loop.abort(("aborted",)),
+    }
+    futures = {item.request_id: loop.submit(item) for item in mixed_requests()}
+    loop.start()
+    done: dict[str, Any] = {name: future.result(WAIT_S) for name, future in futures.items()}
+    done["report"] = pulls[0].result(WAIT_S)
+    loop.close()
+    return done
+
+
+def short_after_long(engine: TriggeredEngine) -> list[str]:
+    """The order in which two requests end, the short one submitted 5 steps later."""
+    ended: list[str] = []
+    loop = make_loop(engine)
+    futures = []
+
+    def submit(item: GenerationRequest) -> None:
+        future = loop.submit(item)
+        future.add_done_callback(lambda done: ended.append(done.result().request_id))
+        futures.append(future)
+
+    engine.triggers = {5: lambda: submit(request("short", 3))}
+    submit(request("long", 64))
+    loop.start()
+    futures[0].result(WAIT_S)
+    loop.close()
+    return ended
+
+
+def kept_kv(engine: TriggeredEngine) -> dict[str, Any]:
+    """Three requests of one prompt: ``first`` runs through a pull that keeps its KV, ``second``
+    comes before that pull, ``third`` after it."""
+    loop = make_loop(
+        engine, max_steps_per_decision=1, kv_policy=KvPolicy(recompute_running=False), version=0
+    )
+    futures: dict[str, Any] = {}
+    options: dict[str, Any] = {"prompt": LONG_PROMPT, "temperature": 0.0}
+
+    def submit(name: str, max_tokens: int) -> None:
+        futures[name] = loop.submit(request(name, max_tokens, **options))
+
+    engine.triggers = {
+        5: lambda: submit("second", 4),
+        20: lambda: futures.update(report=loop.pull(1)),
+        25: lambda: submit("third", 20),
+    }
+    submit("first", 60)
+    loop.start()
+    futures["first"].result(WAIT_S)
+    seen = {name: future.result(WAIT_S) for name, future in futures.items()}
+    loop.close()
+    return seen
+
+
+def idle_pull(engine: TriggeredEngine, version: int) -> Any:
+    loop = make_loop(engine)
+    loop.start()
+    report = loop.pull(version).result(WAIT_S)
+    loop.close()
+    return report
+
+
+def probes(engine: TriggeredEngine) -> dict[str, Any]:
+    """What two engines with equal weights must answer alike."""
+    return play(
+        engine,
+        [
+            request("greedy", temperature=0.0),
+            request("seeded", seed=21),
+            request("long", 20, prompt=LONG_PROMPT, seed=22),
+        ],
+    )
+
+
+def stops(engine: TriggeredEngine) -> dict[str, Any]:
+    whole = play(engine, [request("whole", 40, seed=5)])["whole"]
+    stop = whole.token_ids[9]
+    limited = [
+        request("stop", 40, seed=5, stop_token_ids=(stop,)),
+        request("min", 40, seed=5, stop_token_ids=(stop,), min_tokens=20),
+        *(request(f"eos-{seed}", 400, ignore_eos=False, seed=seed) for seed in range(6)),
+    ]
+    return {"whole": whole, **play(engine, limited)}
+
+
+def broken_pull(path: Path) -> Any:
+    loop = make_loop(build(path, Partial()))
+    loop.start()
+    try:
+        loop.pull(1).result(WAIT_S)
+    except LoopFailedError as error:
+        return str(error.__cause__)
+    return None
+
+
+def solo(root: Path) -> dict[str, Any]:
+    paths = checkpoints(root)
+    tied = build(paths["tied-old"], Checkpoints([paths["tied-old"], paths["tied-new"]]))
+    seen: dict[str, Any] = {"order": short_after_long(tied), "stops": stops(tied)}
+    seen["seeded-alone"] = play(tied, [request("seeded", seed=11)])["seeded"]
+    seen["seeded-in-company"] = play(tied, mixed_requests())["seeded"]
+    seen["seeded-same-weights"] = play(
+        tied,
+        [request("seeded", seed=11)],
+        triggers=lambda loop: {PULL_STEP: lambda: loop.pull(0)},
+    )["seeded"]
+    seen["kept"] = kept_kv(tied)
+    seen["idle-report"] = idle_pull(tied, 0)
+    seen["mixed"] = mixed(tied)
+    seen["stats"] = tied.stats()
+    seen["updated-tied"] = probes(tied)
+    seen["fresh-tied"] = probes(build(paths["tied-new"], None))
+    untied = build(paths["untied-old"], Checkpoints([paths["untied-old"], paths["untied-new"]]))
+    seen["untied-before"] = probes(untied)
+    idle_pull(untied, 1)
+    seen["updated-untied"] = probes(untied)
+    seen["fresh-untied"] = probes(build(paths["untied-new"], None))
+    seen["broken-pull"] = broken_pull(paths["tied-old"])
+    return seen
+
+
+def tp(root: Path) -> dict[str, Any]:
+    from torchtitan_rl.adapters.gloo_lockstep import GlooLockstep
+
+    paths = checkpoints(root)
+    weights = Checkpoints([paths["tied-old"], paths["tied-new"]])
+    engine = build(paths["tied-old"], weights, tensor_parallel=2)
+    channel = GlooLockstep(timeout_s=120.0)
+    seen = {"mixed": mixed(engine, channel), "shm": [p.name for p in Path("/dev/shm").iterdir()]}
+    # A second loop on the same ranks: a tied head is updated under TP as well.
+    loop = make_loop(engine, channel, version=1)
+    futures = {}
+    if int(os.environ["RANK"]) == 0:
+        items = [request("greedy", temperature=0.0), request("seeded", seed=21)]
+        futures = {item.request_id: loop.submit(item) for item in items}
+    loop.start()
+    seen["updated"] = {name: future.result(WAIT_S) for name, future in futures.items()}
+    if futures:
+        loop.close()
+    loop.join(WAIT_S)
+    return seen
+
+
+if __name__ == "__main__":
+    mode, root = sys.argv[1], Path(sys.argv[2])
+    observed = {"solo": solo, "tp": tp}[mode](root)
+    if int(os.environ.get("RANK", "0")) == 0:
+        (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
