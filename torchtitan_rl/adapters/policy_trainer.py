@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.adapters import titan_setup  # before torchtitan
 from torchtitan_rl.adapters.hf_config import read_architecture
+from torchtitan_rl.adapters.titan_checkpoint import load_state, save_state
 from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
 from torchtitan_rl.adapters.titan_model import build_policy
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
@@ -165,6 +166,20 @@ class PolicyTrainer:
         if self._layout.rank == 0:
             write_hf(Path(path), state, source=self._source)
         dist.barrier()
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule, random state, version and ``extra`` (JSON-able) to the
+        directory ``path``, which appears only when it is complete."""
+        save_state(Path(path), self._model, self._optimizer, version=self._version, extra=extra)
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Go on from a checkpoint, of this or another parallel layout; returns its ``extra``.
+
+        Raises:
+            ConfigError: the checkpoint is not complete.
+        """
+        self._version, extra = load_state(Path(path), self._model, self._optimizer)
+        return extra
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""

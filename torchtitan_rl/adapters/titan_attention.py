@@ -20,14 +20,14 @@ from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
 from torchtitan.protocols.module import Module
 
 
-class DocumentAttention(Module):  # type: ignore[misc]
+class DocumentAttention(Module):
     """Scaled dot-product attention under the boolean mask of `document_mask`.
 
     The parameters' names are torchtitan's: it shards them by name under tensor parallelism.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
+    class Config(Module.Config):
         pass
 
     def __init__(self, config: Config) -> None:

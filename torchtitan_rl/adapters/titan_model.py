@@ -37,12 +37,12 @@ from torchtitan_rl.config import TrainerConfig
 _NO_INIT = {"weight": skip_param_init}  # every weight comes from the checkpoint
 
 
-class PolicyModel(Qwen3Model):  # type: ignore[misc]
+class PolicyModel(Qwen3Model):
     """torchtitan's decoder with logits of selected tokens only: the head is most of a small model's
     work, and only trained tokens need it."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Model.Config):  # type: ignore[misc]
+    class Config(Qwen3Model.Config):
         pass
 
     def forward(

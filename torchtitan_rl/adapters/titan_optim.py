@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
@@ -56,7 +57,9 @@ class PolicyOptimizer:
 
     def restore_schedule(self, step: int) -> None:
         """Go on as after ``step`` optimizer steps."""
-        self._scheduler.load_state_dict({"last_epoch": step})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*get_last_lr.*")  # of torchtitan's call
+            self._scheduler.load_state_dict({"last_epoch": step})
         for optimizer in self.container:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate

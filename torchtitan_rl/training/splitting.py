@@ -54,13 +54,14 @@ def microbatches(batch: TrainingBatch, rows_per_microbatch: int) -> list[Trainin
 
 def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     """[R, L], True on tokens that have a token of the same document before them."""
-    return np.logical_and(batch.document_ids >= 0, batch.position_ids > 0)
+    mask: npt.NDArray[np.bool_] = (batch.document_ids >= 0) & (batch.position_ids > 0)
+    return mask
 
 
 def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     """[R, L], True on tokens that the policy loss reads: sampled, with a finite logprob."""
-    mask: npt.NDArray[np.bool_] = batch.loss_mask & predicted_mask(batch)
-    return mask & np.isfinite(batch.logprobs)
+    finite: npt.NDArray[np.bool_] = np.isfinite(batch.logprobs)
+    return finite & batch.loss_mask & predicted_mask(batch)
 
 
 def num_masked_nonfinite(batch: TrainingBatch) -> int:
