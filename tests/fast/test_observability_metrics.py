@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import (
@@ -20,6 +22,7 @@ from torchtitan_rl.observability.rollout_metrics import (
     staleness_metrics,
 )
 from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -113,6 +116,22 @@ def test_an_edited_history_is_one_more_episode() -> None:
     shortened = make_rollout(1.0, make_turn((1,), (2, 3)), make_turn((1, 2), (5,)))
     counts = [count_episodes(r) for r in (extended, edited, shortened, make_rollout(None))]
     assert counts == [1, 2, 2, 0]
+
+
+_TURNS = st.lists(
+    st.builds(
+        make_turn,
+        st.lists(st.integers(0, 1), max_size=4).map(tuple),
+        st.lists(st.integers(0, 1), max_size=2).map(tuple),
+    ),
+    max_size=4,
+)
+
+
+@given(_TURNS)
+def test_episodes_are_counted_as_they_are_made(turns: list[Turn]) -> None:
+    rollout = make_rollout(1.0, *turns)
+    assert count_episodes(rollout) == len(rollout_to_episodes(rollout, 1.0))
 
 
 def test_lengths_and_generation_times_are_means_and_maxima() -> None:

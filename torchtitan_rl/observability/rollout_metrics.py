@@ -40,13 +40,18 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
 
 
 def count_episodes(rollout: Rollout) -> int:
-    """1, and one more for each prompt that does not extend the previous prompt + completion."""
-    episodes, tokens = 0, None
+    """How many episodes `rollout_to_episodes` makes of it, counted without making them: 1, and one
+    more for each prompt that does not extend the tokens so far; turns without tokens are passed
+    over."""
+    episodes = 0
+    tokens: tuple[int, ...] = ()
     for turn in rollout.turns:
-        prompt = turn.prompt_token_ids
-        if tokens is None or prompt[: len(tokens)] != tokens:
+        prompt, sampled = turn.prompt_token_ids, turn.completion.token_ids
+        if not sampled:
+            continue
+        if not episodes or prompt[: len(tokens)] != tokens:
             episodes += 1
-        tokens = prompt + turn.completion.token_ids
+        tokens = prompt + sampled
     return episodes
 
 

@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from tests.fast.test_observability_metrics import make_group, make_rollout, make_turn
+from torchtitan_rl.config import LossConfig
+from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
+from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
+from torchtitan_rl.routing.router import SyncReport
+from torchtitan_rl.training.losses import policy_loss
+from torchtitan_rl.types import EngineStats, PullReport, VersionRun
+
+
+def pull(stall_s: float) -> PullReport:
+    return PullReport(version=8, stall_s=stall_s, running_requests=2, recomputed=True)
+
+
+def engine(running: int, kv_use: float) -> EngineStats:
+    return EngineStats(
+        version=8,
+        running=running,
+        waiting=1,
+        kv_use=kv_use,
+        preemptions=0,
+        generated_tokens=10,
+        tokens_per_second=100.0,
+        steps=5,
+    )
+
+
+def make_record(trainer: dict[str, float]) -> StepRecord:
+    turn = make_turn((1,), (2, 3), versions=(VersionRun(0, 7),))
+    return StepRecord(
+        step=8,
+        version=8,
+        groups=(make_group(make_rollout(1.0, turn, metrics={"reward/exact": 1.0})),),
+        tokens=TokenCounts(generated=100, trained=70, discarded={"env_error": 20, "masked": 10}),
+        trainer=trainer,
+        sync=SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),
+        publish_s=0.5,
+        engines={"a": engine(2, 0.5), "b": engine(4, 0.1)},
+        rollout_s=4.0,
+        train_s=3.0,
+        sync_s=1.0,
+    )
+
+
+def trainer_metrics() -> dict[str, float]:
+    """The loss's own names, and those that `PolicyTrainer` adds."""
+    ones_T = torch.ones(2)
+    output = policy_loss(
+        -ones_T, -ones_T, ones_T, ones_T.bool(), num_trained=2, config=LossConfig()
+    )
+    added = (
+        "loss entropy grad_norm learning_rate trained_tokens padding_share step_s "
+        "tokens_per_second masked_nonfinite"
+    )
+    return dict.fromkeys([*output.sums, *output.maxima, *added.split()], 0.0)
+
+
+def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
+    record = make_record(trainer_metrics())
+    check_names(step_metrics(record))
+    check_names(
+        validation_metrics(ValidationRecord(step=8, version=8, groups=record.groups, seconds=2.0))
+    )
+
+
+def test_sync_engine_and_token_metrics_reduce_as_the_table_says() -> None:
+    metrics = step_metrics(make_record({"loss": 0.5}))
+    expected = {
+        "trainer/loss": 0.5,
+        "sync/publish_s": 0.5,
+        "sync/pull_stall_ms_mean": 20.0,
+        "sync/pull_stall_ms_max": 30.0,
+        "sync/running_requests": 4.0,
+        "engine/running": 6.0,
+        "engine/kv_use_mean": 0.3,
+        "engine/kv_use_max": 0.5,
+        "engine/tokens_per_second": 200.0,
+        "tokens/generated_per_second": 25.0,
+        "tokens/discarded/env_error": 20.0,
+        "time/step_s": 8.0,
+        "policy/staleness_max": 0.0,
+        "train/task/reward/exact": 1.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:
+    metrics = step_metrics(make_record({}))
+    assert metrics["tokens/generated"] == metrics["tokens/trained"] + metrics["tokens/discarded"]
+
+
+def test_a_step_without_an_update_has_no_staleness() -> None:
+    assert "policy/staleness_mean" not in step_metrics(make_record({}))
