@@ -3,8 +3,7 @@
     python -m experiments.alphabet_sort.warm_start [--output-dir DIR]
 
 writes a Hugging Face directory (bfloat16), by default over the one that ships. It trains with the
-project's own trainer, first on right answers, then, while the learning rate falls, on answers
-with mistakes. Problems are of the training split, beyond those that reinforcement learning uses.
+project's own trainer, first on right answers, then on answers with mistakes. Problems are of the training split, beyond those that reinforcement learning uses.
 Everything is seeded; on another machine or number of threads rounding may differ.
 """
 
@@ -36,8 +35,9 @@ _ROW_LEN = 256
 class WarmStartConfig:
     output_dir: Path = POLICY_DIR
     seed: int = 0
-    right_steps: int = 2000  # on right answers
-    careless_steps: int = 200  # on answers with mistakes; the learning rate falls to 0
+    right_steps: int = 1000  # on right answers
+    careless_steps: int = 200  # on answers with mistakes
+    decay_steps: int = 400  # the last steps, in which the learning rate falls to 0
     conversations_per_step: int = 32
     learning_rate: float = 3e-3
     threads: int = 2
@@ -67,7 +67,7 @@ def main(config: WarmStartConfig) -> None:
 
 
 def write_untrained(path: Path, tokenizer: Any, *, seed: int) -> None:
-    """A Hugging Face directory with random weights and the tokenizer: 1.2 M parameters."""
+    """A Hugging Face directory with random weights and the tokenizer: 1.1 M parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -76,8 +76,8 @@ def write_untrained(path: Path, tokenizer: Any, *, seed: int) -> None:
         Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=192,
-            intermediate_size=384,
-            num_hidden_layers=3,
+            intermediate_size=640,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,
@@ -100,7 +100,7 @@ def _trainer_config(config: WarmStartConfig) -> TrainerConfig:
         rows_per_microbatch=32,
         threads=config.threads,
         optimizer=OptimizerConfig(
-            learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.careless_steps
+            learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps
         ),
     )
 
