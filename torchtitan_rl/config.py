@@ -169,3 +169,8 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def log_dir(self) -> Path:
+        """Where each process's own output goes."""
+        return self.run_dir / "logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan_rl.config import RunConfig
 
@@ -22,7 +23,7 @@ class ProcessGroup:
 class ProcessPlan:
     """All processes but the controller, which is the one that plans."""
 
-    device: str  # "cpu" or "cuda"
+    device: Literal["cpu", "cuda"]
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup
 

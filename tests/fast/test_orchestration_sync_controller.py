@@ -31,10 +31,12 @@ SETTINGS = LoopSettings(
     num_steps=6,
     groups_per_step=2,
     group_size=2,
+    temperature=1.0,
     seed=0,
     sync_mode="hot_swap",
     validate_every=2,
     validation_samples=1,
+    validation_temperature=0.0,
     checkpoint_every=3,
     checkpoints_kept=2,
 )
@@ -70,7 +72,7 @@ class Runner:
         self.reached_block = asyncio.Event()
 
     async def run_group(
-        self, group_id: str, problem: Problem, *, size: int, seed: int
+        self, group_id: str, problem: Problem, *, size: int, seed: int, temperature: float
     ) -> RolloutGroup:
         await asyncio.sleep(0)
         if problem.problem_id == self.blocks_at:
@@ -161,7 +163,6 @@ class Rig:
         self.dataset = Counting()
         self.trainer = ListTrainer()
         self.runner = Runner(blocks_at)
-        self.validator = Runner()
         self.replica = GatedReplica("r0")
         self.router = GeneratorRouter([self.replica])
         self.recorder = Memory()
@@ -171,7 +172,6 @@ class Rig:
             dataset=self.dataset,
             validation_problems=VALIDATION,
             rollouter=self.runner,
-            validator=self.validator,
             batcher=batcher,
             trainer=self.trainer,
             router=self.router,
@@ -240,9 +240,9 @@ def test_trap_13_a_resumed_run_brings_replicas_to_the_restored_version_first(tmp
 def test_a_run_stopped_in_validation_validates_that_step_when_resumed(tmp_path):
     async def scenario():
         rig = Rig(tmp_path)
-        rig.validator.blocks_at = "v0"
+        rig.runner.blocks_at = "v0"
         run = asyncio.create_task(rig.controller.run(resume=False))
-        await rig.validator.reached_block.wait()
+        await rig.runner.reached_block.wait()
         rig.controller.request_stop()
         with pytest.raises(StopRequested):
             await run

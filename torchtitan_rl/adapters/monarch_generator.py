@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
 
@@ -36,10 +37,12 @@ class GeneratorSpec:
 
     name: str
     model: Path
-    device: str
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
     seed: int
     generator: GeneratorConfig
     weight_sync: WeightSyncConfig
+    log_dir: Path
     trace_dir: Path | None
 
 
@@ -102,7 +105,8 @@ class MonarchReplica:
     ) -> MonarchReplica:
         """Start the processes; `start` then builds the engine in them."""
         environment = process_environment(group) | dict(engine_environment)
-        return cls(group, await spawn_processes(group, environment), spec)
+        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
+        return cls(group, mesh, spec)
 
     @property
     def name(self) -> str:

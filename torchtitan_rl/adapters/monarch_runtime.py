@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError, ProcMesh, this_host
+from monarch.actor import ActorError, ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
@@ -53,29 +56,36 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
     return environment
 
 
-async def spawn_processes(group: ProcessGroup, environment: Mapping[str, str]) -> ProcMesh:
-    """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set."""
+async def spawn_processes(
+    group: ProcessGroup, environment: Mapping[str, str], *, log_dir: Path
+) -> ProcMesh:
+    """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set.
+
+    What they print goes to ``log_dir``, which exists, a file each.
+    """
+    log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
     mesh = this_host().spawn_procs(
         per_host={"ranks": group.ranks},
-        bootstrap=functools.partial(_set_environment, dict(environment)),
+        bootstrap=functools.partial(_prepare_process, dict(environment), log_file),
         name=group.name,
     )
     await setup_torch_elastic_env_async(mesh, *_free_endpoint())
     return mesh
 
 
-def _set_environment(environment: dict[str, str]) -> None:
+def _prepare_process(environment: dict[str, str], log_file: str) -> None:
     """Runs first in each process. Its own process group keeps a terminal's Ctrl-C from it: the
     controller decides how to end."""
-    import os
-
     os.environ.update(environment)
     os.setpgid(0, 0)
+    path = log_file.format(rank=current_rank().rank)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
 
 
 def _free_endpoint() -> tuple[str, int]:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return "127.0.0.1", int(probe.getsockname()[1])

@@ -7,11 +7,13 @@ controller, so that collectives line up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextvars
+import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
 
@@ -40,10 +42,12 @@ class TrainerSpec:
 
     checkpoint: Path
     trainer: TrainerConfig
+    dtype: Literal["float32", "bfloat16"]
     seed: int
     num_steps: int
     transport: Transport
     run_dir: Path
+    log_dir: Path
     trace_dir: Path | None
 
 
@@ -57,7 +61,9 @@ class TrainerActor(Actor):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
     async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        # Monarch finds the actor to act for in a context variable.
+        work = functools.partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -72,7 +78,7 @@ class TrainerActor(Actor):
     @concurrent_endpoint
     async def publish(self) -> WeightHandle | None:
         """The handle on rank 0; None elsewhere."""
-        return await self._trainer.publish()
+        return await self._work(self._trainer.publish)
 
     @concurrent_endpoint
     async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
@@ -101,11 +107,10 @@ class MonarchTrainer:
         self._ranks = mesh.spawn("trainer", TrainerActor, spec)
 
     @classmethod
-    async def spawn(
-        cls, group: ProcessGroup, spec: TrainerSpec, environment: Mapping[str, str]
-    ) -> MonarchTrainer:
+    async def spawn(cls, group: ProcessGroup, spec: TrainerSpec) -> MonarchTrainer:
         """Start the processes; `start` then builds the model in them."""
-        mesh = await spawn_processes(group, process_environment(group) | dict(environment))
+        environment = process_environment(group)
+        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
         return cls(group, mesh, spec)
 
     async def start(self) -> None:

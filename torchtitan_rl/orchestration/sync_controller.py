@@ -40,7 +40,7 @@ class GroupRunner(Protocol):
     """Rolls out one problem's siblings."""
 
     async def run_group(
-        self, group_id: str, problem: Problem, *, size: int, seed: int
+        self, group_id: str, problem: Problem, *, size: int, seed: int, temperature: float
     ) -> RolloutGroup: ...
 
 
@@ -59,10 +59,12 @@ class LoopSettings:
     num_steps: int
     groups_per_step: int
     group_size: int
+    temperature: float
     seed: int
     sync_mode: SyncMode
     validate_every: int
     validation_samples: int
+    validation_temperature: float
     checkpoint_every: int
     checkpoints_kept: int
 
@@ -77,7 +79,6 @@ class SyncController:
         dataset: Dataset,
         validation_problems: Sequence[Problem],
         rollouter: GroupRunner,
-        validator: GroupRunner,
         batcher: Batcher,
         trainer: Trainer,
         router: GeneratorRouter,
@@ -88,7 +89,6 @@ class SyncController:
         self._dataset = dataset
         self._validation_problems = tuple(validation_problems)
         self._rollouter = rollouter
-        self._validator = validator
         self._batcher = batcher
         self._trainer = trainer
         self._router = router
@@ -195,6 +195,7 @@ class SyncController:
                             problem,
                             size=self._settings.group_size,
                             seed=self._settings.seed,
+                            temperature=self._settings.temperature,
                         )
                     )
                 )
@@ -203,6 +204,8 @@ class SyncController:
     async def _train(self, batch: TrainingBatch | None) -> StepOutput | None:
         if batch is not None:
             self._empty_steps = 0
+            if not batch.advantages.any():
+                self._recorder.say(f"step {self._step + 1}: no group has rewards that differ")
             return await self._trainer.train_step(batch)
         self._router.require_live()
         self._empty_steps += 1
@@ -248,11 +251,12 @@ class SyncController:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
-                    self._validator.run_group(
+                    self._rollouter.run_group(
                         f"validation/{problem.problem_id}",
                         problem,
                         size=self._settings.validation_samples,
                         seed=self._settings.seed,
+                        temperature=self._settings.validation_temperature,
                     )
                 )
                 for problem in self._validation_problems

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+BATCHER = EpisodeBatcher(advantage="mean", row_len=32, temperature=0.7)
+
+
+def rollout(
+    index: int,
+    reward: float | None,
+    *,
+    status: RolloutStatus = RolloutStatus.COMPLETED,
+    prompt_len: int = 3,
+    num_sampled: int = 2,
+    logprob: float = -0.5,
+) -> Rollout:
+    completion = Completion(
+        request_id=f"r{index}/t0",
+        token_ids=(9,) * num_sampled,
+        logprobs=(logprob,) * num_sampled,
+        version_runs=(VersionRun(0, 4),),
+        finish_reason=FinishReason.STOP,
+    )
+    turn = Turn(prompt_token_ids=tuple(range(prompt_len)), completion=completion)
+    return Rollout(
+        rollout_id=f"r{index}",
+        group_id="g",
+        problem_id="p",
+        turns=(turn,),
+        status=status,
+        reward=reward,
+    )
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(
+        group_id="g", problem=Problem(problem_id="p", data={}), rollouts=tuple(rollouts)
+    )
+
+
+def test_advantages_are_of_the_group_and_only_on_sampled_tokens():
+    batch, tokens = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0))])
+    assert batch is not None
+    assert batch.temperature == 0.7
+    assert sorted(batch.advantages[batch.loss_mask].tolist()) == [-0.5, -0.5, 0.5, 0.5]
+    assert (tokens.generated, tokens.trained, dict(tokens.discarded)) == (4, 4, {})
+
+
+def test_trap_18_a_failed_sibling_is_discarded_alone_and_named():
+    failed = rollout(2, None, status=RolloutStatus.ENV_ERROR, num_sampled=5)
+    batch, tokens = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0), failed)])
+    assert batch is not None
+    assert sorted(batch.advantages[batch.loss_mask].tolist()) == [-0.5, -0.5, 0.5, 0.5]
+    assert tokens.discarded == {"env_error": 5}
+
+
+def test_trap_20_an_episode_longer_than_a_row_is_counted_not_lost():
+    long = rollout(1, 0.0, prompt_len=30, num_sampled=6)
+    batch, tokens = BATCHER([group(rollout(0, 1.0), long)])
+    assert batch is not None
+    assert tokens.discarded == {"oversized_episode": 6}
+
+
+def test_trap_15_tokens_with_a_logprob_that_is_not_finite_are_counted_as_masked():
+    bad = rollout(1, 0.0, logprob=math.nan, num_sampled=3)
+    _, tokens = BATCHER([group(rollout(0, 1.0), bad)])
+    assert tokens.discarded == {"nonfinite_logprob": 3}
+    assert tokens.trained == 2
+
+
+def test_there_is_no_batch_where_every_rollout_failed():
+    failed = rollout(0, None, status=RolloutStatus.STEP_TIMEOUT)
+    batch, tokens = BATCHER([group(failed)])
+    assert batch is None
+    assert tokens.discarded == {"step_timeout": 2}
+
+
+some_rollouts = st.builds(
+    rollout,
+    st.integers(0, 99),
+    st.none() | st.floats(0, 1),
+    status=st.just(RolloutStatus.ENV_ERROR),
+    prompt_len=st.integers(1, 20),
+    num_sampled=st.integers(0, 20),
+    logprob=st.sampled_from([-1.0, math.nan, -math.inf]),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(some_rollouts, min_size=1, max_size=4), max_size=4))
+def test_generated_tokens_are_trained_or_discarded_by_name(groups):
+    _, tokens = BATCHER([group(*rollouts) for rollouts in groups])
+    assert tokens.generated == tokens.trained + sum(tokens.discarded.values())

@@ -1,0 +1,93 @@
+"""Starting whole runs from the command line, and finding every process that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "alphabet_sort_tiny.py"
+TIMEOUT_S = 300.0
+
+# The embedded job, made small: 4 groups of 4 rollouts a step.
+SMALL = (
+    "--rollout.groups-per-step", "4",
+    "--rollout.group-size", "4",
+    "--validation.num-problems", "4",
+    "--validation.every", "0",
+    "--metrics.progress", "plain",
+)  # fmt: skip
+
+
+class Run:
+    """``torchtitan-rl train`` in a process of its own; all its descendants carry a tag."""
+
+    def __init__(self, arguments: Sequence[str], *, log: Path, module: str = "cli") -> None:
+        self._tag = f"{uuid.uuid4()}"
+        self.log = log
+        words = [sys.executable, "-m", f"torchtitan_rl.{module}"]
+        if module == "launch":
+            words[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node=1", "-m"]
+        else:
+            words.append("train")
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*words, *arguments],
+                cwd=ROOT,
+                env=os.environ | {"TORCHTITAN_RL_TEST": self._tag},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll for something that the run does."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill_all()
+                raise AssertionError(f"never came: {what}\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.1)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of the run that are alive, wherever they were re-parented."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_ours = process.environ().get("TORCHTITAN_RL_TEST") == self._tag
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def left_behind(self, grace_s: float = 20.0) -> list[str]:
+        """Command lines of processes that are still alive after ``grace_s``."""
+        deadline = time.monotonic() + grace_s
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [" ".join(process.cmdline()) for process in self.processes()]
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

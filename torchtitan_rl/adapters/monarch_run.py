@@ -1,0 +1,93 @@
+"""All processes of a run, started together and ended in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
+from torchtitan_rl.adapters.monarch_runtime import supervise
+from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.prepare import PreparedRun
+from torchtitan_rl.weights.transport import choose_transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcesses:
+    trainer: MonarchTrainer
+    replicas: tuple[MonarchReplica, ...]
+
+
+@asynccontextmanager
+async def run_processes(
+    prepared: PreparedRun, *, trace_dir: Path | None
+) -> AsyncIterator[RunProcesses]:
+    """Trainer and replicas, ready to be called; gone when the context is left.
+
+    Raises:
+        ReplicaError, DeadlineError: one of them did not start; the others are ended.
+    """
+    supervise()
+    plan = prepared.plan
+    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
+    replicas: list[MonarchReplica] = []
+    try:
+        for index, group in enumerate(plan.replicas):
+            spec = _generator_spec(prepared, index, trace_dir)
+            replicas.append(
+                await MonarchReplica.spawn(group, spec, engine_environment(group.threads))
+            )
+        await _all(trainer.start(), *(replica.start() for replica in replicas))
+        yield RunProcesses(trainer=trainer, replicas=tuple(replicas))
+    finally:
+        await asyncio.gather(trainer.close(), *(replica.close() for replica in replicas))
+
+
+async def _all(*work: Coroutine[Any, Any, None]) -> None:
+    """All of it, or the first error, with the rest cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
+    config, host = prepared.config, socket.gethostname()
+    return TrainerSpec(
+        checkpoint=prepared.policy_dir,
+        trainer=config.trainer,
+        dtype=config.policy.dtype,
+        seed=prepared.plan.trainer.seed,
+        num_steps=config.num_steps,
+        transport=choose_transport(
+            config.weight_sync.transport,
+            trainer_host=host,
+            replica_hosts=[host] * len(prepared.plan.replicas),
+        ),
+        run_dir=config.run_dir.absolute(),
+        log_dir=config.log_dir.absolute(),
+        trace_dir=trace_dir,
+    )
+
+
+def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -> GeneratorSpec:
+    config, group = prepared.config, prepared.plan.replicas[index]
+    return GeneratorSpec(
+        name=group.name,
+        model=prepared.policy_dir,
+        device=prepared.plan.device,
+        dtype=config.policy.dtype,
+        seed=group.seed,
+        generator=config.generator,
+        weight_sync=config.weight_sync,
+        log_dir=config.log_dir.absolute(),
+        trace_dir=trace_dir,
+    )

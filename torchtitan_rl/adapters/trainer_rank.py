@@ -1,0 +1,69 @@
+"""What runs in a trainer process: the policy trainer, and on rank 0 its publisher of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.adapters.monarch_trainer import TrainerSpec
+from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.transport import Transport, WeightPublisher
+
+
+class TrainerRank:
+    """Made and called in one thread of its process, on all ranks together."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}")
+        with self._tracer.span("start"):
+            self._trainer = PolicyTrainer(
+                spec.checkpoint,
+                spec.trainer,
+                seed=spec.seed,
+                max_steps=spec.num_steps,
+                dtype=spec.dtype,
+            )
+        self._publisher = _publisher(spec) if rank == 0 else None
+
+    def train_step(self, batch: TrainingBatch) -> StepOutput:
+        with self._tracer.span("optimizer step", tokens=batch.num_tokens):
+            return self._trainer.train_step(batch)
+
+    def publish(self) -> WeightHandle | None:
+        """Collective; the handle on rank 0, None elsewhere."""
+        with self._tracer.span("publish", version=self._trainer.version):
+            tensors = self._trainer.hf_state_dict()
+            if self._publisher is None:
+                return None
+            return self._publisher.publish(self._trainer.version, tensors)
+
+    def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
+        with self._tracer.span("save checkpoint"):
+            self._trainer.save_checkpoint(path, state)
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        with self._tracer.span("load checkpoint"):
+            return self._trainer.load_checkpoint(path)
+
+    def export_hf(self, path: Path) -> None:
+        with self._tracer.span("export"):
+            self._trainer.export_hf(path)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._trainer.close()
+        self._tracer.close()
+
+
+def _publisher(spec: TrainerSpec) -> WeightPublisher:
+    if spec.transport is Transport.RDMA:
+        from torchtitan_rl.adapters.monarch_rdma import MonarchRdmaPublisher
+
+        return MonarchRdmaPublisher()
+    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+    return SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)

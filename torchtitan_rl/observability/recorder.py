@@ -1,0 +1,107 @@
+"""All that a run shows and writes, behind the controller's `Recorder`: progress, metrics, rollouts
+and the trace. Used in the controller's process, on its event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan_rl.config import RunConfig
+from torchtitan_rl.observability.loop_lag import LoopLagSampler
+from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.observability.progress import ProgressState, make_progress
+from torchtitan_rl.observability.rollout_log import RolloutLog
+from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
+from torchtitan_rl.observability.trace import Tracer, merge_traces
+from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+
+
+class RunRecorder:
+    """Writes into the run's directory while its ``async with`` is open.
+
+    Args:
+        resume_step: None starts anew; a number goes on after that step.
+    """
+
+    def __init__(self, config: RunConfig, *, resume_step: int | None) -> None:
+        run_dir, metrics = config.run_dir, config.metrics
+        self.trace_dir = (run_dir / "traces").absolute() if metrics.trace else None
+        self._state = ProgressState(config.num_steps, step=resume_step or 0)
+        self._progress = make_progress(metrics.progress, self._state)
+        self._metrics = MetricsLog(
+            run_dir, tensorboard=metrics.tensorboard, resume_step=resume_step
+        )
+        self._rollouts = RolloutLog(
+            run_dir / "rollouts.jsonl",
+            per_step=metrics.rollouts_per_step,
+            seed=config.seed,
+            resume_step=resume_step,
+        )
+        if self.trace_dir is not None and resume_step is None:
+            _remove_old_traces(self.trace_dir)
+        self._tracer = Tracer(self.trace_dir, "controller")
+        self._lag = LoopLagSampler()
+        self._has_begun = False
+
+    async def __aenter__(self) -> RunRecorder:
+        await self._lag.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._lag.__aexit__(kind, error, trace)
+        self._progress.close()
+        self._metrics.close()
+        self._rollouts.close()
+        self._tracer.close()
+
+    def merge_traces(self) -> Path | None:
+        """Make one trace of all processes' files; call it when they have ended."""
+        return None if self.trace_dir is None else merge_traces(self.trace_dir)
+
+    def record_step(self, record: StepRecord) -> None:
+        lag = self._lag.read()
+        metrics = step_metrics(record) | {
+            "controller/loop_lag_ms_mean": lag.mean_ms,
+            "controller/loop_lag_ms_max": lag.max_ms,
+        }
+        self._metrics.record(record.step, record.version, metrics)
+        self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
+        self._state.end_step(
+            record.step,
+            reward=metrics.get("train/reward_mean"),
+            tokens_per_second=metrics["tokens/generated_per_second"],
+        )
+        self._progress.step_ended()
+
+    def record_validation(self, record: ValidationRecord) -> None:
+        metrics = validation_metrics(record)
+        self._metrics.record(record.step, record.version, metrics)
+        self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
+        self._state.end_validation(metrics.get("validation/reward_mean"))
+        self._progress.validation_ended()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name == "rollout" and not self._has_begun:
+            self._has_begun = True
+            self._state.start_steps()
+        self._state.phase = name
+        self._progress.phase_changed()
+        with self._tracer.span(name):
+            yield
+
+    def say(self, message: str) -> None:
+        self._progress.say(message)
+
+
+def _remove_old_traces(folder: Path) -> None:
+    for old in folder.glob("*.jsonl"):
+        old.unlink()

@@ -1,0 +1,54 @@
+"""Groups in, one packed batch out, and an account of where every sampled token went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan_rl.orchestration.records import TokenCounts
+from torchtitan_rl.rollout.advantages import group_advantages
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.training.splitting import num_masked_nonfinite, trained_mask
+from torchtitan_rl.types import Episode, Rollout, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeBatcher:
+    """Scores groups against themselves, turns rollouts into episodes and packs those."""
+
+    advantage: Literal["mean", "std", "leave_one_out"]
+    row_len: int
+    temperature: float
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
+        """The batch, None where no token can be trained on, and the account: failed rollouts and
+        episodes longer than a row are discarded, non-finite logprobs masked, each by name."""
+        discarded: Counter[str] = Counter()
+        episodes: list[Episode] = []
+        for group in groups:
+            rewards = [rollout.reward for rollout in group.rollouts]
+            values = group_advantages(rewards, self.advantage).values
+            for rollout, advantage in zip(group.rollouts, values, strict=True):
+                if advantage is None:
+                    discarded[rollout.status.value] += _num_sampled(rollout)
+                else:
+                    episodes += rollout_to_episodes(rollout, advantage)
+        packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
+        for index in packing.oversized:
+            discarded["oversized_episode"] += episodes[index].num_trained_tokens
+        batch, trained = packing.batch, 0
+        if batch is not None:
+            trained = int(trained_mask(batch).sum())
+            discarded["nonfinite_logprob"] += num_masked_nonfinite(batch)
+        generated = sum(_num_sampled(rollout) for group in groups for rollout in group.rollouts)
+        return batch if trained else None, TokenCounts(
+            generated=generated, trained=trained, discarded=+discarded
+        )
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
