@@ -12,7 +12,7 @@ import psutil
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.plan import ProcessPlan, plan_processes
-from torchtitan_rl.policies import resolve_policy
+from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.validation import MachineFacts, find_mistakes, read_policy_facts
 
 
@@ -36,7 +36,7 @@ class PreparedRun:
 
 def prepare_run(config: RunConfig) -> PreparedRun:
     """Raises `ConfigError` with all mistakes."""
-    policy_dir = resolve_policy(config.policy.checkpoint)
+    policy_dir = resolve_checkpoint(config.policy.checkpoint)
     try:
         policy = read_policy_facts(policy_dir)
     except (OSError, ValueError, KeyError) as error:
