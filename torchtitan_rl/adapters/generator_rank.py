@@ -14,6 +14,7 @@ from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.traced_engine import TracedEngine
 from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -50,7 +51,7 @@ class GeneratorRank:
             self.staging,
         )
         return EngineLoop(
-            engine,
+            TracedEngine(engine, self._tracer),
             self._channel(),
             is_leader=self._rank == 0,
             config=LoopConfig(

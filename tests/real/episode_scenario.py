@@ -1,0 +1,94 @@
+"""Rolls problems out on a real engine and compares what is trained on with what was sampled.
+
+Run as ``python -m tests.real.episode_scenario``: an engine takes a process of its own. Prints one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from configs.alphabet_sort_tiny import config
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Rollout
+from torchtitan_rl.weights.staging import WeightStaging
+
+
+class RecordingEngine:
+    """Keeps what the engine put out, before anything of ours touched it."""
+
+    def __init__(self, engine) -> None:
+        self._engine = engine
+        self.outputs: dict[str, EngineOutput] = {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def step(self) -> list[EngineOutput]:
+        outputs = self._engine.step()
+        self.outputs |= {output.request_id: output for output in outputs}
+        return outputs
+
+
+def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, int | bool]:
+    """Does the one episode of a rollout hold the engine's tokens and logprobs, and no others?"""
+    (episode,) = rollout_to_episodes(rollout, advantage=1.0)
+    sampled = [outputs[turn.completion.request_id] for turn in rollout.turns]
+    tokens = tuple(token for output in sampled for token in output.token_ids)
+    logprobs = tuple(logprob for output in sampled for logprob in output.logprobs)
+    masked = [i for i, is_trained in enumerate(episode.loss_mask) if is_trained]
+    last = rollout.turns[-1]
+    whole = last.prompt_token_ids + last.completion.token_ids
+    return {
+        "turns": len(rollout.turns),
+        "tokens_equal": tuple(episode.token_ids[i] for i in masked) == tokens,
+        "logprobs_equal": tuple(episode.logprobs[i] for i in masked) == logprobs,
+        "sequence_equal": episode.token_ids == whole,
+    }
+
+
+async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, int | bool]]:
+    loop = EngineLoop(engine, SoloChannel(), is_leader=True)
+    loop.start()
+    router = GeneratorRouter([LoopReplica("only", loop, WeightStaging())])
+    task = replace(config.task, min_turns=3, max_turns=3)
+    rollouter = Rollouter(
+        generate=router.generate,
+        environment=partial(task.environment, tokenizer=tokenizer, limits=config.rollout),
+        config=config.rollout,
+    )
+    dataset = task.dataset("validation", seed=0)
+    groups = await asyncio.gather(
+        *(rollouter.run_group(f"g{i}", dataset.next(), size=4, seed=1) for i in range(4))
+    )
+    await router.close()
+    return [compare(rollout, engine.outputs) for group in groups for rollout in group.rollouts]
+
+
+def main() -> None:
+    import os
+
+    os.environ |= engine_environment(1)
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+
+    model = Path(config.policy.checkpoint)
+    engine = RecordingEngine(VllmEngine(VllmEngineOptions(model=str(model))))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    print(json.dumps(asyncio.run(scenario(engine, tokenizer))))
+
+
+if __name__ == "__main__":
+    main()
