@@ -35,9 +35,9 @@ _ROW_LEN = 256
 class WarmStartConfig:
     output_dir: Path = POLICY_DIR
     seed: int = 0
-    right_steps: int = 1000  # on right answers
-    careless_steps: int = 200  # on answers with mistakes
-    decay_steps: int = 400  # the last steps, in which the learning rate falls to 0
+    right_steps: int = 700  # on right answers
+    careless_steps: int = 150  # on answers with mistakes
+    decay_steps: int = 350  # the last steps, in which the learning rate falls to 0
     conversations_per_step: int = 32
     learning_rate: float = 3e-3
     threads: int = 2

@@ -30,14 +30,14 @@ def test_each_name_is_one_token() -> None:
 
 
 def test_an_answer_needs_two_tokens_a_name_and_two_a_mark() -> None:
-    turns = [["Zoe", "Adam"], ["Kate"]]
+    turns = [["Zachary", "Abigail"], ["Karen"]]
     assert len(encode("\n".join(right_answer(turns, 0)))) == 3
     assert len(encode("\n".join(right_answer(turns, 1)))) == 5 + 2
 
 
 def test_the_words_of_every_message_are_tokens() -> None:
     for turn in range(2):
-        message = user_message([["Adam"], ["Zoe"]], turn)
+        message = user_message([["Abigail"], ["Zachary"]], turn)
         assert len(encode(message)) <= len(message.split()) * 2
 
 
