@@ -1,0 +1,159 @@
+"""Episodes of rollouts: every sampled token is trained on once, and no other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+
+def turn(prompt, sampled, logprobs=None, runs=((0, 0),)) -> Turn:
+    return Turn(
+        prompt_token_ids=tuple(prompt),
+        completion=Completion(
+            request_id="g/r0/t0",
+            token_ids=tuple(sampled),
+            logprobs=tuple(logprobs if logprobs is not None else [-1.0] * len(sampled)),
+            version_runs=tuple(VersionRun(*run) for run in runs) if sampled else (),
+            finish_reason=FinishReason.STOP,
+        ),
+    )
+
+
+def rollout(*turns: Turn) -> Rollout:
+    return Rollout(
+        rollout_id="g/r0",
+        group_id="g",
+        problem_id="p",
+        turns=turns,
+        status=RolloutStatus.COMPLETED,
+        reward=1.0,
+    )
+
+
+def test_an_unedited_rollout_is_one_episode_with_loss_on_sampled_tokens_only():
+    (episode,) = rollout_to_episodes(
+        rollout(
+            turn([1, 2], [3, 4], [-0.1, -0.2], runs=[(0, 5), (1, 6)]),
+            turn([1, 2, 3, 4, 9, 9], [5], [-0.3], runs=[(0, 7)]),
+        ),
+        advantage=0.5,
+    )
+    assert episode.token_ids == (1, 2, 3, 4, 9, 9, 5)
+    assert episode.loss_mask == (False, False, True, True, False, False, True)
+    assert episode.logprobs == (0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3)
+    assert episode.versions == (-1, -1, 5, 6, -1, -1, 7)
+    assert episode.advantages == (0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5)
+    assert (episode.rollout_id, episode.group_id) == ("g/r0", "g")
+
+
+def test_trap_16_an_end_of_turn_that_was_not_sampled_is_not_trained_on():
+    END, NEWLINE = 7, 8
+    (episode,) = rollout_to_episodes(
+        rollout(turn([1], [2]), turn([1, 2, END, NEWLINE, 3], [4, END])), advantage=1.0
+    )
+    trained = [t for t, m in zip(episode.token_ids, episode.loss_mask, strict=True) if m]
+    assert trained == [2, 4, END]
+
+
+def test_trap_17_an_edited_history_opens_a_new_episode_at_the_divergence():
+    first, second = rollout_to_episodes(
+        rollout(turn([1, 2], [3]), turn([1, 9], [4]), turn([1, 9, 4, 5], [6])), advantage=1.0
+    )
+    assert (first.token_ids, second.token_ids) == ((1, 2, 3), (1, 9, 4, 5, 6))
+    assert second.loss_mask == (False, False, True, False, True)
+
+
+def test_a_prompt_that_ends_inside_the_previous_completion_is_a_branch():
+    episodes = rollout_to_episodes(rollout(turn([1], [2, 3]), turn([1, 2], [4])), advantage=1.0)
+    assert [episode.token_ids for episode in episodes] == [(1, 2, 3), (1, 2, 4)]
+
+
+def test_trap_9_turns_without_sampled_tokens_are_passed_over():
+    episodes = rollout_to_episodes(
+        rollout(turn([1], []), turn([1, 8], [2]), turn([1, 8, 2, 8], [])), advantage=1.0
+    )
+    assert [episode.token_ids for episode in episodes] == [(1, 8, 2)]
+    assert rollout_to_episodes(rollout(turn([1], [])), advantage=1.0) == []
+    assert rollout_to_episodes(rollout(), advantage=1.0) == []
+
+
+def test_misaligned_fields_are_refused():
+    with pytest.raises(ValueError, match=r"g/r0/t0.*\(2, 1, 2\)"):
+        rollout_to_episodes(rollout(turn([1], [2, 3], [-1.0])), advantage=1.0)
+
+
+@st.composite
+def turns(draw) -> list[Turn]:
+    """Turns with unique sampled tokens; each prompt extends the last turn, or is edited."""
+    made: list[Turn] = []
+    context: list[int] = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    fresh = 100
+    for _ in range(draw(st.integers(0, 5))):
+        sampled = list(range(fresh, fresh + draw(st.integers(0, 3))))
+        fresh += len(sampled)
+        logprobs = [-0.25 * token for token in sampled]
+        runs = [(0, draw(st.integers(0, 3)))]
+        if len(sampled) > 1:
+            runs.append((draw(st.integers(1, len(sampled) - 1)), 9))
+        made.append(turn(context, sampled, logprobs, runs))
+        context = context + sampled + draw(st.lists(st.integers(0, 5), max_size=3))
+        if draw(st.booleans()):
+            cut = draw(st.integers(0, len(context)))
+            context = context[:cut] + draw(st.lists(st.integers(0, 5), min_size=1, max_size=2))
+    return made
+
+
+@given(turns())
+def test_tokens_are_conserved(made):
+    """Each sampled token is under loss exactly once, with its own logprob and version."""
+    episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
+    trained = [
+        fields
+        for episode in episodes
+        for *fields, mask in zip(
+            episode.token_ids,
+            episode.logprobs,
+            episode.versions,
+            episode.advantages,
+            episode.loss_mask,
+            strict=True,
+        )
+        if mask
+    ]
+    assert trained == [
+        [token, logprob, version, 2.0]
+        for one in made
+        for token, logprob, version in zip(
+            one.completion.token_ids,
+            one.completion.logprobs,
+            one.completion.versions,
+            strict=True,
+        )
+    ]
+
+
+@given(turns())
+def test_each_completion_stands_behind_exactly_its_prompt(made):
+    """An episode is the last of its turns' prompt + completion, and holds the earlier ones."""
+    episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
+    sequences = [
+        one.prompt_token_ids + one.completion.token_ids for one in made if one.completion.token_ids
+    ]
+    remaining = iter(sequences)
+    for episode in episodes:
+        sequence = ()
+        while sequence != episode.token_ids:
+            sequence = next(remaining)
+            assert episode.token_ids[: len(sequence)] == sequence
+    assert next(remaining, None) is None
