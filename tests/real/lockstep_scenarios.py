@@ -1,0 +1,71 @@
+"""One rank of two scripted engines in lockstep over gloo: ``SCENARIO TIMEOUT_S HEARTBEAT_S``.
+
+Rank 0 prints one word for what happened. torch.distributed's variables must be set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from concurrent.futures import Future
+
+import torch.distributed as dist
+
+from torchtitan_rl.adapters.gloo_lockstep import GlooLockstep
+from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.scripted import ScriptedEngine
+from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
+
+WAIT_S = 60.0
+
+
+def submit(
+    loop: EngineLoop, name: str, prompt_len: int = 3, max_tokens: int = 20
+) -> Future[Completion]:
+    return loop.submit(
+        GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tuple(index % 1000 for index in range(prompt_len)),
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+    )
+
+
+def lead(scenario: str, loop: EngineLoop, timeout_s: float) -> str:
+    # A decision of several kilobytes goes in two messages, a small one in one.
+    big, small = submit(loop, "big", 8000), submit(loop, "small")
+    big.result(WAIT_S)
+    small.result(WAIT_S)
+    if scenario == "idle":
+        time.sleep(2.5 * timeout_s)
+    try:
+        # Long enough for the loss of a peer to show in what is sent to it.
+        submit(loop, "late", max_tokens=2000).result(WAIT_S)
+    except LoopFailedError:
+        return "failed"
+    return "completed"
+
+
+def main(scenario: str, timeout_s: float, heartbeat_s: float) -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    # The follower of "lost" dies in its 50th step, in the middle of the last request.
+    is_lost = scenario == "lost" and rank == 1
+    loop = EngineLoop(
+        ScriptedEngine(max_model_len=10_000, fail_at_step=50 if is_lost else None),
+        GlooLockstep(timeout_s=timeout_s),
+        is_leader=rank == 0,
+        config=LoopConfig(heartbeat_s=heartbeat_s, max_steps_per_decision=1),
+        on_end=lambda failure: os._exit(1) if failure and rank else None,
+    )
+    loop.start()
+    if rank == 0:
+        print(lead(scenario, loop, timeout_s), flush=True)
+        loop.close()
+    loop.join(WAIT_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))

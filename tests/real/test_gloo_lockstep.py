@@ -1,0 +1,61 @@
+"""Two ranks in lockstep over gloo: big decisions, idle hours in short, a lost peer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def play(scenario: str, *, timeout_s: float, heartbeat_s: float) -> str:
+    """What rank 0 says happened."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.real.lockstep_scenarios"),
+                *(scenario, str(timeout_s), str(heartbeat_s)),
+            ],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return ranks[0].communicate(timeout=120)[0].strip()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "heartbeat_s", "ending"),
+    [
+        ("idle", 0.5, "completed"),
+        ("idle", 1000.0, "failed"),  # without the heartbeat the waiting rank's gloo raises
+        ("lost", 0.5, "failed"),
+    ],
+)
+def test_trap_14_idle_ranks_stay_alive_and_a_lost_rank_fails_every_request(
+    scenario: str, heartbeat_s: float, ending: str
+) -> None:
+    assert play(scenario, timeout_s=3.0, heartbeat_s=heartbeat_s) == ending
