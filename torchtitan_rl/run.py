@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.sync_controller import (
@@ -22,6 +23,7 @@ from torchtitan_rl.orchestration.sync_controller import (
     StopRequested,
     SyncController,
 )
+from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.prepare import PreparedRun
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -92,7 +94,11 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
                     )
-                controller = _controller(config, processes, tokenizer, recorder, checkpoints)
+                router = _router(config, processes)
+                recorder.watch_engines(await stack.enter_async_context(EngineSampler(router.stats)))
+                controller = _controller(
+                    config, processes.trainer, router, tokenizer, recorder, checkpoints
+                )
                 signals.controller = controller
                 await controller.run(resume=is_resumed)
                 if config.checkpoint.export_hf:
@@ -102,18 +108,22 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
         recorder.merge_traces()
 
 
-def _controller(
-    config: RunConfig,
-    processes: RunProcesses,
-    tokenizer: Any,
-    recorder: RunRecorder,
-    checkpoints: CheckpointDirectory,
-) -> SyncController:
-    router = GeneratorRouter(
+def _router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
+    return GeneratorRouter(
         processes.replicas,
         request_timeout_s=config.generator.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
     )
+
+
+def _controller(
+    config: RunConfig,
+    trainer: Trainer,
+    router: GeneratorRouter,
+    tokenizer: Any,
+    recorder: RunRecorder,
+    checkpoints: CheckpointDirectory,
+) -> SyncController:
     rollouter = Rollouter(
         generate=router.generate,
         environment=partial(config.task.environment, tokenizer=tokenizer, limits=config.rollout),
@@ -142,7 +152,7 @@ def _controller(
             row_len=config.trainer.row_len,
             temperature=config.rollout.sampling.temperature,
         ),
-        trainer=processes.trainer,
+        trainer=trainer,
         router=router,
         recorder=recorder,
         checkpoints=checkpoints,

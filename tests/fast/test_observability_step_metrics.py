@@ -8,24 +8,11 @@ from torchtitan_rl.observability.step_metrics import step_metrics, validation_me
 from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.losses import policy_loss
-from torchtitan_rl.types import EngineStats, PullReport, VersionRun
+from torchtitan_rl.types import PullReport, VersionRun
 
 
 def pull(stall_s: float) -> PullReport:
     return PullReport(version=8, stall_s=stall_s, running_requests=2, recomputed=True)
-
-
-def engine(running: int, kv_use: float) -> EngineStats:
-    return EngineStats(
-        version=8,
-        running=running,
-        waiting=1,
-        kv_use=kv_use,
-        preemptions=0,
-        generated_tokens=10,
-        tokens_per_second=100.0,
-        steps=5,
-    )
 
 
 def make_record(trainer: dict[str, float]) -> StepRecord:
@@ -38,7 +25,7 @@ def make_record(trainer: dict[str, float]) -> StepRecord:
         trainer=trainer,
         sync=SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),
         publish_s=0.5,
-        engines={"a": engine(2, 0.5), "b": engine(4, 0.1)},
+        engines={},
         rollout_s=4.0,
         train_s=3.0,
         sync_s=1.0,
@@ -66,7 +53,7 @@ def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
     )
 
 
-def test_sync_engine_and_token_metrics_reduce_as_the_table_says() -> None:
+def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
     metrics = step_metrics(make_record({"loss": 0.5}))
     expected = {
         "trainer/loss": 0.5,
@@ -74,10 +61,6 @@ def test_sync_engine_and_token_metrics_reduce_as_the_table_says() -> None:
         "sync/pull_stall_ms_mean": 20.0,
         "sync/pull_stall_ms_max": 30.0,
         "sync/running_requests": 4.0,
-        "engine/running": 6.0,
-        "engine/kv_use_mean": 0.3,
-        "engine/kv_use_max": 0.5,
-        "engine/tokens_per_second": 200.0,
         "tokens/generated_per_second": 25.0,
         "tokens/discarded/env_error": 20.0,
         "time/step_s": 8.0,

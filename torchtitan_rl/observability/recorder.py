@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.progress import ProgressState, make_progress
@@ -44,6 +45,7 @@ class RunRecorder:
             _remove_old_traces(self.trace_dir)
         self._tracer = Tracer(self.trace_dir, "controller")
         self._lag = LoopLagSampler()
+        self._engines: EngineSampler | None = None
         self._has_begun = False
 
     async def __aenter__(self) -> RunRecorder:
@@ -62,6 +64,10 @@ class RunRecorder:
         self._rollouts.close()
         self._tracer.close()
 
+    def watch_engines(self, sampler: EngineSampler) -> None:
+        """Take the engines' metrics from there, from now on."""
+        self._engines = sampler
+
     def merge_traces(self) -> Path | None:
         """Make one trace of all processes' files; call it when they have ended."""
         return None if self.trace_dir is None else merge_traces(self.trace_dir)
@@ -72,6 +78,8 @@ class RunRecorder:
             "controller/loop_lag_ms_mean": lag.mean_ms,
             "controller/loop_lag_ms_max": lag.max_ms,
         }
+        if self._engines is not None:
+            metrics |= self._engines.take()
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
         self._state.end_step(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import fmean
 
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
 from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.types import EngineStats
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """Everything that is known of one step."""
+    """Everything that its record tells of one step."""
     metrics = rollout_metrics(record.groups, Split.TRAIN)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
     metrics |= _token_metrics(record.tokens, record.rollout_s)
@@ -21,7 +19,6 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
     if record.sync is not None:
         metrics |= _sync_metrics(record.sync, record.publish_s)
-    metrics |= _engine_metrics(record.engines)
     return metrics | {
         "policy/version": float(record.version),
         "time/rollout_s": record.rollout_s,
@@ -58,19 +55,4 @@ def _sync_metrics(sync: SyncReport, publish_s: float) -> dict[str, float]:
         "sync/pull_stall_ms_max": max(stalls_ms),
         "sync/running_requests": float(sum(pull.running_requests for pull in sync.pulls)),
         "sync/lost_replicas": float(len(sync.lost)),
-    }
-
-
-def _engine_metrics(engines: Mapping[str, EngineStats]) -> dict[str, float]:
-    stats = list(engines.values())
-    if not stats:
-        return {"engine/replicas": 0.0}
-    return {
-        "engine/replicas": float(len(stats)),
-        "engine/kv_use_mean": fmean(stat.kv_use for stat in stats),
-        "engine/kv_use_max": max(stat.kv_use for stat in stats),
-        "engine/running": float(sum(stat.running for stat in stats)),
-        "engine/waiting": float(sum(stat.waiting for stat in stats)),
-        "engine/preemptions": float(sum(stat.preemptions for stat in stats)),
-        "engine/tokens_per_second": sum(stat.tokens_per_second for stat in stats),
     }

@@ -1,0 +1,87 @@
+"""What the engines are doing while they work, sampled through a step rather than read at its end,
+when they are idle again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import fmean
+from types import TracebackType
+
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.types import EngineStats
+
+EngineReading = Mapping[str, EngineStats]  # by replica
+
+
+class EngineSampler:
+    """Calls ``read`` every ``interval_s`` while its ``async with`` is open. A reading that fails
+    (a replica just died; whoever uses it is told by the router) is counted and passed over."""
+
+    def __init__(
+        self, read: Callable[[], Awaitable[EngineReading]], *, interval_s: float = 0.25
+    ) -> None:
+        self._read = read
+        self._interval_s = interval_s
+        self._readings: list[EngineReading] = []
+        self._num_failed = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> EngineSampler:
+        self._task = asyncio.create_task(self._sample(), name="engine sampler")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            if error is None and not self._task.cancelled():
+                self._task.result()  # sampling ended by an error that nobody has seen
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the time since the last call, which starts the next period."""
+        readings, self._readings = self._readings, []
+        num_failed, self._num_failed = self._num_failed, 0
+        return engine_metrics(readings) | {"engine/failed_readings": float(num_failed)}
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                self._readings.append(await self._read())
+            except TorchtitanRLError:
+                self._num_failed += 1
+
+
+def engine_metrics(readings: Sequence[EngineReading]) -> dict[str, float]:
+    """Loads over the readings in which some engine had work; nothing where none had."""
+    metrics: dict[str, float] = {}
+    if readings:
+        last = readings[-1].values()
+        metrics["engine/replicas"] = float(len(last))
+        metrics["engine/preemptions"] = float(sum(stats.preemptions for stats in last))
+    busy = [
+        list(reading.values())
+        for reading in readings
+        if any(stats.running + stats.waiting for stats in reading.values())
+    ]
+    if not busy:
+        return metrics
+    running = [sum(stats.running for stats in reading) for reading in busy]
+    waiting = [sum(stats.waiting for stats in reading) for reading in busy]
+    kv_use = [stats.kv_use for reading in busy for stats in reading]
+    rate = [sum(stats.tokens_per_second for stats in reading) for reading in busy]
+    return metrics | {
+        "engine/running_mean": fmean(running),
+        "engine/running_max": float(max(running)),
+        "engine/waiting_mean": fmean(waiting),
+        "engine/waiting_max": float(max(waiting)),
+        "engine/kv_use_mean": fmean(kv_use),
+        "engine/kv_use_max": max(kv_use),
+        "engine/tokens_per_second": fmean(rate),
+    }
