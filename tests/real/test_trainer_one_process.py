@@ -1,0 +1,225 @@
+"""The trainer in one process: right logprobs, right weights in and out, safe steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.trainer_helpers import hf_packed_logprobs, random_batch, trainer
+from torchtitan_rl.errors import ConfigError, DivergedError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
+
+
+def tiny_llama(path: Path) -> Path:
+    """Llama with an odd number of heads, as SmolLM2-135M has."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        rms_norm_eps=1e-5,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama"])
+def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
+    kind: str, tmp_path: Path
+) -> None:
+    """Trap 25, too: at the temperature that was sampled at."""
+    path = tmp_path / kind
+    _ = tiny_llama(path) if kind == "llama" else tiny_qwen3(path, tied=kind == "tied")
+    batch = random_batch(temperature=0.7)
+    with trainer(path) as policy_trainer:
+        found = policy_trainer.logprobs(batch)
+    expected = hf_packed_logprobs(path, batch)
+    assert np.abs(expected).max() > 1.0
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_supervised_training_lowers_the_negative_logprob_that_logprobs_reports(
+    checkpoint: Path,
+) -> None:
+    batch = random_batch(temperature=1.0)
+    with trainer(checkpoint) as policy_trainer:
+        mean = -policy_trainer.logprobs(batch)[batch.loss_mask].mean()
+        outputs = [policy_trainer.supervised_step(batch) for _ in range(4)]
+    assert outputs[0].metrics["loss"] == pytest.approx(mean, abs=1e-5)
+    assert outputs[3].metrics["loss"] < outputs[0].metrics["loss"]
+    assert [output.version for output in outputs] == [1, 2, 3, 4]
+    rates = [output.metrics["learning_rate"] for output in outputs]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+def test_a_policy_step_reports_how_far_trainer_and_generator_are_apart(checkpoint: Path) -> None:
+    batch = random_batch()
+    with trainer(checkpoint) as policy_trainer:
+        difference = (policy_trainer.logprobs(batch) - batch.logprobs)[batch.loss_mask]
+        metrics = policy_trainer.train_step(batch).metrics
+    assert metrics["logprob_diff_mean"] == pytest.approx(np.abs(difference).mean(), rel=1e-5)
+    assert metrics["logprob_diff_max"] == pytest.approx(np.abs(difference).max(), rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(np.exp(difference).mean(), rel=1e-4)
+    assert metrics["trained_tokens"] == batch.loss_mask.sum()
+    assert metrics["padding_share"] == batch.padding_share
+    assert 0.0 < metrics["clip_share"] < 1.0
+    assert 0.0 < metrics["entropy"] < np.log(288)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rows_per_microbatch": 1},
+        {"rows_per_microbatch": 100},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=str,
+)
+def test_microbatches_and_recomputation_do_not_change_the_step(
+    checkpoint: Path, fields: dict[str, object]
+) -> None:
+    batch = random_batch()
+    with trainer(checkpoint) as policy_trainer:
+        expected = policy_trainer.train_step(batch).metrics
+        weights = policy_trainer.hf_state_dict()
+    with trainer(checkpoint, **fields) as policy_trainer:
+        found = policy_trainer.train_step(batch).metrics
+        for name, tensor in policy_trainer.hf_state_dict().items():
+            torch.testing.assert_close(tensor, weights[name], atol=2e-6, rtol=0)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
+    tied: bool, tmp_path: Path
+) -> None:
+    source = tiny_qwen3(tmp_path / "source", tied=tied)
+    batch = random_batch()
+    with trainer(source) as policy_trainer:
+        state = policy_trainer.hf_state_dict()
+        original = hf_tensors(source)
+        assert state.keys() == original.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in original.items())
+        policy_trainer.train_step(batch)
+        policy_trainer.export_hf(tmp_path / "exported")
+        policy_trainer.export_hf(tmp_path / "bf16", dtype="bfloat16")
+        trained = policy_trainer.logprobs(batch)
+    found = hf_packed_logprobs(tmp_path / "exported", batch)
+    assert np.abs(found - hf_packed_logprobs(source, batch)).max() > 1e-2
+    np.testing.assert_allclose(found, trained, atol=1e-5)
+    names = {entry.name for entry in (tmp_path / "exported").iterdir()}
+    assert names == {entry.name for entry in source.iterdir()}
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert all(t.dtype == torch.bfloat16 for t in hf_tensors(tmp_path / "bf16").values())
+    with trainer(tmp_path / "bf16") as policy_trainer:
+        np.testing.assert_allclose(policy_trainer.logprobs(batch), trained, atol=0.2)
+
+
+def test_a_resumed_trainer_equals_the_uninterrupted_one_bit_for_bit(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    batches = [random_batch(seed=seed) for seed in range(4)]
+    path = tmp_path / "step-000002"
+    with trainer(checkpoint) as policy_trainer:
+        for batch in batches[:2]:
+            policy_trainer.train_step(batch)
+        policy_trainer.save_checkpoint(path, {"position": [1, 2]})
+        expected = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
+        weights = policy_trainer.hf_state_dict()
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.train_step(batches[3])  # whatever was before is gone
+        assert policy_trainer.load_checkpoint(path) == {"position": [1, 2]}
+        assert policy_trainer.version == 2
+        found = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
+        state = policy_trainer.hf_state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    timings = ("step_s", "tokens_per_second")
+    for one, other in zip(found, expected, strict=True):
+        assert [one[k] for k in one if k not in timings] == [
+            other[k] for k in other if k not in timings
+        ]
+
+
+def test_a_checkpoint_without_its_marker_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.save_checkpoint(tmp_path / "step-000000", {})
+        (tmp_path / "step-000000" / "trainer.json").unlink()
+        with pytest.raises(ConfigError, match="not complete"):
+            policy_trainer.load_checkpoint(tmp_path / "step-000000")
+
+
+@pytest.mark.parametrize(("advantage", "value"), [(np.nan, "loss is nan"), (1e37, "grad_norm is")])
+def test_a_step_that_diverges_raises_and_leaves_no_trace(
+    checkpoint: Path, advantage: float, value: str
+) -> None:
+    """Trap 29: nothing non-finite ever reaches the weights, and nobody can miss it."""
+    good, bad = random_batch(), random_batch(seed=1)
+    row, token = (index[0] for index in np.nonzero(bad.loss_mask))
+    bad.advantages[row, token] = advantage
+    bad.logprobs[row, token] = 0.0  # a small ratio, which is not clipped
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.train_step(good)
+        policy_trainer.train_step(good)
+        expected = {k: v.clone() for k, v in policy_trainer.hf_state_dict().items()}
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.train_step(good)
+        with pytest.raises(DivergedError, match=f"{value}.*version 1"):
+            policy_trainer.train_step(bad)
+        assert policy_trainer.version == 1
+        policy_trainer.train_step(good)
+        state = policy_trainer.hf_state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_nonfinite_behaviour_logprobs_are_left_out_of_the_step_and_counted(
+    checkpoint: Path,
+) -> None:
+    """Trap 15: the step is the one without those tokens."""
+    broken, masked = random_batch(), random_batch()
+    row, token = (index[0] for index in np.nonzero(broken.loss_mask))
+    broken.logprobs[row, token] = np.nan
+    masked.loss_mask[row, token] = False
+    with trainer(checkpoint) as policy_trainer:
+        found = policy_trainer.train_step(broken).metrics
+    with trainer(checkpoint) as policy_trainer:
+        expected = policy_trainer.train_step(masked).metrics
+    assert found["masked_nonfinite"] == 1
+    assert expected["masked_nonfinite"] == 0
+    assert (found["loss"], found["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+
+
+def test_a_batch_without_trained_tokens_or_with_longer_rows_is_refused(checkpoint: Path) -> None:
+    batch = random_batch()
+    with trainer(checkpoint, row_len=16) as policy_trainer, pytest.raises(ValueError, match="48"):
+        policy_trainer.train_step(batch)
+    batch.loss_mask[:] = False
+    with trainer(checkpoint) as policy_trainer, pytest.raises(ValueError, match="no token"):
+        policy_trainer.train_step(batch)
+
+
+def test_an_architecture_that_is_not_supported_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "mamba", "attention_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"'mamba'[\s\S]*attention_bias"), trainer(tmp_path):
+        pass

@@ -1,0 +1,151 @@
+"""Every parallel layout is the same trainer: 2 gloo ranks against one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.real.models import tiny_qwen3
+from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
+from torchtitan_rl.errors import DivergedError
+from torchtitan_rl.training.batch import TrainingBatch
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"data_parallel_shard": 2},
+    "tp": {"tensor_parallel": 2},
+    "hsdp": {"data_parallel_replicate": 2},
+}
+TIMEOUT_S = 240.0
+METRICS = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_share",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "trained_tokens",
+    "padding_share",
+)
+
+
+def batches() -> list[TrainingBatch]:
+    """The second has an odd number of rows, so that ranks need a row of padding."""
+    result = [random_batch(seed=1, num_episodes=9), random_batch(seed=2, num_episodes=7)]
+    assert [len(batch.token_ids) % 2 for batch in result] == [0, 1], [
+        len(batch.token_ids) for batch in result
+    ]
+    return result
+
+
+def run_steps(
+    checkpoint: Path, resume: Path, folder: Path, ports: list[int], **fields: Any
+) -> None:
+    """One step from the checkpoint ``resume`` (written where it is not there), then two from the
+    start. Each process group has a port of its own: a rank must not meet the previous one's."""
+    os.environ["MASTER_PORT"] = str(ports[0])
+    with trainer(checkpoint, **fields) as policy_trainer:
+        if not resume.exists():
+            policy_trainer.train_step(batches()[0])
+            policy_trainer.save_checkpoint(resume, {"from": "one process"})
+        policy_trainer.load_checkpoint(resume)
+        resumed = policy_trainer.train_step(batches()[1]).metrics
+        policy_trainer.save_checkpoint(folder / "checkpoint", {})
+    os.environ["MASTER_PORT"] = str(ports[1])
+    with trainer(checkpoint, **fields) as policy_trainer:
+        metrics = [policy_trainer.train_step(batch).metrics for batch in batches()]
+        logprobs = policy_trainer.logprobs(batches()[1])
+        weights = policy_trainer.hf_state_dict()
+        bad = batches()[1]
+        bad.advantages[0, np.nonzero(bad.loss_mask[0])[0][0]] = np.nan  # a row of rank 0
+        with pytest.raises(DivergedError, match="after version 2"):
+            policy_trainer.train_step(bad)
+        policy_trainer.export_hf(folder / "exported")
+    if int(os.environ.get("RANK", "0")) == 0:
+        torch.save(weights, folder / "weights.pt")
+        np.save(folder / "logprobs.npy", logprobs)
+        (folder / "metrics.json").write_text(json.dumps([*metrics, resumed]))
+    else:
+        assert weights == {}
+        np.save(folder / "logprobs-of-rank-1.npy", logprobs)
+
+
+def one_rank(rank: int, checkpoint: Path, root: Path, ports: list[int]) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT_S - 10.0, exit=True)
+    for index, (name, fields) in enumerate(LAYOUTS.items()):
+        own = ports[2 * index : 2 * index + 2]
+        run_steps(checkpoint, root / "one" / "resume", root / name, own, **fields)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, then the same steps in every layout; a folder of results each."""
+    root = tmp_path_factory.mktemp("layouts")
+    checkpoint = tiny_qwen3(root / "policy")
+    for name in ("one", *LAYOUTS):
+        (root / name).mkdir()
+    run_steps(checkpoint, root / "one" / "resume", root / "one", [0, 0])
+    ports = free_ports(2 * len(LAYOUTS))
+    run_ranks(one_rank, 2, checkpoint, root, ports, timeout_s=TIMEOUT_S)
+    return root
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    metrics: list[dict[str, float]] = json.loads((folder / "metrics.json").read_text())
+    return metrics
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_gradient_norm_and_metrics_equal_those_of_one_process(
+    layout: str, results: Path
+) -> None:
+    for found, expected in zip(
+        read_metrics(results / layout), read_metrics(results / "one"), strict=True
+    ):
+        for name in METRICS:
+            assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updated_weights_and_logprobs_equal_those_of_one_process(
+    layout: str, results: Path
+) -> None:
+    expected = torch.load(results / "one" / "weights.pt")
+    found = torch.load(results / layout / "weights.pt")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # Adam turns rounding in a gradient near 0 into a part of a step of 1e-3.
+        torch.testing.assert_close(found[name], tensor, atol=5e-5, rtol=0)
+    logprobs = np.load(results / layout / "logprobs.npy")
+    np.testing.assert_allclose(logprobs, np.load(results / "one" / "logprobs.npy"), atol=1e-4)
+    assert np.array_equal(logprobs, np.load(results / layout / "logprobs-of-rank-1.npy"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_one_layout_resumes_in_another(layout: str, results: Path) -> None:
+    """One process wrote what the layout loaded; here one process loads what the layout wrote."""
+    steps = read_metrics(results / layout)
+    assert steps[2]["loss"] == pytest.approx(steps[1]["loss"], rel=2e-5)
+    with trainer(results / "policy") as policy_trainer:
+        policy_trainer.load_checkpoint(results / layout / "checkpoint")
+        assert policy_trainer.version == 2
+        found = policy_trainer.logprobs(batches()[1])
+    np.testing.assert_allclose(found, np.load(results / layout / "logprobs.npy"), atol=1e-4)
+
+
+def test_a_wrong_number_of_ranks_is_refused(results: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="configured for 2 ranks and runs on 1"),
+        trainer(results / "policy", tensor_parallel=2),
+    ):
+        pass

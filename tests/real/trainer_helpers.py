@@ -1,0 +1,130 @@
+"""Episodes, trainers and process groups for the tests of the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchtitan_rl.config import OptimizerConfig, TrainerConfig
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.types import Episode
+
+if TYPE_CHECKING:
+    from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+
+ROW_LEN = 48
+MAX_STEPS = 4
+CONFIG = TrainerConfig(
+    row_len=ROW_LEN,
+    rows_per_microbatch=2,
+    threads=1,
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=1),
+)
+
+
+def random_batch(
+    *, vocab_size: int = 288, seed: int = 0, num_episodes: int = 9, temperature: float = 0.7
+) -> TrainingBatch:
+    """Several documents a row; about two thirds of the tokens are sampled, near -5 nats each."""
+    rng = np.random.default_rng(seed)
+    episodes = []
+    for index, length in enumerate(rng.integers(5, 30, num_episodes)):
+        mask = [i >= 3 and i % 7 != 0 for i in range(length)]
+        logprobs = rng.normal(-5.0, 1.0, length)
+        advantages = rng.normal(0.0, 1.0, length)
+        episodes.append(
+            Episode(
+                rollout_id=f"rollout-{index}",
+                group_id="group",
+                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
+                loss_mask=tuple(mask),
+                logprobs=tuple(
+                    float(v) if on else 0.0 for v, on in zip(logprobs, mask, strict=True)
+                ),
+                advantages=tuple(
+                    float(v) if on else 0.0 for v, on in zip(advantages, mask, strict=True)
+                ),
+                versions=tuple(0 if on else -1 for on in mask),
+            )
+        )
+    batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=temperature).batch
+    assert batch is not None
+    assert batch.document_ids.max() >= 1  # rows of several documents, or masks are not tested
+    return batch
+
+
+@contextmanager
+def trainer(
+    checkpoint: Path, *, max_steps: int = MAX_STEPS, **fields: Any
+) -> Iterator[PolicyTrainer]:
+    from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+
+    config = dataclasses.replace(CONFIG, **fields)
+    policy_trainer = PolicyTrainer(checkpoint, config, seed=0, max_steps=max_steps)
+    try:
+        yield policy_trainer
+    finally:
+        policy_trainer.close()
+
+
+def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any, timeout_s: float) -> None:
+    """Run ``function(rank, *args)`` in processes of its own, with torchrun's variables but for
+    MASTER_PORT; ends them all when one fails or time is up."""
+    context = torch.multiprocessing.spawn(
+        _with_environment, (function, num_ranks, args), nprocs=num_ranks, join=False
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not context.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{function.__name__} on {num_ranks} ranks: {timeout_s} s")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _with_environment(
+    rank: int, function: Callable[..., None], num_ranks: int, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1"
+    )
+    function(rank, *args)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def hf_packed_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:
+    """[R, L]: each document on its own through `transformers` in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    result = np.zeros(batch.token_ids.shape, dtype=np.float32)
+    for r, ids in enumerate(batch.document_ids):
+        for document in set(ids[ids >= 0].tolist()):
+            where = np.nonzero(ids == document)[0]
+            tokens = torch.from_numpy(batch.token_ids[r, where])
+            with torch.inference_mode():
+                logits = model(tokens[None]).logits[0] / batch.temperature
+            chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            result[r, where[1:]] = chosen.numpy()
+    return result
