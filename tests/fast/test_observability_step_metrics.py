@@ -25,7 +25,6 @@ def make_record(trainer: dict[str, float]) -> StepRecord:
         trainer=trainer,
         sync=SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),
         publish_s=0.5,
-        engines={},
         rollout_s=4.0,
         train_s=3.0,
         sync_s=1.0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.types import EngineStats, RolloutGroup
+from torchtitan_rl.types import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class StepRecord:
     trainer: Mapping[str, float]
     sync: SyncReport | None
     publish_s: float
-    engines: Mapping[str, EngineStats]
     rollout_s: float
     train_s: float
     sync_s: float

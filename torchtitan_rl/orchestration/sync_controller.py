@@ -176,7 +176,6 @@ class SyncController:
                 trainer=output.metrics if output is not None else {},
                 sync=sync,
                 publish_s=publish_s,
-                engines=await self._router.stats(),
                 rollout_s=rolled_out - started,
                 train_s=trained - rolled_out,
                 sync_s=time.monotonic() - trained,
