@@ -130,7 +130,7 @@ def test_a_cancelled_command_is_dead_before_the_cancellation_is_raised(tmp_path)
     path = tmp_path / "pid"
 
     async def scenario():
-        task = asyncio.create_task(run_command(daemon_and(path, "sleep 1000"), timeout_s=60))
+        task = asyncio.create_task(run_command(daemon_and(path, "sleep 1000"), timeout_s=10_000))
         while not path.exists():
             await asyncio.sleep(0.01)
         task.cancel()
