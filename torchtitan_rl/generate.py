@@ -30,6 +30,8 @@ from torchtitan_rl.types import Completion, SamplingParams
 if TYPE_CHECKING:
     from torchtitan_rl.generation.loop import EngineLoop
 
+Device = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
@@ -75,10 +77,10 @@ def main(args: Sequence[str] | None = None) -> int:
         for mistake in mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
-    _prepare_environment(options.threads)
+    device = _prepare_environment(options)
     is_leader = int(os.environ.get("RANK", "0")) == 0
     try:
-        loop = _build_loop(options, is_leader=is_leader)
+        loop = _build_loop(options, device, is_leader=is_leader)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,23 +93,22 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0 if loop.failure is None else 1
 
 
-def _prepare_environment(threads: int) -> None:
+def _prepare_environment(options: GenerateOptions) -> Device:
     """Must run before torch is imported; what the caller has set stays."""
-    from torchtitan_rl.adapters.vllm_cpu import engine_environment
+    from torchtitan_rl.adapters.vllm_cpu import engine_environment, installed_device
 
-    for name, value in engine_environment(threads).items():
+    device = installed_device() if options.device == "auto" else options.device
+    for name, value in engine_environment(options.threads, device).items():
         os.environ.setdefault(name, value)
+    return device
 
 
-def _build_loop(options: GenerateOptions, *, is_leader: bool) -> EngineLoop:
-    import torch
-
+def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) -> EngineLoop:
     from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
     from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    is_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     engine = VllmEngine(
         VllmEngineOptions(
             model=str(options.model),
@@ -117,7 +118,7 @@ def _build_loop(options: GenerateOptions, *, is_leader: bool) -> EngineLoop:
             kv_cache_bytes=options.kv_cache_bytes,
             gpu_memory_utilization=options.gpu_memory_utilization,
             seed=options.engine_seed,
-            device="cuda" if is_cuda else "cpu",
+            device=device,
         )
     )
     channel: LockstepChannel = SoloChannel()

@@ -7,6 +7,7 @@ enough that its distributions are neither flat nor one-hot. Heads are divisible 
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +124,19 @@ def hf_logprobs(
 ) -> list[float]:
     """Logprob of each token after the first ``num_prompt``, by `transformers` in float32."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
-        logits_LV = model(torch.tensor([token_ids])).logits[0] / temperature
+        logits_LV = _hf_model(path)(torch.tensor([token_ids])).logits[0] / temperature
     logprobs_LV = logits_LV.log_softmax(-1)
     return [
         float(logprobs_LV[position - 1, token_ids[position]])
         for position in range(num_prompt, len(token_ids))
     ]
+
+
+@cache
+def _hf_model(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -5,6 +5,9 @@ vLLM is imported inside the functions: processes that only spawn engines import 
 Weight updates. vLLM's CPU linears compute from a packed copy and drop the parameter it was made of,
 so loading new weights fails half-way, or (a tied head) changes nothing. Here every linear keeps its
 parameter: an update loads in place and packs again, and decoding stays as fast as without.
+Measured on 2 cores with 73 M parameters in float32: an update, and a decoding step with 1, 8 and 64
+running, take 0.17 s and 32, 35, 116 ms here; 0.06 s and 67, 104, 144 ms with linears that do not
+pack; 0.18 s and 34, 38, 121 ms with vLLM's own reload. The price is a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -12,41 +15,53 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from functools import partial
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SHM_DIR = Path("/dev/shm")
 
 
-def engine_environment(threads: int) -> dict[str, str]:
+def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
     """Variables that must be set before an engine process imports torch or vLLM.
 
     ``threads``: OMP threads of the process. Compiling costs 47 s at start and gains nothing on CPU.
     """
-    return {
+    environment = {
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
     }
+    if device == "cpu":
+        environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return environment
+
+
+def installed_device() -> Literal["cpu", "cuda"]:
+    """What the installed vLLM is built for, without importing it."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
 
 
 def keep_linear_weights() -> None:
     """Make linears that are built from now on keep their parameters beside the packed copy."""
     from vllm.model_executor.layers import utils
 
-    if isinstance(utils.dispatch_cpu_unquantized_gemm, partial):
-        return
     pack = utils.dispatch_cpu_unquantized_gemm
+    if getattr(pack, "keeps_weights", False):
+        return
 
     def pack_and_keep(layer: Any, remove_weight: bool) -> None:
         pack(layer, remove_weight=False)
 
-    utils.dispatch_cpu_unquantized_gemm = partial(pack_and_keep)
+    pack_and_keep.keeps_weights = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
 def repack_linears(model: Any) -> None:
@@ -59,7 +74,7 @@ def repack_linears(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def unique_shared_memory(rank: int) -> Any:
+def unique_shared_memory(rank: int) -> Iterator[None]:
     """Give the engine that is built inside names of its own in /dev/shm.
 
     vLLM's names are the same for every tensor-parallel engine of a host. The torch.distributed
