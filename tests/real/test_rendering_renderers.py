@@ -29,6 +29,14 @@ TRIMMING_TEMPLATE = SMOLLM2_TEMPLATE.replace("message['content']", "message['con
 COUNTING_TEMPLATE = SMOLLM2_TEMPLATE.replace(
     "message['role']", "message['role'] + (loop.revindex | string)"
 )
+PLAIN_TEMPLATE = SMOLLM2_TEMPLATE.replace("loop.first and", "false and")
+TEMPLATES = {
+    "SMOLLM2": SMOLLM2_TEMPLATE,
+    "TRIMMING": TRIMMING_TEMPLATE,
+    "COUNTING": COUNTING_TEMPLATE,
+    # forgets all turns but the last two messages
+    "LAST_TURN": PLAIN_TEMPLATE.replace("in messages %}", "in messages[-2:] %}", 1),
+}
 
 
 def build_tokenizer(tokens: list[str], template: str | None = None) -> PreTrainedTokenizerFast:
@@ -61,9 +69,21 @@ def test_a_vocabulary_with_qwen3_tokens_gets_the_typed_renderer():
     assert isinstance(make_renderer(build_tokenizer(CHATML)), ChatMLRenderer)
 
 
-def test_qwen3_tokens_with_another_models_template_are_not_taken_for_qwen3():
-    renderer = make_renderer(build_tokenizer(QWEN3, SMOLLM2_TEMPLATE))
+@pytest.mark.parametrize("template", ["SMOLLM2", "TRIMMING", "COUNTING", "LAST_TURN"])
+def test_qwen3_tokens_with_another_models_template_are_not_taken_for_qwen3(template):
+    renderer = make_renderer(build_tokenizer(QWEN3, TEMPLATES[template]))
     assert isinstance(renderer, ChatMLRenderer)
+
+
+def test_a_qwen3_that_never_thinks_gets_the_typed_renderer_without_an_empty_thought():
+    tokenizer = build_tokenizer(QWEN3, PLAIN_TEMPLATE)
+    renderer = make_renderer(tokenizer, thinking="off")
+    assert isinstance(renderer, LibraryRenderer)
+    prompt = renderer.initial_prompt(FIRST)
+    assert prompt == make_renderer(tokenizer, kind="chatml").initial_prompt(FIRST)
+    assert renderer.extend(prompt, encode(tokenizer, "ok"), MORE) == make_renderer(
+        tokenizer, kind="chatml"
+    ).extend(prompt, encode(tokenizer, "ok"), MORE)
 
 
 def test_qwen3_needs_all_of_its_special_tokens():
@@ -145,6 +165,16 @@ def test_tokens_sampled_behind_a_turns_end_are_not_silently_cut():
     renderer = make_renderer(tokenizer)
     prompt = renderer.initial_prompt(FIRST)
     assert renderer.extend(prompt, encode(tokenizer, "ok<|im_end|>more"), MORE) is None
+
+
+def test_a_turn_that_ends_inside_a_thought_stays_as_it_was_sampled():
+    tokenizer = build_tokenizer(QWEN3)
+    renderer = make_renderer(tokenizer)
+    prompt = renderer.initial_prompt(FIRST)
+    ended, empty = encode(tokenizer, "<think>hm<|im_end|>"), encode(tokenizer, "<|im_end|>")
+    following = renderer.extend(prompt, ended, MORE)
+    assert following[: len(prompt) + len(ended)] == prompt + ended
+    assert following[-20:] == renderer.extend(prompt, empty, MORE)[-20:]
 
 
 def test_thoughts_stay_or_make_the_history_render_again_as_configured():

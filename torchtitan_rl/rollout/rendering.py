@@ -75,8 +75,8 @@ def make_renderer(
     """The renderer for a `transformers` tokenizer; made once for each tokenizer.
 
     ``kind="auto"`` takes the typed renderer of a model that `renderers` knows by name, else
-    Qwen3's where the vocabulary has its special tokens and the chat template agrees, else ChatML,
-    else the bare template, which renders every turn again.
+    Qwen3's where the vocabulary has its special tokens and the tokenizer's chat template agrees,
+    else ChatML, else the bare template, which renders every turn again.
 
     ``thinking`` is for Qwen3: "off" prefills an empty thought; "keep" leaves earlier thoughts in
     the history, so that a rollout stays one episode; "strip" drops them at each new user message
@@ -86,7 +86,7 @@ def make_renderer(
         ConfigError: the vocabulary or the template does not fit ``kind``.
     """
     if kind == "auto":
-        kind = _detect(tokenizer, thinking)
+        kind, thinking = _detect(tokenizer, thinking)
     if kind == "qwen3":
         _require_tokens(tokenizer, _QWEN3_TOKENS, "qwen3")
         return _qwen3(tokenizer, thinking)
@@ -132,14 +132,19 @@ class LibraryRenderer:
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
-        rendered = self._renderer.bridge_to_next_turn(
-            list(prompt), list(completion), [dict(message) for message in new_messages]
-        )
-        if rendered is None:
-            return None
+        sampled = prompt + completion
+        extended = self._bridge(prompt, completion, new_messages)
+        if extended is None and completion and completion[-1] in self.stop_token_ids:
+            # The library declines a turn that ended inside a thought. What comes behind a turn
+            # does not depend on it, so take that from a turn without content.
+            empty = prompt + completion[-1:]
+            extended = self._bridge(prompt, completion[-1:], new_messages)
+            if extended is not None and extended[: len(empty)] == empty:
+                return sampled + extended[len(empty) :]
         # The library cuts tokens that were sampled behind a turn's end: that is no extension.
-        ids = tuple(rendered.token_ids)
-        return ids if ids[: len(prompt) + len(completion)] == prompt + completion else None
+        if extended is not None and extended[: len(sampled)] == sampled:
+            return extended
+        return None
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         parsed = self._renderer.parse_response(list(completion), prompt_ids=list(prompt))
@@ -160,6 +165,14 @@ class LibraryRenderer:
 
     def decode(self, token_ids: TokenIds) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _bridge(
+        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
+    ) -> TokenIds | None:
+        rendered = self._renderer.bridge_to_next_turn(
+            list(prompt), list(completion), [dict(message) for message in new_messages]
+        )
+        return None if rendered is None else tuple(rendered.token_ids)
 
 
 class ChatMLRenderer:
@@ -245,18 +258,19 @@ def _chatml(message: Message) -> str:
     return f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
 
 
-def _detect(tokenizer: Any, thinking: Thinking) -> RendererKind:
+def _detect(tokenizer: Any, thinking: Thinking) -> tuple[RendererKind, Thinking]:
     from renderers.base import MODEL_RENDERER_MAP
 
     if MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""), "qwen3") != "qwen3":
-        return "library"
-    if all(_has_token(tokenizer, token) for token in _QWEN3_TOKENS) and _template_agrees(
-        tokenizer, _qwen3(tokenizer, thinking), thinking
-    ):
-        return "qwen3"
+        return "library", thinking
+    if all(_has_token(tokenizer, token) for token in _QWEN3_TOKENS):
+        # Qwen3's models that never think prefill no empty thought: for them "off" is "keep".
+        for candidate in dict.fromkeys((thinking, "keep" if thinking == "off" else thinking)):
+            if _template_agrees(tokenizer, candidate, enable_thinking=thinking != "off"):
+                return "qwen3", candidate
     if all(_has_token(tokenizer, token) for token in ("<|im_start|>", "<|im_end|>")):
-        return "chatml"
-    return "template"
+        return "chatml", thinking
+    return "template", thinking
 
 
 def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
@@ -270,16 +284,23 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
     return LibraryRenderer(tokenizer, Qwen3Renderer(tokenizer, config))
 
 
-def _template_agrees(tokenizer: Any, renderer: ChatRenderer, thinking: Thinking) -> bool:
-    """Whether the first prompt is the template's own; True where the tokenizer has none.
+def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:
+    """Whether the tokenizer's template renders as Qwen3 does; True where it has none.
 
     Other models share Qwen3's vocabulary but not its template.
     """
     if not getattr(tokenizer, "chat_template", None):
         return True
-    probe = [{"role": "system", "content": "s"}, {"role": "user", "content": " one \n"}]
-    rendered = _apply_template(tokenizer, probe, enable_thinking=thinking != "off")
-    return rendered == renderer.initial_prompt(probe)
+    renderer = _qwen3(tokenizer, thinking)
+    user = {"role": "user", "content": " one \n"}
+    probes = [[{"role": "system", "content": "s"}, user], [user]]
+    if thinking != "off":  # there the library deviates from Qwen3's template on purpose
+        probes.append([user, {"role": "assistant", "content": "two"}, user])
+    return all(
+        renderer.initial_prompt(probe)
+        == _apply_template(tokenizer, probe, enable_thinking=enable_thinking)
+        for probe in probes
+    )
 
 
 def _apply_template(
