@@ -200,3 +200,31 @@ def test_tensor_parallel_updates_equal_a_fresh_engine(
 
 def test_tensor_parallel_engines_leave_no_names_in_shared_memory(tp: dict[str, Any]) -> None:
     assert not [name for name in tp["shm"] if "cpushm" in name]
+
+
+@pytest.mark.soak
+def test_trap_1_every_token_under_many_pulls_was_sampled_under_the_version_it_names(
+    root: Path,
+) -> None:
+    seen = run("soak", root, [sys.executable, "-m"])
+    paths = [root / "tied-old", root / "tied-new"]
+    num_boundaries = 0
+    for request, done in seen["done"]:
+        if not done.token_ids:
+            assert done.finish_reason is FinishReason.ABORT
+            continue
+        prompt, temperature = request.prompt_token_ids, request.sampling.temperature or 1.0
+        both = [
+            hf_logprobs(
+                path, prompt + done.token_ids, num_prompt=len(prompt), temperature=temperature
+            )
+            for path in paths
+        ]
+        expected = [both[version % 2][index] for index, version in enumerate(done.versions)]
+        assert done.logprobs == pytest.approx(expected, abs=2 * TOLERANCE)
+        num_boundaries += len(done.version_runs) - 1
+    assert num_boundaries > 100
+    assert len(seen["reports"]) > 20
+    assert seen["stats"].preemptions > sum(
+        report.running_requests > 0 for report in seen["reports"]
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,13 +36,13 @@ WAIT_S = 120.0
 
 
 class Checkpoints:
-    """Staged weights: version v is the checkpoint at ``paths[v]``."""
+    """Staged weights: version v is the checkpoint at ``paths[v % len(paths)]``."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        return hf_tensors(self._paths[version])
+        return hf_tensors(self._paths[version % len(self._paths)])
 
 
 class Partial:
@@ -84,11 +85,13 @@ def checkpoints(root: Path) -> dict[str, Path]:
     return paths
 
 
-def build(path: Path, weights: object, *, tensor_parallel: int = 1) -> TriggeredEngine:
+def build(
+    path: Path, weights: object, *, tensor_parallel: int = 1, kv_cache_bytes: int = 32 << 20
+) -> TriggeredEngine:
     options = VllmEngineOptions(
         model=str(path),
         tensor_parallel=tensor_parallel,
-        kv_cache_bytes=32 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         max_running_requests=16,
         seed=3,
     )
@@ -246,6 +249,38 @@ def broken_pull(path: Path) -> Any:
     return None
 
 
+def soak(root: Path) -> dict[str, Any]:
+    """400 requests through a small engine with a pull every 23 steps, aborts, and preemptions."""
+    paths = checkpoints(root)
+    weights = Checkpoints([paths["tied-old"], paths["tied-new"]])
+    engine = build(paths["tied-old"], weights, kv_cache_bytes=2 << 20)
+    rng = random.Random(0)
+    loop = make_loop(engine, max_steps_per_decision=4)
+    requests = [
+        request(
+            f"r{number}",
+            rng.randint(1, 100),
+            tuple(rng.randrange(256) for _ in range(rng.randint(1, 300))),
+            seed=number if number % 2 else None,
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+        )
+        for number in range(400)
+    ]
+    pulls: list[Any] = []
+    for step in range(23, 4000, 23):
+        version = step // 23
+        engine.triggers[step] = lambda version=version: pulls.append(loop.pull(version))
+    for step in range(31, 4000, 31):
+        names = tuple(f"r{rng.randrange(400)}" for _ in range(3))
+        engine.triggers.setdefault(step, lambda names=names: loop.abort(names))
+    futures = [loop.submit(item) for item in requests]
+    loop.start()
+    done = [(item, future.result(600.0)) for item, future in zip(requests, futures, strict=True)]
+    seen = {"done": done, "reports": [pull.result(WAIT_S) for pull in pulls if pull.done()]}
+    loop.close()
+    return {**seen, "stats": engine.stats()}
+
+
 def solo(root: Path) -> dict[str, Any]:
     paths = checkpoints(root)
     tied = build(paths["tied-old"], Checkpoints([paths["tied-old"], paths["tied-new"]]))
@@ -296,6 +331,6 @@ def tp(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"solo": solo, "tp": tp}[mode](root)
+    observed = {"solo": solo, "tp": tp, "soak": soak}[mode](root)
     if int(os.environ.get("RANK", "0")) == 0:
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
