@@ -73,15 +73,17 @@ def run_steps(
         torch.save(weights, folder / "weights.pt")
         np.save(folder / "logprobs.npy", logprobs)
         (folder / "metrics.json").write_text(json.dumps([*metrics, resumed]))
-    else:
+    elif os.environ["RANK"] == "1":
         assert weights == {}
         np.save(folder / "logprobs-of-rank-1.npy", logprobs)
 
 
-def one_rank(rank: int, checkpoint: Path, root: Path, ports: list[int]) -> None:
+def one_rank(
+    rank: int, layouts: dict[str, dict[str, Any]], checkpoint: Path, root: Path, ports: list[int]
+) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S - 10.0, exit=True)
-    for index, (name, fields) in enumerate(LAYOUTS.items()):
+    for index, (name, fields) in enumerate(layouts.items()):
         own = ports[2 * index : 2 * index + 2]
         run_steps(checkpoint, root / "one" / "resume", root / name, own, **fields)
     faulthandler.cancel_dump_traceback_later()
@@ -92,12 +94,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, then the same steps in every layout; a folder of results each."""
     root = tmp_path_factory.mktemp("layouts")
     checkpoint = tiny_qwen3(root / "policy")
-    for name in ("one", *LAYOUTS):
-        (root / name).mkdir()
+    (root / "one").mkdir()
     run_steps(checkpoint, root / "one" / "resume", root / "one", [0, 0])
-    ports = free_ports(2 * len(LAYOUTS))
-    run_ranks(one_rank, 2, checkpoint, root, ports, timeout_s=TIMEOUT_S)
+    run_layouts(LAYOUTS, 2, root)
     return root
+
+
+def run_layouts(layouts: dict[str, dict[str, Any]], num_ranks: int, root: Path) -> None:
+    for name in layouts:
+        (root / name).mkdir()
+    ports = free_ports(2 * len(layouts))
+    run_ranks(one_rank, num_ranks, layouts, root / "policy", root, ports, timeout_s=TIMEOUT_S)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
@@ -141,6 +148,19 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(layout: str, results: Pat
         assert policy_trainer.version == 2
         found = policy_trainer.logprobs(batches()[1])
     np.testing.assert_allclose(found, np.load(results / layout / "logprobs.npy"), atol=1e-4)
+
+
+@pytest.mark.soak
+def test_layouts_of_four_ranks_equal_one_process(results: Path) -> None:
+    layouts = {
+        "fsdp-tp": {"data_parallel_shard": 2, "tensor_parallel": 2},
+        "hsdp-2x2": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    }
+    run_layouts(layouts, 4, results)
+    for layout in layouts:
+        test_loss_gradient_norm_and_metrics_equal_those_of_one_process(layout, results)
+        test_updated_weights_and_logprobs_equal_those_of_one_process(layout, results)
+        test_a_checkpoint_of_one_layout_resumes_in_another(layout, results)
 
 
 def test_a_wrong_number_of_ranks_is_refused(results: Path) -> None:

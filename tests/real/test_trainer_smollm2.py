@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, trainer
+from torchtitan_rl.config import OptimizerConfig
 from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
@@ -42,7 +43,7 @@ def test_smollm2_unpacks_trains_and_agrees_with_transformers() -> None:
     batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=1.0).batch
     assert batch is not None
     assert len(batch.token_ids) == 1
-    with trainer(path) as policy_trainer:
+    with trainer(path, optimizer=OptimizerConfig(learning_rate=1e-5)) as policy_trainer:
         found = policy_trainer.logprobs(batch)
         state = policy_trainer.hf_state_dict()
         first = policy_trainer.supervised_step(batch).metrics

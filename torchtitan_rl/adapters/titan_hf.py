@@ -20,7 +20,11 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan_rl.adapters.titan_model import PolicyModel
 from torchtitan_rl.errors import ConfigError
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
+# What of a checkpoint's directory is not copied to an export: weights of any format, histories.
+_NOT_COPIED = (
+    *("*.safetensors", "*.bin", "*.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack"),
+    *("*.onnx", "original", ".*"),
+)
 
 
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
@@ -61,7 +65,7 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
 
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_WEIGHTS))
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
