@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from torchtitan_rl.rollout.calls import call
+from torchtitan_rl.rollout.calls import call, compute
 from torchtitan_rl.rollout.seeds import request_seed
 
 
@@ -76,3 +76,12 @@ def test_a_thread_that_hangs_does_not_outlive_the_loops_interest():
         asyncio.run(scenario())
     release.set()  # its result comes after the loop has closed, and is dropped
     assert ended.wait(60)
+
+
+def test_computing_runs_beside_the_loop_in_few_threads():
+    async def scenario():
+        return await asyncio.gather(*(compute(threading.get_ident) for _ in range(50)))
+
+    threads = set(asyncio.run(scenario()))
+    assert threading.get_ident() not in threads
+    assert len(threads) <= 2

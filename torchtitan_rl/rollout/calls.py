@@ -13,8 +13,11 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+_computing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compute")
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -61,6 +64,14 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
     return await outcome
+
+
+async def compute(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a plain function that computes for a moment and never waits, in one of few threads.
+
+    Many threads that compute would keep the event loop from the interpreter's lock.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_computing, function, *args)
 
 
 def is_cancelled() -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.rollout.calls import call, in_thread
+from torchtitan_rl.rollout.calls import call, compute
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.rendering import ChatRenderer, Message, TokenIds
 from torchtitan_rl.types import Completion, RolloutStatus
@@ -72,11 +72,11 @@ class MessageTokenEnv:
     async def reset(self) -> Observation:
         observation: MessageObservation = await call(self._env.reset)
         self._restart(observation, observation.replace_messages or observation.messages)
-        first: Observation = await in_thread(self._render, observation, None)
+        first: Observation = await compute(self._render, observation, None)
         return first
 
     async def step(self, completion: Completion) -> Observation | Terminal:
-        message, text = await in_thread(self._parse, completion)
+        message, text = await compute(self._parse, completion)
         self._messages.append(message)
         answer: MessageObservation | Terminal = await call(self._env.step, dict(message))
         if isinstance(answer, Terminal):
@@ -87,7 +87,7 @@ class MessageTokenEnv:
         else:
             self._messages.extend(answer.messages)
             completion_ids = completion.token_ids
-        observation: Observation = await in_thread(self._render, answer, completion_ids)
+        observation: Observation = await compute(self._render, answer, completion_ids)
         return replace(observation, turn_text=text)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
