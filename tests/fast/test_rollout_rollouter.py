@@ -464,6 +464,17 @@ def test_failed_rollouts_are_not_scored():
     assert rollout.status is RolloutStatus.ENV_ERROR
 
 
+def test_a_prompt_may_be_given_as_a_list():
+    class Lists(CountingEnv):
+        async def reset(self):
+            return Observation(prompt_token_ids=[1, 2])
+
+    generate = ScriptedGenerate(SCRIPT)
+    rollout = only(Factory(Lists), generate=generate)
+    assert rollout.turns[0].prompt_token_ids == (1, 2)
+    assert generate.requests[0].prompt_token_ids == (1, 2)
+
+
 def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():
     class GivesUp(CountingEnv):
         async def step(self, completion):

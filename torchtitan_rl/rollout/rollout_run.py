@@ -153,6 +153,8 @@ class RolloutRun:
         while True:
             if not isinstance(observation, Observation) or not observation.prompt_token_ids:
                 _wrong_answer("an Observation with at least one token", observation)
+            prompt = tuple(observation.prompt_token_ids)  # whatever sequence the author gave
+            observation = replace(observation, prompt_token_ids=prompt)
             limit = self._reached_limit(observation)
             completion = None if limit else await self._generate(observation)
             if completion is None:
@@ -161,7 +163,7 @@ class RolloutRun:
                 if not isinstance(terminal, Terminal):
                     _wrong_answer("a Terminal", terminal)
                 return self._rollout(replace(terminal, status=status))
-            turn = Turn(prompt_token_ids=observation.prompt_token_ids, completion=completion)
+            turn = Turn(prompt_token_ids=prompt, completion=completion)
             self._turns.append(turn)
             if completion.finish_reason is FinishReason.ABORT:
                 cause = f"{completion.request_id}: aborted by somebody else"

@@ -45,7 +45,11 @@ class Task:
         raise NotImplementedError
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        """A fresh environment for one rollout. ``tokenizer`` is a `transformers` tokenizer."""
+        """A fresh environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
+
+        Called on the controller's event loop: slow set-up belongs into the environment's `reset`.
+        ``limits`` are enforced by the rollouter; they are here for tasks that want to know them.
+        """
         raise NotImplementedError
 
     def rubric(self) -> Rubric | None:
