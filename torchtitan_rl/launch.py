@@ -11,20 +11,18 @@ import sys
 
 from torchtitan_rl.cli import main as cli
 
-# The launcher's place in torchrun's group means nothing to the processes it starts.
+# The launcher's place in torchrun's group means nothing to the processes it starts; with
+# TORCHELASTIC_USE_AGENT_STORE they would wait for ever for a store that is not theirs.
 _TORCHRUN_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def main() -> int:
@@ -35,8 +33,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    for name in _TORCHRUN_VARIABLES:
-        os.environ.pop(name, None)
+    for name in list(os.environ):
+        if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
+            del os.environ[name]
     return cli(["train", *sys.argv[1:]])
 
 

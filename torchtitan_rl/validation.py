@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.generation.decision import kv_policy_mistakes
+from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.plan import num_devices_needed
 
 _ENGINE_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
@@ -144,15 +146,15 @@ def _sampling(config: RunConfig) -> list[str]:
                 f"rollout.sampling.{name} is {value}: give {neutral}; the loss would not know "
                 "which tokens were cut off"
             )
-    if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
+    bounds = f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+    if not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         mistakes.append(
-            f"rollout.sampling.temperature is {sampling.temperature}: give more than 0; greedy "
-            "siblings are identical and train nothing"
+            f"rollout.sampling.temperature is {sampling.temperature}: give {bounds}; greedy "
+            "siblings would be identical and train nothing"
         )
-    if not (math.isfinite(config.validation.temperature) and config.validation.temperature >= 0):
-        mistakes.append(
-            f"validation.temperature is {config.validation.temperature}: give 0 (greedy) or more"
-        )
+    temperature = config.validation.temperature
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        mistakes.append(f"validation.temperature is {temperature}: give 0 (greedy) or {bounds}")
     return mistakes
 
 
@@ -211,18 +213,12 @@ def _parallelism(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) 
 
 
 def _weight_sync(config: RunConfig) -> list[str]:
-    sync, mistakes = config.weight_sync, []
-    if sync.recompute_running_on_pull and not sync.reset_prefix_cache_on_pull:
-        mistakes.append(
-            "weight_sync.recompute_running_on_pull is True: it needs "
-            "weight_sync.reset_prefix_cache_on_pull True, or set it False"
-        )
-    if sync.mode == "drain" and not sync.reset_prefix_cache_on_pull:
-        mistakes.append(
-            "weight_sync.mode is drain: it needs weight_sync.reset_prefix_cache_on_pull True, for "
-            "a drained replica that serves old prefixes has drained for nothing"
-        )
-    return mistakes
+    sync = config.weight_sync
+    return kv_policy_mistakes(
+        resets=sync.reset_prefix_cache_on_pull,
+        recomputes=sync.recompute_running_on_pull,
+        drains=sync.mode == "drain",
+    )
 
 
 def _memory(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:

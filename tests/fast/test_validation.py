@@ -68,7 +68,7 @@ def test_the_defaults_have_no_mistake(config):
         ({"validation": ValidationConfig(temperature=-1.0)}, "validation.temperature is -1.0"),
         (
             {"weight_sync": WeightSyncConfig(reset_prefix_cache_on_pull=False)},
-            "weight_sync.recompute_running_on_pull is True",
+            "weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.recompute",
         ),
         (
             {
@@ -78,7 +78,7 @@ def test_the_defaults_have_no_mistake(config):
                     recompute_running_on_pull=False,
                 )
             },
-            "weight_sync.mode is drain",
+            'weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.mode = "drain"',
         ),
     ],
 )

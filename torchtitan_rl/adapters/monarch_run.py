@@ -40,9 +40,8 @@ async def run_processes(
     try:
         for index, group in enumerate(plan.replicas):
             spec = _generator_spec(prepared, index, trace_dir)
-            replicas.append(
-                await MonarchReplica.spawn(group, spec, engine_environment(group.threads))
-            )
+            environment = engine_environment(group.threads, plan.device)
+            replicas.append(await MonarchReplica.spawn(group, spec, environment))
         await _all(trainer.start(), *(replica.start() for replica in replicas))
         yield RunProcesses(trainer=trainer, replicas=tuple(replicas))
     finally:

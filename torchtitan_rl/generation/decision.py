@@ -34,18 +34,20 @@ class KvPolicy:
     recompute_running: bool = True
 
     def __post_init__(self) -> None:
-        if mistakes := kv_policy_mistakes(self):
+        if mistakes := kv_policy_mistakes(
+            resets=self.reset_prefix_cache, recomputes=self.recompute_running
+        ):
             raise ConfigError(mistakes)
 
 
 def kv_policy_mistakes(
-    policy: KvPolicy, *, drains: bool = False, is_batch_invariant: bool = False
+    *, resets: bool, recomputes: bool, drains: bool = False, is_batch_invariant: bool = False
 ) -> list[str]:
     """Combinations that cannot be right, one message each; ``drains``: weight_sync.mode."""
-    if policy.reset_prefix_cache:
+    if resets:
         return []
     needs_reset = {
-        "weight_sync.recompute_running_on_pull = True": policy.recompute_running,
+        "weight_sync.recompute_running_on_pull = True": recomputes,
         'weight_sync.mode = "drain"': drains,
         "a batch-invariant run": is_batch_invariant,
     }
