@@ -13,13 +13,21 @@ from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.trainer_helpers import hf_packed_logprobs, random_batch, trainer
 from torchtitan_rl.errors import ConfigError, DivergedError
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
 
 
-def tiny_llama(path: Path) -> Path:
+def tiny_llama(path: Path, **rope: object) -> Path:
     """Llama with an odd number of heads, as SmolLM2-135M has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,18 +42,22 @@ def tiny_llama(path: Path) -> Path:
         tie_word_embeddings=True,
         initializer_range=0.15,
         rms_norm_eps=1e-5,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"} | rope,
     )
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "llama"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama", "llama3"])
 def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     kind: str, tmp_path: Path
 ) -> None:
     """Trap 25, too: at the temperature that was sampled at."""
     path = tmp_path / kind
-    _ = tiny_llama(path) if kind == "llama" else tiny_qwen3(path, tied=kind == "tied")
+    if kind.startswith("llama"):
+        tiny_llama(path, **(LLAMA3 if kind == "llama3" else {}))
+    else:
+        tiny_qwen3(path, tied=kind == "tied")
     batch = random_batch(temperature=0.7)
     with trainer(path) as policy_trainer:
         found = policy_trainer.logprobs(batch)

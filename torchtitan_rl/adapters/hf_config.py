@@ -13,6 +13,16 @@ _SUPPORTED = {"qwen3": True, "llama": False}  # model_type -> has norms on queri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches its rotary frequencies; names are torchtitan's."""
+
+    scaling_factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyArchitecture:
     """The sizes of a dense decoder. ``dtype`` is what its checkpoint is stored in."""
 
@@ -25,6 +35,7 @@ class PolicyArchitecture:
     vocab_size: int
     norm_eps: float
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
     has_qk_norm: bool
     has_tied_embeddings: bool
     dtype: str
@@ -42,7 +53,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     config: dict[str, Any] = json.loads(path.read_text())
     if mistakes := [f"policy.checkpoint: {path}: {why}" for why in _unsupported(config)]:
         raise ConfigError(mistakes)
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config)
     return PolicyArchitecture(
         dim=config["hidden_size"],
         hidden_dim=config["intermediate_size"],
@@ -53,6 +64,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         vocab_size=config["vocab_size"],
         norm_eps=config["rms_norm_eps"],
         rope_theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        rope_scaling=_llama3_scaling(rope),
         has_qk_norm=_SUPPORTED[config["model_type"]],
         has_tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
@@ -71,8 +83,27 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
             reasons.append(f"{field} is not supported; use a model without it")
     if config.get("hidden_act", "silu") != "silu":
         reasons.append(f"hidden_act {config['hidden_act']!r} is not supported; use silu")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        reasons.append(f"rope_type {kind!r} is not supported; use a model with plain RoPE")
+    kind = _rope_type(_rope(config))
+    if kind not in ("default", "llama3"):
+        reasons.append(f"rope_type {kind!r} is not supported; use default or llama3")
     return reasons
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of transformers 5, or ``rope_scaling`` of 4."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _llama3_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
+    if _rope_type(rope) != "llama3":
+        return None
+    return Llama3Scaling(
+        scaling_factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+    )
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")

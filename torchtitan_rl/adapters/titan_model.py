@@ -8,7 +8,7 @@ Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
 # isort: split
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -31,6 +31,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from torchtitan_rl.adapters.hf_config import PolicyArchitecture
 from torchtitan_rl.adapters.titan_attention import DocumentAttention, document_mask
+from torchtitan_rl.adapters.titan_rope import ScaledRoPE
 from torchtitan_rl.adapters.titan_setup import Layout
 from torchtitan_rl.config import TrainerConfig
 
@@ -121,10 +122,7 @@ def _model_config(
                 wqkv_param_init=_NO_INIT,
                 wo_param_init=_NO_INIT,
                 inner_attention=_inner_attention(layout.device, dtype),
-                # Positions restart in each document, so no row needs more than its length.
-                rope=CosSinRoPE.Config(
-                    dim=a.head_dim, max_seq_len=config.row_len, theta=a.rope_theta
-                ),
+                rope=_rope(a, config.row_len),
                 qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
             ),
             feed_forward=make_ffn_config(
@@ -151,6 +149,17 @@ def _model_config(
         model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=False
     )
     return model_config
+
+
+def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
+    scaling = architecture.rope_scaling
+    scaled: dict[str, Any] = {}
+    if scaling is not None:
+        scaled = {"scaling": "llama", **asdict(scaling)}
+    # Positions restart in each document, so none is beyond a row's length.
+    return ScaledRoPE.Config(
+        dim=architecture.head_dim, max_seq_len=row_len, theta=architecture.rope_theta, **scaled
+    )
 
 
 def _inner_attention(device: torch.device, dtype: str) -> Any:
