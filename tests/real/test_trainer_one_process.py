@@ -153,13 +153,16 @@ def test_a_resumed_trainer_equals_the_uninterrupted_one_bit_for_bit(
     with trainer(checkpoint) as policy_trainer:
         for batch in batches[:2]:
             policy_trainer.train_step(batch)
+        torch.rand(7)  # away from the seeded state
         policy_trainer.save_checkpoint(path, {"position": [1, 2]})
+        drawn = torch.rand(3)
         expected = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
         weights = policy_trainer.hf_state_dict()
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.train_step(batches[3])  # whatever was before is gone
         assert policy_trainer.load_checkpoint(path) == {"position": [1, 2]}
         assert policy_trainer.version == 2
+        assert torch.equal(torch.rand(3), drawn)
         found = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
         state = policy_trainer.hf_state_dict()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
