@@ -39,11 +39,10 @@ def main() -> None:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     for number in (*STOPPING, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)  # each only wakes the select below
-    command, outcome = start(sys.argv[2:])
+    command, outcome = start(sys.argv[2:], link)
     if command:
         os.close(0)  # the command alone holds its input and output
         os.close(1)
-        tell(link, f"pid {command}\n")
         outcome = watch(command, link, wake, parent)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         stuck = kill_everything_below(command)
@@ -59,13 +58,14 @@ def tell(link: int, line: str) -> None:
         return
 
 
-def start(argv: list[str]) -> tuple[int, str]:
+def start(argv: list[str], link: int) -> tuple[int, str]:
     """Fork and exec; the command's pid, or 0 and why it could not be started."""
     failure, report = os.pipe()  # closed by a successful exec
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
+            tell(link, f"pid {os.getpid()}\n")  # before the program can do anything to us
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)

@@ -123,7 +123,8 @@ async def _run(
     ended, _ = await asyncio.wait([transfers], timeout=_OUTPUT_GRACE_S)
     if not ended:
         transfers.cancel()
-        await asyncio.wait([transfers])
+        with contextlib.suppress(asyncio.CancelledError):
+            await transfers
         raise CommandError(f"{argv[0]}: something it started cannot be killed; {kind} {value}")
     await shim.wait()  # reaped
     _, (stdout, more_stdout), (stderr, more_stderr) = transfers.result()
