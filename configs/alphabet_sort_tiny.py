@@ -21,14 +21,14 @@ config = RunConfig(
     name="alphabet_sort_tiny",
     policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
     task=AlphabetSortTask(
-        min_turns=2, max_turns=3, min_names=2, max_names=3, renderer="qwen3", thinking="keep"
+        min_turns=2, max_turns=3, min_names=2, max_names=2, renderer="qwen3", thinking="keep"
     ),
-    num_steps=40,
+    num_steps=100,
     rollout=RolloutConfig(
         groups_per_step=16,
         group_size=8,
         max_turns=3,
-        max_total_tokens=256,  # a right rollout has at most 140
+        max_total_tokens=256,  # a right rollout has at most 110
         sampling=SamplingConfig(temperature=1.0, max_tokens_per_turn=36),
     ),
     generator=GeneratorConfig(replicas=2, max_model_len=256, max_running_requests=64),
@@ -38,5 +38,5 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=1e-3),
     ),
-    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+    validation=ValidationConfig(every=20, num_problems=128, temperature=1.0),
 )
