@@ -134,7 +134,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: int = 0  # 0: only at the end and on a signal
+    every: int = 10  # steps; 0: only at the end and on a signal
     keep: int = 2
     resume: bool = False  # go on from the newest checkpoint in the output directory
     export_hf: bool = True  # write the final policy as Hugging Face safetensors

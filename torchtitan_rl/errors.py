@@ -39,6 +39,10 @@ class WeightSyncError(TorchtitanRLError):
     """Weights could not be published, fetched or swapped; carries version and replica."""
 
 
+class TrainerLostError(TorchtitanRLError):
+    """A trainer process has died; the newest checkpoint is what is left of the run."""
+
+
 class DivergedError(TorchtitanRLError):
     """Loss or gradient is NaN or Inf; the weights were not updated."""
 

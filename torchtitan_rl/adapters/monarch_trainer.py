@@ -25,7 +25,7 @@ from torchtitan_rl.adapters.monarch_runtime import (
     stop_processes,
 )
 from torchtitan_rl.config import TrainerConfig
-from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.errors import DeadlineError, TrainerLostError
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
@@ -145,7 +145,10 @@ class MonarchTrainer:
             await stop_processes(self._mesh)
 
     async def _call(self, answers: Any, what: str) -> Any:
-        return await call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+        try:
+            return await call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+        except ProcessLostError as error:
+            raise TrainerLostError(str(error)) from error
 
     async def _call_for_first(self, answers: Any, what: str) -> Any:
         """Rank 0's answer; the others' are the same, or None."""

@@ -100,6 +100,7 @@ class SyncController:
         self._saved_step: int | None = None
         self._validated_step: int | None = None
         self._empty_steps = 0
+        self._lost_replicas: set[str] = set()
 
     @property
     def step(self) -> int:
@@ -115,7 +116,7 @@ class SyncController:
 
         Raises:
             StopRequested: `request_stop` was called; a checkpoint of the last step is written.
-            DivergedError: the trainer diverged; the newest checkpoint is from before.
+            DivergedError, TrainerLostError: the newest checkpoint is from before.
             GenerationError, WeightSyncError: no replica is left; a checkpoint is written.
         """
         await self._restore(resume=resume)
@@ -221,8 +222,9 @@ class SyncController:
         handle = await self._trainer.publish()
         publish_s = time.monotonic() - started
         report = await self._router.sync_weights(handle, mode=self._settings.sync_mode)
-        for name in report.lost:
-            self._recorder.say(f"replica {name} is lost; the others go on")
+        for name in set(report.lost) - self._lost_replicas:
+            self._recorder.say(f"{name} is lost; the others go on")
+        self._lost_replicas.update(report.lost)
         return report, publish_s
 
     def _validation_is_due(self) -> bool:

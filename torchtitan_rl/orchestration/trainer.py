@@ -17,6 +17,7 @@ class Trainer(Protocol):
 
         Raises:
             DivergedError: loss or gradient is not finite; the weights are as before.
+            TrainerLostError: a process of the trainer died (also from every other call).
         """
         ...
 
