@@ -2,9 +2,10 @@
 
     python -m experiments.alphabet_sort.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one that ships, which was made with
-``--threads 1``. It trains with the
-project's own trainer, first on right answers, then on answers with mistakes. Problems are of the training split, beyond those that reinforcement learning uses.
+writes a Hugging Face directory (bfloat16), by default over the one that ships. It trains with the
+project's own trainer, first on right answers, then on answers with mistakes. Problems are of the
+training split, beyond those that reinforcement learning uses. The one that ships was made with
+``--threads 1``.
 Everything is seeded; on another machine or number of threads rounding may differ.
 """
 
