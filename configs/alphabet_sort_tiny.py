@@ -23,7 +23,7 @@ config = RunConfig(
     task=AlphabetSortTask(
         min_turns=2, max_turns=3, min_names=2, max_names=2, renderer="qwen3", thinking="keep"
     ),
-    num_steps=120,
+    num_steps=160,
     rollout=RolloutConfig(
         groups_per_step=16,
         group_size=8,

@@ -65,6 +65,30 @@ class GeneratorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How far generation may run ahead of training.
+
+    ``staleness`` S is a hard cap on the policy versions between the sampling of a token and its
+    training; 0 is synchronous. ``window`` is the share of ``rollout.groups_per_step`` that may
+    overtake a slow group. Everything else follows from the two: see `orchestration/capacity.py`.
+
+    ``parked``: what groups do that are still running when a batch is full: go on, or stop with
+    their tokens kept until the new weights are there. ``zero_variance``: whether groups whose
+    rewards are all equal are trained on, skipped (another problem takes their place) or rolled
+    out again with other seeds, ``max_resamples`` times at most.
+    """
+
+    staleness: int = 0
+    window: float = 0.0
+    parked: Literal["running", "aborted"] = "running"
+    zero_variance: Literal["train", "skip", "resample"] = "train"
+    max_resamples: int = 1
+    max_empty_batches: int = 5  # in a row; then the run ends with a message
+    report_wait_s: float = 60.0  # nothing moved for so long: say who waits for whom
+    max_wait_s: float = 3600.0  # nothing moved for so long: end the run
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
     """How new weights reach the replicas.
 
@@ -77,7 +101,9 @@ class WeightSyncConfig:
     transport: Literal["auto", "shared_memory", "rdma"] = "auto"
     reset_prefix_cache_on_pull: bool = True
     recompute_running_on_pull: bool = True
-    timeout_s: float = 300.0
+    order: Literal["together", "one_by_one"] = "together"  # in which replicas pull
+    lag_timeout_s: float = 30.0  # nobody waits longer for a slow replica; it follows when it can
+    timeout_s: float = 300.0  # a replica that is slower is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +150,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """The same problems each time, before the first step, every ``every`` steps, and at the end."""
+    """The same problems each time, before the first step, every ``every`` steps, and at the end.
+
+    ``placement``: `shared` takes a replica out of the weight pulls while it validates, `reserved`
+    keeps the last replica for validation alone.
+    """
 
     every: int = 10  # 0: only before and after
     num_problems: int = 64
     samples_per_problem: int = 1
     temperature: float = 1.0
+    placement: Literal["shared", "reserved"] = "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +190,7 @@ class RunConfig:
     seed: int = 0
     num_steps: int = 50
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

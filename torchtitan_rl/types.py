@@ -76,12 +76,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica."""
+    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica.
+
+    ``min_version``: only replicas that hold this policy version or a newer one may serve it.
+    ``resume_from`` holds what was sampled for this very request before (its prompt and budget are
+    unchanged): those tokens are kept, and the completion goes on behind them.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     session_id: str | None = None
+    min_version: int = 0
+    resume_from: Completion | None = None
 
 
 class VersionRun(NamedTuple):
