@@ -23,7 +23,7 @@ config = RunConfig(
     task=AlphabetSortTask(
         min_turns=2, max_turns=3, min_names=2, max_names=2, renderer="qwen3", thinking="keep"
     ),
-    num_steps=160,
+    num_steps=140,
     rollout=RolloutConfig(
         groups_per_step=16,
         group_size=8,
@@ -36,7 +36,7 @@ config = RunConfig(
         row_len=256,
         rows_per_microbatch=32,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=1e-3),
+        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=60, min_lr_factor=0.1),
     ),
     validation=ValidationConfig(every=20, num_problems=128, temperature=1.0),
 )
