@@ -1,0 +1,86 @@
+"""How many groups may be under way at once, so that no token gets too old. Pure.
+
+With P groups a step, staleness cap S and look-ahead window W, the buffer holds B groups:
+
+    B = (S + 1) P - W + 1        for S >= 1
+
+**Why that bounds the age.** A group is admitted when the newest trained version is a, and its
+tokens are sampled by replicas that hold a or a newer version. Slots are freed when a batch has been
+trained, so at its admission at most B - 1 other groups are not yet trained. All of them may be
+trained before it, and at most W - 1 groups that were admitted later may overtake it. Batches have
+P groups, so at most (B - 1 + W - 1) // P whole batches are trained between its admission and its
+own, and it is trained at a version of at most a + (B + W - 2) // P = a + ((S + 1) P - 1) // P
+= a + S. Discarding a group only brings others forward.
+
+At S = 0 a group that was overtaken cannot be trained any more. There B = P + W - 1 groups start,
+the first P to finish are trained, and the others are rolled out again under the new weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The derived numbers of a schedule; all are counts of groups, but ``staleness``."""
+
+    groups_per_step: int  # P
+    staleness: int  # S
+    window: int  # W: a group may be overtaken by W - 1 younger ones
+    buffer: int  # B: admitted and not yet trained
+
+    def describe(self) -> str:
+        """For ``--dry-run``."""
+        if self.staleness == 0:
+            excess = self.buffer - self.groups_per_step
+            surplus = f", the last {excess} are restarted" if excess else ""
+            return (
+                f"schedule: synchronous, {self.buffer} groups start a step of "
+                f"{self.groups_per_step}{surplus}"
+            )
+        return (
+            f"schedule: tokens at most {self.staleness} versions old, {self.buffer} groups under "
+            f"way, {self.groups_per_step} a step, at most {self.window - 1} overtake a slow one"
+        )
+
+
+def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> Capacity:
+    """``window`` is the share of ``groups_per_step`` that may overtake a group.
+
+    Raises:
+        ValueError: `capacity_mistakes` names the reason.
+    """
+    mistakes = capacity_mistakes(
+        groups_per_step=groups_per_step, staleness=staleness, window=window
+    )
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
+    overtakers = int(window * groups_per_step)
+    if staleness == 0:
+        buffer = groups_per_step + overtakers
+    else:
+        buffer = (staleness + 1) * groups_per_step - overtakers
+    return Capacity(
+        groups_per_step=groups_per_step,
+        staleness=staleness,
+        window=overtakers + 1,
+        buffer=buffer,
+    )
+
+
+def capacity_mistakes(*, groups_per_step: int, staleness: int, window: float) -> list[str]:
+    """One message per mistake in the fields of a schedule."""
+    mistakes = []
+    if groups_per_step < 1:
+        mistakes.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
+    if staleness < 0:
+        mistakes.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
+    # With more, the buffer would not hold a whole batch beside the groups that it overtakes.
+    most = staleness / 2 if staleness > 0 else 1.0
+    if not 0.0 <= window <= most:
+        mistakes.append(
+            f"schedule.window is {window}: give 0 to {most:g} (a share of rollout.groups_per_step, "
+            f"at schedule.staleness {staleness})"
+        )
+    return mistakes

@@ -1,0 +1,221 @@
+"""The groups between dataset and trainer: a state machine without I/O, tasks or clock.
+
+Invariants:
+- every group is in exactly one state, and ``admitted = live + trained + discarded`` at any moment;
+- no group is trained more than S versions after its admission (`capacity.py` proves it; `take`
+  checks it, for each token too);
+- a slot is taken by `admit` and freed by `trained` or `discard`, on every path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.types import Problem, RolloutGroup
+
+
+class GroupState(StrEnum):
+    """Where a group is; trained and discarded ones are only counted."""
+
+    WAITING = "waiting"  # admitted; no replica holds its version yet
+    RUNNING = "running"
+    FINISHED = "finished"
+    BATCHED = "batched"  # in the optimizer step
+    TRAINED = "trained"
+    DISCARDED = "discarded"
+
+
+class StalenessError(TorchtitanRLError):
+    """A group or token is older than the cap: a bug, never a matter of luck."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One live group. ``overtaken``: younger groups that were batched before it."""
+
+    group_id: str
+    problem: Problem
+    admitted_version: int
+    state: GroupState = GroupState.WAITING
+    overtaken: int = 0
+    restarts: int = 0  # S = 0: rolled out again under newer weights
+    resamples: int = 0  # rolled out again for want of variance
+    group: RolloutGroup | None = None  # from FINISHED on
+
+
+class WorkBuffer:
+    """Live groups in order of admission."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._entries: dict[str, Entry] = {}
+        self.admitted = 0
+        self.trained = 0
+        self.discarded: Counter[str] = Counter()  # by cause
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Live groups, oldest first."""
+        return tuple(self._entries.values())
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._entries) < self._capacity.buffer
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups in each state; trained and discarded ones since the beginning."""
+        live = Counter(entry.state for entry in self._entries.values())
+        return {state: live[state] for state in GroupState} | {
+            GroupState.TRAINED: self.trained,
+            GroupState.DISCARDED: self.discarded.total(),
+        }
+
+    def admit(self, group_id: str, problem: Problem, *, version: int, resamples: int = 0) -> Entry:
+        """Take a slot for a new group, admitted at the newest trained version.
+
+        Raises:
+            ValueError: there is no room, or the id is live.
+        """
+        if not self.has_room:
+            raise ValueError(f"no room for group {group_id}: {len(self)} are under way")
+        if group_id in self._entries:
+            raise ValueError(f"group {group_id} is under way already")
+        entry = Entry(
+            group_id=group_id, problem=problem, admitted_version=version, resamples=resamples
+        )
+        self._entries[group_id] = entry
+        self.admitted += 1
+        return entry
+
+    def start(self, group_id: str) -> None:
+        self._in_state(group_id, GroupState.WAITING).state = GroupState.RUNNING
+
+    def finish(self, group: RolloutGroup) -> None:
+        entry = self._in_state(group.group_id, GroupState.RUNNING)
+        entry.group, entry.state = group, GroupState.FINISHED
+
+    def discard(self, group_id: str, cause: str) -> None:
+        """Give a group up, in whatever state it is, and free its slot."""
+        del self._entries[group_id]
+        self.discarded[cause] += 1
+
+    def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
+        """The next batch, to be trained at ``version``: P groups in order of admission.
+
+        None while there are not enough finished ones, or one of those that are not may not be
+        overtaken any more.
+
+        Raises:
+            StalenessError: one of them is too old, as a whole or in a token.
+        """
+        chosen = self._next_batch()
+        if chosen is None:
+            return None
+        self._check_age(chosen, version)
+        younger = 0
+        for entry in reversed(self._pending()):
+            if entry in chosen:
+                entry.state = GroupState.BATCHED
+                younger += 1
+            else:
+                entry.overtaken += younger
+        return tuple(entry.group for entry in chosen if entry.group is not None)
+
+    def finish_batch(self) -> tuple[str, ...]:
+        """The batch has been trained: its slots are free. At S = 0 all other groups are too old
+        now; their ids are returned, and `restart` is to be called for each."""
+        for entry in self.entries:
+            if entry.state is GroupState.BATCHED:
+                del self._entries[entry.group_id]
+                self.trained += 1
+        return tuple(self._entries) if self._capacity.staleness == 0 else ()
+
+    def restart(self, group_id: str, *, version: int) -> Entry:
+        """Roll a group out from its beginning, in its old place, as if admitted at ``version``."""
+        entry = self._entries[group_id]
+        entry.admitted_version, entry.group = version, None
+        entry.state = GroupState.WAITING
+        entry.restarts += 1
+        return entry
+
+    def restore(
+        self,
+        entries: Iterable[Entry],
+        *,
+        admitted: int,
+        trained: int,
+        discarded: dict[str, int],
+    ) -> None:
+        """Go on from a checkpoint: unfinished groups wait to run again."""
+        for entry in entries:
+            is_finished = entry.group is not None
+            entry.state = GroupState.FINISHED if is_finished else GroupState.WAITING
+            self._entries[entry.group_id] = entry
+        self.admitted, self.trained = admitted, trained
+        self.discarded = Counter(discarded)
+
+    def _in_state(self, group_id: str, state: GroupState) -> Entry:
+        entry = self._entries[group_id]
+        if entry.state is not state:
+            raise ValueError(f"group {group_id} is {entry.state}, not {state}")
+        return entry
+
+    def _next_batch(self) -> list[Entry] | None:
+        chosen: list[Entry] = []
+        slowest: Entry | None = None  # whoever overtakes a later one overtakes the first one too
+        overtaking = 0
+        for entry in self._pending():
+            if entry.state is not GroupState.FINISHED:
+                slowest = slowest or entry
+                continue
+            if slowest is not None:
+                overtaking += 1
+                if slowest.overtaken + overtaking > self._most_overtakes(slowest):
+                    return None
+            chosen.append(entry)
+            if len(chosen) == self._capacity.groups_per_step:
+                return chosen
+        return None
+
+    def _pending(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.state is not GroupState.BATCHED]
+
+    def _most_overtakes(self, entry: Entry) -> float:
+        if self._capacity.staleness > 0:
+            return self._capacity.window - 1
+        # Restarted once, a group is in the next batch: short answers are not favoured for ever.
+        return 0 if entry.restarts else math.inf
+
+    def _check_age(self, chosen: list[Entry], version: int) -> None:
+        oldest_allowed = version - self._capacity.staleness
+        for entry in chosen:
+            versions = [entry.admitted_version, *_token_versions(entry.group)]
+            if min(versions) < oldest_allowed:
+                raise StalenessError(
+                    f"group {entry.group_id}, admitted at version {entry.admitted_version}, has "
+                    f"tokens of version {min(versions)} and would be trained at {version}; "
+                    f"schedule.staleness is {self._capacity.staleness}"
+                )
+
+
+def _token_versions(group: RolloutGroup | None) -> list[int]:
+    if group is None:
+        return []
+    return [
+        run.version
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        for run in turn.completion.version_runs
+    ]
