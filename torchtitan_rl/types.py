@@ -183,6 +183,10 @@ class Rollout:
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, where there is one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment and the rubric
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:

@@ -13,7 +13,7 @@ from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.training.splitting import num_masked_nonfinite, trained_mask
-from torchtitan_rl.types import Episode, Rollout, RolloutGroup
+from torchtitan_rl.types import Episode, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class EpisodeBatcher:
             values = group_advantages(rewards, self.advantage).values
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 if advantage is None:
-                    discarded[rollout.status.value] += _num_sampled(rollout)
+                    discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
                     episodes += rollout_to_episodes(rollout, advantage)
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
@@ -44,11 +44,9 @@ class EpisodeBatcher:
         if batch is not None:
             trained = int(trained_mask(batch).sum())
             discarded["nonfinite_logprob"] += num_masked_nonfinite(batch)
-        generated = sum(_num_sampled(rollout) for group in groups for rollout in group.rollouts)
+        generated = sum(
+            rollout.num_sampled_tokens for group in groups for rollout in group.rollouts
+        )
         return batch if trained else None, TokenCounts(
             generated=generated, trained=trained, discarded=+discarded
         )
-
-
-def _num_sampled(rollout: Rollout) -> int:
-    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
