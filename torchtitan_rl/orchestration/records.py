@@ -21,8 +21,43 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStates:
+    """Groups of the work buffer by state when a batch was taken; ``capacity`` bounds their sum."""
+
+    waiting: int  # admitted, not started
+    running: int
+    finished: int  # and not in a batch
+    batched: int  # in the batch that is trained now
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerTotals:
+    """Where everything went since the run began, earlier lives of a resumed run included.
+
+    Tokens: generated = trained + masked + discarded + buffered; groups: admitted = trained +
+    discarded + buffered. The mappings are by cause.
+    """
+
+    tokens_generated: int
+    tokens_trained: int
+    tokens_masked: Mapping[str, int]
+    tokens_discarded: Mapping[str, int]
+    tokens_buffered: int
+    groups_admitted: int
+    groups_trained: int
+    groups_discarded: Mapping[str, int]
+    groups_buffered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step of the loop. ``version`` is of the weights after it; durations are in seconds."""
+    """One step of the loop. ``version`` is of the weights after it; durations are in seconds.
+
+    ``wall_s``: since the previous step was done; None is the sum of the three phases.
+    ``trainer_busy_s``: the share of it in which the trainer trained, published or wrote a
+    checkpoint. ``overtaken``: ids of those groups that younger ones were trained before.
+    """
 
     step: int
     version: int
@@ -34,16 +69,23 @@ class StepRecord:
     rollout_s: float
     train_s: float
     sync_s: float
+    wall_s: float | None = None
+    trainer_busy_s: float | None = None
+    buffer: BufferStates | None = None
+    overtaken: frozenset[str] = frozenset()
+    totals: LedgerTotals | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRecord:
-    """Fixed problems, answered by one version."""
+    """Fixed problems, answered by one version. A rollout with a reward of at least
+    ``success_reward`` has solved its problem."""
 
     step: int
     version: int
     groups: tuple[RolloutGroup, ...]
     seconds: float
+    success_reward: float = 1.0 - 1e-9
 
 
 class Recorder(Protocol):
