@@ -43,6 +43,10 @@ class TrainerLostError(TorchtitanRLError):
     """A trainer process has died; the newest checkpoint is what is left of the run."""
 
 
+class CheckpointError(TorchtitanRLError):
+    """A checkpoint could not be written, or one on disk is torn or damaged; names it and why."""
+
+
 class DivergedError(TorchtitanRLError):
     """Loss or gradient is NaN or Inf; the weights were not updated."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from torchtitan_rl.orchestration.sync_controller import (
 )
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.training.checkpoints import MARKER, CheckpointDirectory
+from torchtitan_rl.training.checkpoint_files import MARKER, seal
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
@@ -96,13 +97,17 @@ class ListTrainer:
         self.version += 1
         return StepOutput(version=self.version)
 
-    async def publish(self) -> SharedMemoryHandle:
+    async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
         return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
 
-    async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
+    async def save_checkpoint(
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> None:
         path.mkdir(parents=True)
         document = {"weights": self.weights, "version": self.version, "state": state}
-        (path / MARKER).write_text(json.dumps(document))
+        seal(path, document, {})
+
+    async def finish_checkpoint(self) -> None: ...
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
         document = json.loads((path / MARKER).read_text())

@@ -2,70 +2,188 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.config import OptimizerConfig
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.policies import resolve_checkpoint
-from torchtitan_rl.training.checkpoints import (
+from torchtitan_rl.training import checkpoint_files
+from torchtitan_rl.training.checkpoint_files import (
     MARKER,
-    CheckpointDirectory,
+    fingerprint,
+    list_files,
+    load_attachment,
     publish,
+    read_document,
+    seal,
     temporary_path,
+    write_attachments,
+    write_file,
 )
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.training.schedule import learning_rate_factor
 
 
-def write(path: Path, text: str = "{}") -> None:
-    temporary_path(path).mkdir(parents=True)
-    (temporary_path(path) / MARKER).write_text(text)
+def write(path: Path, data: bytes = b"weights") -> None:
+    folder = temporary_path(path)
+    folder.mkdir(parents=True)
+    write_file(folder / "data", data)
+    write_attachments(folder, {"groups": b"3 groups"})
+    seal(folder, {"version": 1}, {name: fingerprint(folder / name) for name in list_files(folder)})
     publish(path)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    assert checkpoints.newest() is None
+    assert checkpoints.newest().path is None
     for step in (20, 9, 1_000_000):
         write(checkpoints.path(step))
     assert checkpoints.steps() == [9, 20, 1_000_000]
-    assert checkpoints.newest() == checkpoints.path(1_000_000)
+    assert checkpoints.newest(checksums=True) == NewestCheckpoint(path=checkpoints.path(1_000_000))
+    assert read_document(checkpoints.path(9)) == {"version": 1}
+    assert load_attachment(checkpoints.path(9), "groups") == b"3 groups"
+    with pytest.raises(CheckpointError, match="step-000009 has no attachment turns"):
+        load_attachment(checkpoints.path(9), "turns")
 
 
-def test_a_torn_checkpoint_is_never_picked(tmp_path: Path) -> None:
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "said"),
+    [
+        (cut, "data", "data has 6 of 7 bytes"),
+        (Path.unlink, "data", "data is not there"),
+        (cut, "attachments/groups", "groups has 7 of 8 bytes"),
+        (Path.unlink, MARKER, f"no {MARKER}"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), MARKER, "not one of ours"),
+        (lambda path: path.write_text("{}"), MARKER, "not one of ours"),
+        (flip, "data", "data has another checksum"),
+        (flip, "attachments/groups", "groups has another checksum"),
+    ],
+)
+def test_a_torn_checkpoint_is_passed_over_told_and_set_aside(
+    tmp_path: Path, damage: Callable[[Path], None], file: str, said: str
+) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(checkpoints.path(step))
+    damage(checkpoints.path(2) / file)
+    found = checkpoints.newest(checksums=damage is flip)
+    assert found.path == checkpoints.path(1)
+    assert len(found.passed_over) == 1
+    assert "step-000002" in found.passed_over[0]
+    assert said in found.passed_over[0]
+    # A resumed run is at a lower step; what was passed over never counts again.
+    assert checkpoints.prune(keep=1) == []
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_damaged_attachment_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "step-000001")
+    flip(tmp_path / "step-000001" / "attachments" / "groups")
+    with pytest.raises(CheckpointError, match="damaged: attachment groups"):
+        load_attachment(tmp_path / "step-000001", "groups")
+
+
+def test_an_attachment_may_not_leave_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="plain file name"):
+        write_attachments(tmp_path, {"../trainer.json": b"{}"})
+
+
+def test_a_file_that_the_marker_does_not_list_does_no_harm(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     write(checkpoints.path(1))
-    temporary_path(checkpoints.path(2)).mkdir()
-    (temporary_path(checkpoints.path(2)) / MARKER).write_text("{}")
-    checkpoints.path(3).mkdir()  # no marker
-    assert checkpoints.newest() == checkpoints.path(1)
+    (checkpoints.path(1) / "journal.jsonl").write_text("a turn")
+    assert checkpoints.newest(checksums=True).path == checkpoints.path(1)
 
 
-def test_pruning_keeps_the_newest_and_removes_what_died_while_it_was_written(
+def test_pruning_keeps_the_newest_complete_ones_and_removes_torn_ones_before_them(
     tmp_path: Path,
 ) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3, 4, 5):
         write(checkpoints.path(step))
-    temporary_path(checkpoints.path(5)).mkdir()
+    (checkpoints.path(4) / "data").unlink()
+    temporary_path(checkpoints.path(2)).mkdir()
+    temporary_path(checkpoints.path(6)).mkdir()  # is being written
+    checkpoints.path(7).mkdir()  # not complete: never counts as one to keep
     (tmp_path / "notes.txt").write_text("not ours")
     assert checkpoints.prune(keep=2) == [1, 2]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+    assert names(tmp_path) == [
         "notes.txt",
         "step-000003",
-        "step-000004",
+        "step-000005",
+        "step-000006.writing",
+        "step-000007",
     ]
     with pytest.raises(ValueError, match="at least 1"):
         checkpoints.prune(keep=0)
 
 
+def test_pruning_never_removes_the_only_good_checkpoint(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(checkpoints.path(step))
+    cut(checkpoints.path(2) / "data")
+    assert checkpoints.prune(keep=1) == []
+    assert checkpoints.newest().path == checkpoints.path(1)
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
-    write(checkpoints.path(1), "old")
-    write(checkpoints.path(1), "new")
-    assert (checkpoints.path(1) / MARKER).read_text() == "new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
+    write(checkpoints.path(1), b"old")
+    write(checkpoints.path(1), b"new")
+    assert (checkpoints.path(1) / "data").read_bytes() == b"new"
+    assert names(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.parametrize("killed_before", ["rmtree", "rename", "rename 2", "seal"])
+def test_a_writer_that_is_killed_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_before: str
+) -> None:
+    """At whatever step of writing: the same step again, as after a roll-back."""
+    checkpoints = CheckpointDirectory(tmp_path)
+    write(checkpoints.path(1), b"old")
+    calls = 0
+
+    def rename(path: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if killed_before == f"rename {calls}" or (killed_before == "rename" and calls == 1):
+            raise KeyboardInterrupt
+        os.rename(path, target)
+        return target
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        if killed_before == "seal":
+            patch.setattr(f"{__name__}.seal", stop)
+        if killed_before == "rmtree":
+            patch.setattr(checkpoint_files.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(checkpoints.path(1), b"new")
+    found = checkpoints.newest(checksums=True)
+    assert found == NewestCheckpoint(path=checkpoints.path(1))
+    assert (checkpoints.path(1) / "data").read_bytes() == b"old"
+    assert names(tmp_path) == ["step-000001"]
 
 
 def factors(config: OptimizerConfig, max_steps: int) -> list[float]:

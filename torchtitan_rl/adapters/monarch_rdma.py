@@ -5,7 +5,8 @@ networks). Both classes block and are to be used from threads, not from an actor
 they must be made within an actor's endpoint or ``__init__``, since Monarch finds the actor to act
 for in a context variable, which is kept here for the threads.
 
-Invariants: memory of a version is never written to again; at most two versions are held.
+Invariants: memory of a version is never written to again; the current version, the
+one before and those to be kept are held, and no more.
 """
 
 from __future__ import annotations
@@ -22,25 +23,33 @@ from monarch.rdma import RDMABuffer
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
+from torchtitan_rl.weights.published import given_up
 
 _T = TypeVar("_T")
 
 
 class MonarchRdmaPublisher:
-    """Holds the images of the current version and the one before, readable by other actors."""
+    """Holds the images of versions, readable by other actors."""
 
     def __init__(self) -> None:
         monarch.configure(rdma_allow_tcp_fallback=True)
         self._actor = _ActorContext()
         self._held: dict[int, tuple[torch.Tensor, RDMABuffer]] = {}
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> RemoteMemoryHandle:
-        """Copy the tensors into an image and open it to remote readers.
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        keep: frozenset[int] = frozenset(),
+    ) -> RemoteMemoryHandle:
+        """Copy the tensors into an image and open it to remote readers. First, all versions but
+        the current one and those in ``keep`` go.
 
         Raises:
             WeightSyncError: a tensor has no place in an image, or Monarch refused the buffer.
         """
-        self._release([version, *sorted(self._held)[:-1]])
+        self._release([version, *given_up(list(self._held), keep)])
         layout = plan_image(tensors, version)
         image = torch.empty(layout.num_bytes, dtype=torch.uint8)
         write_image(layout, tensors, image)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,13 @@ from torchtitan_rl.adapters.monarch_runtime import (
     stop_processes,
 )
 from torchtitan_rl.config import TrainerConfig
-from torchtitan_rl.errors import DeadlineError, TrainerLostError
+from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -58,6 +61,7 @@ class TrainerActor(Actor):
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._rank = current_rank().rank
+        self._attachments: dict[str, bytes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
     async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -76,13 +80,23 @@ class TrainerActor(Actor):
         return await self._work(self._trainer.train_step, batch)
 
     @concurrent_endpoint
-    async def publish(self) -> WeightHandle | None:
+    async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
         """The handle on rank 0; None elsewhere."""
-        return await self._work(self._trainer.publish)
+        return await self._work(self._trainer.publish, keep)
+
+    @concurrent_endpoint
+    async def attach(self, attachments: dict[str, bytes]) -> None:
+        """Rank 0 alone: what the next checkpoint has besides."""
+        self._attachments = attachments
 
     @concurrent_endpoint
     async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
-        await self._work(self._trainer.save_checkpoint, path, state)
+        attachments, self._attachments = self._attachments, {}
+        await self._work(self._trainer.save_checkpoint, path, state, attachments)
+
+    @concurrent_endpoint
+    async def finish_checkpoint(self) -> None:
+        await asyncio.to_thread(self._trainer.finish_checkpoint)  # only waits
 
     @concurrent_endpoint
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -105,6 +119,8 @@ class MonarchTrainer:
         self._mesh = mesh
         self._timeout_s = spec.trainer.step_timeout_s
         self._ranks = mesh.spawn("trainer", TrainerActor, spec)
+        self._leader = self._ranks.slice(ranks=0)
+        self._writing: asyncio.Task[None] | None = None
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: TrainerSpec) -> MonarchTrainer:
@@ -119,11 +135,32 @@ class MonarchTrainer:
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         return await self._call_for_first(self._ranks.train_step.call(batch), "optimizer step")
 
-    async def publish(self) -> WeightHandle:
-        return await self._call_for_first(self._ranks.publish.call(), "publishing of weights")
+    async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
+        return await self._call_for_first(self._ranks.publish.call(keep), "publishing of weights")
 
-    async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
-        await self._call(self._ranks.save_checkpoint.call(path, state), f"checkpoint {path}")
+    async def save_checkpoint(
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> None:
+        await self.finish_checkpoint()
+        what = f"checkpoint {path}"
+        if attachments:
+            await self._call(self._leader.attach.call(dict(attachments)), what)
+        await self._call(self._ranks.save_checkpoint.call(path, state), what)
+        # One wait for all who ask: the ranks tell a failure once.
+        self._writing = asyncio.ensure_future(self._write(what))
+
+    async def finish_checkpoint(self) -> None:
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if writing.done() and self._writing is writing:
+                self._writing = None
+
+    async def _write(self, what: str) -> None:
+        await self._call(self._ranks.finish_checkpoint.call(), f"writing of {what}")
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
         return await self._call_for_first(
@@ -134,7 +171,12 @@ class MonarchTrainer:
         await self._call(self._ranks.export_hf.call(path), f"export to {path}")
 
     async def close(self) -> None:
-        """Let the ranks clean up (published weights, above all), then end them in any case."""
+        """Let the ranks finish a checkpoint and clean up (published weights, above all), then end
+        them in any case."""
+        try:
+            await self.finish_checkpoint()
+        except (CheckpointError, TrainerLostError, DeadlineError) as error:
+            logger.warning("the last checkpoint is lost: %s", error)
         try:
             await call(
                 self._ranks.close.call(), what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S

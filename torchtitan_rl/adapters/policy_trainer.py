@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.adapters import titan_setup  # before torchtitan
 from torchtitan_rl.adapters.hf_config import read_architecture
-from torchtitan_rl.adapters.titan_checkpoint import load_state, save_state
+from torchtitan_rl.adapters.titan_checkpoint import CheckpointWriter, load_state
 from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
 from torchtitan_rl.adapters.titan_model import build_policy
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
@@ -91,6 +92,7 @@ class PolicyTrainer:
         load_hf(self._model, self._source)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
         self._version = 0
+        self._writer = CheckpointWriter(timeout=timedelta(seconds=config.step_timeout_s))
 
     @property
     def version(self) -> int:
@@ -167,22 +169,47 @@ class PolicyTrainer:
             write_hf(Path(path), state, source=self._source)
         dist.barrier()
 
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, random state, version and ``extra`` (JSON-able) to the
-        directory ``path``, which appears only when it is complete."""
-        save_state(Path(path), self._model, self._optimizer, version=self._version, extra=extra)
+    def save_checkpoint(
+        self, path: Path, extra: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Copy model, optimizer, schedule, random state, version, ``extra`` (JSON-able) and rank
+        0's ``attachments``, and write them in the background to the directory ``path``, which
+        appears only when it is complete. Waits for one that is still being written.
+
+        Raises:
+            CheckpointError: that one failed and `finish_checkpoint` has not said so yet.
+        """
+        self._writer.save(
+            Path(path),
+            self._model,
+            self._optimizer,
+            version=self._version,
+            extra=extra,
+            attachments=attachments or {},
+        )
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last saved checkpoint is on disk; from any thread, beside other calls.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Go on from a checkpoint, of this or another parallel layout; returns its ``extra``.
 
         Raises:
-            ConfigError: the checkpoint is not complete.
+            CheckpointError: it is torn or damaged, or what was being written failed.
         """
+        self._writer.finish()
         self._version, extra = load_state(Path(path), self._model, self._optimizer)
         return extra
 
     def close(self) -> None:
-        """Leave the process group; the trainer is of no use afterwards."""
+        """Finish what is being written and leave the process group; the trainer is of no use
+        afterwards."""
+        self._writer.close()
         titan_setup.tear_down(self._layout)
 
     def _step(self, batch: TrainingBatch, num_trained: int, objective: _Objective) -> StepOutput:

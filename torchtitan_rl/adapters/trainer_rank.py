@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,25 @@ class TrainerRank:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
             return self._trainer.train_step(batch)
 
-    def publish(self) -> WeightHandle | None:
+    def publish(self, keep: frozenset[int]) -> WeightHandle | None:
         """Collective; the handle on rank 0, None elsewhere."""
         with self._tracer.span("publish", version=self._trainer.version):
             tensors = self._trainer.hf_state_dict()
             if self._publisher is None:
                 return None
-            return self._publisher.publish(self._trainer.version, tensors)
+            return self._publisher.publish(self._trainer.version, tensors, keep=keep)
 
-    def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
-        with self._tracer.span("save checkpoint"):
-            self._trainer.save_checkpoint(path, state)
+    def save_checkpoint(
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes]
+    ) -> None:
+        """Collective; returns when everything is copied."""
+        with self._tracer.span("stage checkpoint"):
+            self._trainer.save_checkpoint(path, state, attachments)
+
+    def finish_checkpoint(self) -> None:
+        """Called in another thread than the rest, beside it."""
+        with self._tracer.span("write checkpoint", track="checkpoint"):
+            self._trainer.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         with self._tracer.span("load checkpoint"):

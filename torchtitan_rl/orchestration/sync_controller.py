@@ -135,7 +135,12 @@ class SyncController:
             raise
 
     async def _restore(self, *, resume: bool) -> None:
-        newest = self._checkpoints.newest() if resume else None
+        if not resume:
+            return
+        found = self._checkpoints.newest()
+        for torn in found.passed_over:
+            self._recorder.say(torn)
+        newest = found.path
         if newest is None:
             return
         with self._recorder.phase("restore"):
@@ -275,6 +280,7 @@ class SyncController:
                 "dataset": self._dataset.state_dict(),
             }
             await self._trainer.save_checkpoint(self._checkpoints.path(self._step), state)
+            await self._trainer.finish_checkpoint()
             await asyncio.to_thread(self._checkpoints.prune, self._settings.checkpoints_kept)
         self._saved_step = self._step
 

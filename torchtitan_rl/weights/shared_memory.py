@@ -3,9 +3,9 @@
 Plain files rather than ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
 process ends.
 
-Invariants: a file has its final name only once it is whole; at most two versions exist, the current
-one and the one being written; a run's folder is named after its process, so that a later run
-recognises and removes the folders of dead ones.
+Invariants: a file has its final name only once it is whole; while a version is written, of the
+others only the current one and those to be kept exist; a run's folder is named after its process,
+so that a later run recognises and removes the folders of dead ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
+from torchtitan_rl.weights.published import given_up
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
 _PREFIX = "torchtitan-rl-"
@@ -43,21 +44,26 @@ class SharedMemoryPublisher:
     def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
         self._roots = (root, fallback_dir)
         self._folder_name = _folder_name(run_id)
-        self._current: Path | None = None
-        self._previous: Path | None = None
+        self._held: dict[int, Path] = {}  # by version, in order of publishing
         for folder in self._roots:
             remove_leftovers(folder)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> SharedMemoryHandle:
-        """Write ``version`` whole, then make it visible. The version before the current one goes.
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        keep: frozenset[int] = frozenset(),
+    ) -> SharedMemoryHandle:
+        """Write ``version`` whole, then make it visible. First, all versions but the current one
+        and those in ``keep`` go.
 
         Raises:
             WeightSyncError: neither place has room, or a tensor cannot be written.
         """
         layout = plan_image(tensors, version)
-        if self._previous is not None:
-            self._previous.unlink(missing_ok=True)
-            self._previous = None
+        for old in given_up(list(self._held), keep):
+            self._held.pop(old).unlink(missing_ok=True)
         refusals: list[str] = []
         for root in self._roots:
             refusal = _refusal(root, layout.num_bytes)
@@ -69,8 +75,7 @@ class SharedMemoryPublisher:
                         raise WeightSyncError(f"version {version}: cannot write {root}") from error
                     refusal = f"{root}: {error.strerror}"
                 else:
-                    if path != self._current:  # else the same version was written once more
-                        self._previous, self._current = self._current, path
+                    self._replace(version, path)
                     return SharedMemoryHandle(
                         version=version, path=str(path), num_bytes=layout.num_bytes
                     )
@@ -79,9 +84,16 @@ class SharedMemoryPublisher:
 
     def close(self) -> None:
         """Remove everything. Readers keep what they have mapped."""
-        self._current = self._previous = None
+        self._held.clear()
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
+
+    def _replace(self, version: int, path: Path) -> None:
+        """Note where ``version`` is now; it may have been elsewhere before."""
+        before = self._held.pop(version, path)
+        if before != path:
+            before.unlink(missing_ok=True)
+        self._held[version] = path
 
     @staticmethod
     def _write(folder: Path, layout: ImageLayout, tensors: Mapping[str, torch.Tensor]) -> Path:

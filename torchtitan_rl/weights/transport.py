@@ -23,10 +23,18 @@ class Transport(StrEnum):
 class WeightPublisher(Protocol):
     """Makes versions readable by the generator ranks. Both methods block."""
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], /) -> WeightHandle:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        /,
+        *,
+        keep: frozenset[int] = frozenset(),
+    ) -> WeightHandle:
         """Offer whole tensors, in Hugging Face names, as ``version``.
 
-        The tensors are copied. The version before the previous one stops to be readable.
+        The tensors are copied. Readable are then this version, the one offered before, and those
+        in ``keep`` that were readable; the others stop to be so before this one is written.
 
         Raises:
             WeightSyncError: it cannot be done.

@@ -1,0 +1,185 @@
+"""One checkpoint's folder: data files, and a marker written last that vouches for them.
+
+The marker is a JSON document with the size and CRC-32 of every file, so that a checkpoint that was
+cut short or damaged is known as such. Files that it does not list may lie beside and do not count.
+
+Invariants: a marker is on disk only after everything that it lists; a folder has its final name
+only once its marker is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.errors import CheckpointError
+
+MARKER = "trainer.json"
+TEMPORARY_SUFFIX = ".writing"
+REPLACED_SUFFIX = ".replaced"
+_ATTACHMENTS = "attachments"
+_FILES = "files"
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What a file must be to be whole."""
+
+    num_bytes: int
+    crc32: int
+
+
+def temporary_path(path: Path) -> Path:
+    return path.with_name(path.name + TEMPORARY_SUFFIX)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write and wait until it is on disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
+    """Put bytes of the caller's, by name, into a checkpoint that is being written.
+
+    Raises:
+        CheckpointError: a name that is more than the name of a file.
+    """
+    if not attachments:
+        return
+    (folder / _ATTACHMENTS).mkdir()
+    for name, content in attachments.items():
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise CheckpointError(f"attachment {name!r}: use a plain file name")
+        write_file(folder / _ATTACHMENTS / name, content)
+
+
+def list_files(folder: Path) -> list[str]:
+    """All files but the marker, as sorted paths relative to ``folder``."""
+    return sorted(
+        name
+        for path in folder.rglob("*")
+        if path.is_file() and (name := path.relative_to(folder).as_posix()) != MARKER
+    )
+
+
+def fingerprint(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is now; memory stays small."""
+    num_bytes = crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            num_bytes += len(chunk)
+            crc32 = zlib.crc32(chunk, crc32)
+    return FileRecord(num_bytes=num_bytes, crc32=crc32)
+
+
+def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:
+    """Write the marker: ``document`` and the record of each file. Their data must be on disk."""
+    records = {name: asdict(record) for name, record in files.items()}
+    for directory in {folder, *((folder / name).parent for name in files)}:
+        _sync_directory(directory)  # the names of the files, before the marker's
+    text = json.dumps({**document, _FILES: records})
+    write_file(folder / MARKER, text.encode() + b"\n")
+    _sync_directory(folder)
+
+
+def publish(path: Path) -> None:
+    """Give the sealed `temporary_path` its name, in place of what may be there."""
+    replaced = path.with_name(path.name + REPLACED_SUFFIX)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    temporary_path(path).rename(path)
+    _sync_directory(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """What `seal` was given.
+
+    Raises:
+        CheckpointError: there is no whole marker.
+    """
+    return _read_marker(folder)[0]
+
+
+def recorded_files(folder: Path) -> dict[str, FileRecord]:
+    """What the marker lists.
+
+    Raises:
+        CheckpointError: there is no whole marker.
+    """
+    return _read_marker(folder)[1]
+
+
+def check_sizes(folder: Path) -> None:
+    """Cheap: asks the file system, reads no data.
+
+    Raises:
+        CheckpointError: a file is not there or not of its size, or there is no whole marker.
+    """
+    for name, record in recorded_files(folder).items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != record.num_bytes:
+            raise CheckpointError(
+                f"checkpoint {folder} is not complete: {name} "
+                + ("is not there" if found is None else f"has {found} of {record.num_bytes} bytes")
+            )
+
+
+def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Read ``names`` (default: all that the marker lists).
+
+    Raises:
+        CheckpointError: one of them is not what was written.
+    """
+    check_sizes(folder)
+    records = recorded_files(folder)
+    for name in records if names is None else names:
+        if fingerprint(folder / name) != records[name]:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
+
+
+def load_attachment(folder: Path, name: str) -> bytes:
+    """What the checkpoint was saved with under ``name``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    key = f"{_ATTACHMENTS}/{name}"
+    record = recorded_files(folder).get(key)
+    if record is None or not (folder / key).is_file():
+        raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
+    content = (folder / key).read_bytes()
+    if FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) != record:
+        raise CheckpointError(f"checkpoint {folder} is damaged: attachment {name}")
+    return content
+
+
+def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    try:
+        document: dict[str, Any] = json.loads((folder / MARKER).read_bytes())
+        records = document.pop(_FILES)
+        return document, {name: FileRecord(**record) for name, record in records.items()}
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
