@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.types import (
     Completion,
@@ -83,6 +85,13 @@ def test_trap_15_tokens_with_a_logprob_that_is_not_finite_are_counted_as_masked(
     assert tokens.trained == 2
 
 
+def test_trap_29_a_batch_without_one_finite_logprob_is_a_diverged_policy_not_an_empty_step():
+    bad = [rollout(index, 1.0, logprob=math.nan, num_sampled=3) for index in range(2)]
+    failed = rollout(2, None, status=RolloutStatus.ENV_ERROR)
+    with pytest.raises(DivergedError, match=r"no loss .* 6 sampled tokens"):
+        BATCHER([group(*bad, failed)])
+
+
 def test_there_is_no_batch_where_every_rollout_failed():
     failed = rollout(0, None, status=RolloutStatus.STEP_TIMEOUT)
     batch, tokens = BATCHER([group(failed)])
@@ -104,5 +113,6 @@ some_rollouts = st.builds(
 @settings(max_examples=100)
 @given(st.lists(st.lists(some_rollouts, min_size=1, max_size=4), max_size=4))
 def test_generated_tokens_are_trained_or_discarded_by_name(groups):
-    _, tokens = BATCHER([group(*rollouts) for rollouts in groups])
+    healthy = rollout(0, 1.0)
+    _, tokens = BATCHER([group(*rollouts) for rollouts in [*groups, [healthy]]])
     assert tokens.generated == tokens.trained + sum(tokens.discarded.values())

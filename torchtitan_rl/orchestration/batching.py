@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
@@ -26,7 +27,11 @@ class EpisodeBatcher:
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
         """The batch, None where no token can be trained on, and the account: failed rollouts and
-        episodes longer than a row are discarded, non-finite logprobs masked, each by name."""
+        episodes longer than a row are discarded, non-finite logprobs masked, each by name.
+
+        Raises:
+            DivergedError: every token that would be trained on has a logprob that is not finite.
+        """
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
         for group in groups:
@@ -43,7 +48,13 @@ class EpisodeBatcher:
         batch, trained = packing.batch, 0
         if batch is not None:
             trained = int(trained_mask(batch).sum())
-            discarded["nonfinite_logprob"] += num_masked_nonfinite(batch)
+            masked = num_masked_nonfinite(batch)
+            discarded["nonfinite_logprob"] += masked
+            if masked and not trained:
+                raise DivergedError(
+                    f"no loss can be computed: each of the batch's {masked} sampled tokens has a "
+                    "logprob that is not finite; the policy that generated them has diverged"
+                )
         generated = sum(
             rollout.num_sampled_tokens for group in groups for rollout in group.rollouts
         )
