@@ -19,6 +19,8 @@ from torchtitan_rl.types import RolloutStatus
 class AlphabetSortEnv:
     """A `MessageEnv`. ``turns`` are the names of each turn; ``power`` as in `scoring.score`."""
 
+    replays = True  # depends on the problem and the completions alone
+
     def __init__(self, turns: Sequence[Sequence[str]], *, power: float) -> None:
         self._turns = turns
         self._power = power

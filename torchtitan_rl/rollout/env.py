@@ -58,6 +58,27 @@ class TokenEnv(Protocol):
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """An environment that can be saved between two turns, and continued by another process.
+
+    Either method may be ``async`` or plain. State wins over replaying where there are both.
+    """
+
+    def state_dict(self) -> Any:
+        """JSON-able, or None where it cannot be saved now. Called after `reset` and each `step`."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Called on a fresh environment, instead of `reset`; `step` comes next."""
+
+
+class Replayable(Protocol):
+    """Declares that `reset` and stepping through the same completions rebuild the environment:
+    it depends on its problem alone, and changes nothing outside of itself."""
+
+    replays: bool  # usually a class attribute, True
+
+
+@runtime_checkable
 class Conversation(Protocol):
     """An environment that can show its conversation; it goes into ``Rollout.messages``."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torchtitan_rl.rollout.calls import call, compute
-from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.env import Observation, Stateful, Terminal
 from torchtitan_rl.rollout.rendering import ChatRenderer, Message, TokenIds
 from torchtitan_rl.types import Completion, RolloutStatus
 
@@ -38,7 +38,9 @@ class MessageObservation:
 class MessageEnv(Protocol):
     """One rollout's environment in chat messages. Used for one rollout and then closed.
 
-    Each method may be ``async`` or plain; plain ones run in a worker thread and may block.
+    Each method may be ``async`` or plain; plain ones run in a worker thread and may block. To be
+    continued by another process it is `Stateful`, or declares itself `Replayable` with ``replays``;
+    that is never assumed, for the wrapper cannot know what `step` does to the world.
     """
 
     def reset(self) -> Any:
@@ -55,7 +57,7 @@ class MessageEnv(Protocol):
 
 
 class MessageTokenEnv:
-    """A `MessageEnv` as a `TokenEnv`."""
+    """A `MessageEnv` as a `TokenEnv`, which can be continued wherever the `MessageEnv` can."""
 
     def __init__(self, env: MessageEnv, renderer: ChatRenderer) -> None:
         self._env = env
@@ -68,6 +70,31 @@ class MessageTokenEnv:
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far; after an edit, the edited one."""
         return tuple(self._messages)
+
+    @property
+    def replays(self) -> bool:
+        return bool(getattr(self._env, "replays", False))
+
+    async def state_dict(self) -> dict[str, Any] | None:
+        """The conversation and the state of the `MessageEnv`; None where that has none."""
+        state = await call(self._env.state_dict) if isinstance(self._env, Stateful) else None
+        if state is None:
+            return None
+        return {
+            "env": state,
+            "messages": self._messages,
+            "tools": list(self._tools),
+            "prompt": self._prompt,
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises TypeError where the `MessageEnv` cannot be loaded any more."""
+        if not isinstance(self._env, Stateful):
+            raise TypeError(f"{type(self._env).__name__} has no load_state_dict")
+        await call(self._env.load_state_dict, state["env"])
+        self._messages = list(state["messages"])
+        self._tools = list(state["tools"])
+        self._prompt = tuple(state["prompt"])
 
     async def reset(self) -> Observation:
         observation: MessageObservation = await call(self._env.reset)

@@ -3,16 +3,22 @@
 A rollout does not know its siblings: one that fails has a status and a cause, and the others go
 on. Each is scored, and reported to ``on_rollout``, as soon as it ends; only a rubric that scores
 groups makes it wait for the last sibling. Limits are enforced in `rollout_run.py`.
+
+A group can be recorded while it runs (`snapshot`, ``on_turn``) and continued by another process
+(``recorded``). A sibling that had ended keeps how it ended and is only scored again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollout_run import (
     EnvironmentFactory,
+    OnDiscard,
+    OnTurn,
     Phase,
     RolloutActivity,
     RolloutRun,
@@ -23,7 +29,14 @@ from torchtitan_rl.rollout.rubric import (
     score_whole_group,
     with_score,
 )
-from torchtitan_rl.types import GenerateFn, Problem, Rollout, RolloutGroup, RolloutStatus
+from torchtitan_rl.types import (
+    Completion,
+    GenerateFn,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 
 OnRollout = Callable[[Rollout], None]
 
@@ -47,11 +60,25 @@ class Rollouter:
         self._environment = environment
         self._config = config
         self._rubric = rubric
-        self._running: dict[str, RolloutRun] = {}
+        self._running: dict[RolloutRun, None] = {}  # in the order of their start
+        self._groups: dict[str, tuple[RolloutRun, ...]] = {}
 
     def activities(self) -> list[RolloutActivity]:
         """What each unfinished rollout waits for, for whoever reports a wait that is too long."""
-        return [run.activity for run in self._running.values()]
+        return [run.activity for run in self._running]
+
+    def snapshot(
+        self, group_id: str, partials: Mapping[str, Completion] | None = None
+    ) -> tuple[RecordedRollout, ...]:
+        """The siblings of a group that runs, as they are now; those that ended included.
+
+        ``partials`` are the tokens so far of running requests, by request id. The environments'
+        states are there where the group was given an ``on_turn``.
+
+        Raises:
+            KeyError: no such group runs.
+        """
+        return tuple(run.snapshot(partials or {}) for run in self._groups[group_id])
 
     async def run_group(
         self,
@@ -62,6 +89,12 @@ class Rollouter:
         seed: int,
         temperature: float | None = None,
         on_rollout: OnRollout | None = None,
+        attempt: int = 0,
+        min_version: int = 0,
+        recorded: Mapping[str, RecordedRollout] | None = None,
+        on_turn: OnTurn | None = None,
+        on_discard: OnDiscard | None = None,
+        generate: GenerateFn | None = None,
     ) -> RolloutGroup:
         """Roll one problem out ``size`` times; siblings are ``{group_id}/r0``, ``/r1``, ...
 
@@ -69,30 +102,44 @@ class Rollouter:
         ``temperature`` replaces the configured one (validation). ``on_rollout`` is called once for
         each sibling, with its final status and reward; with CANCELLED where this call is cancelled.
 
+        ``attempt`` changes the seeds, and with them the requests' ids. No token is sampled under a
+        policy before ``min_version``. ``recorded`` (by rollout id) holds siblings to be continued:
+        finished turns are not sampled again; what another attempt recorded is passed over.
+        ``on_turn`` is called once for each turn that the environment has answered, recorded ones
+        excepted. ``on_discard`` is told where a recorded sibling had to begin anew, its cause
+        (`ENV_NOT_RESUMABLE`) and tokens. ``generate`` replaces the usual one for this call.
+
         Raises:
             asyncio.CancelledError: cancelled from outside; all environments are closed by then.
+            ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised; siblings are
+                cancelled.
         """
-        runs = [
+        runs = tuple(
             RolloutRun(
                 rollout_id=f"{group_id}/r{i}",
                 group_id=group_id,
                 problem=problem,
                 environment=self._environment,
-                generate=self._generate,
+                generate=generate or self._generate,
                 config=self._config,
                 seed=seed,
                 temperature=self._config.sampling.temperature
                 if temperature is None
                 else temperature,
+                attempt=attempt,
+                min_version=min_version,
+                recorded=(recorded or {}).get(f"{group_id}/r{i}"),
+                on_turn=on_turn,
+                on_discard=on_discard,
             )
             for i in range(size)
-        ]
+        )
         unreported = {run.rollout_id: run for run in runs}
-        self._running |= unreported
+        self._running |= dict.fromkeys(runs)
+        self._groups[group_id] = runs
 
         def report(rollout: Rollout) -> None:
-            del unreported[rollout.rollout_id]
-            self._running.pop(rollout.rollout_id)
+            self._running.pop(unreported.pop(rollout.rollout_id))
             if on_rollout is not None:
                 on_rollout(rollout)
 
@@ -109,8 +156,10 @@ class Rollouter:
                 report(run.so_far(RolloutStatus.CANCELLED))
             raise
         finally:
-            for rollout_id in unreported:
-                self._running.pop(rollout_id, None)
+            for run in unreported.values():
+                self._running.pop(run)
+            if self._groups.get(group_id) is runs:
+                del self._groups[group_id]
         return RolloutGroup(group_id=group_id, problem=problem, rollouts=tuple(rollouts))
 
     async def _run_one(self, run: RolloutRun, problem: Problem, report: OnRollout) -> Rollout:
@@ -131,7 +180,7 @@ class Rollouter:
         return with_score(rollout, await self._rubric.score(rollout, problem))
 
     async def _score_together(
-        self, rubric: Rubric, rollouts: list[Rollout], runs: list[RolloutRun], problem: Problem
+        self, rubric: Rubric, rollouts: list[Rollout], runs: Sequence[RolloutRun], problem: Problem
     ) -> list[Rollout]:
         for run in runs:
             run.enter(Phase.REWARD, "score_group")

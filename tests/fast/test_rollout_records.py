@@ -1,0 +1,170 @@
+"""JSON forms: everything comes back equal, floats to the last bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.records import (
+    group_from_json,
+    group_to_json,
+    recorded_from_json,
+    recorded_to_json,
+    turns_to_json,
+)
+from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
+    FinishReason,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+TOKENS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
+FLOATS = st.floats(allow_nan=False)
+METRICS = CompletionMetrics(
+    queue_s=0.1,
+    time_to_first_token_s=1 / 3,
+    decode_s=2.0,
+    inter_token_latency_s=1e-9,
+    cached_tokens=3,
+    requests_in_flight=4,
+)
+
+
+@st.composite
+def completions(draw):
+    token_ids = draw(TOKENS)
+    starts = sorted(draw(st.sets(st.integers(1, 5), max_size=2)))
+    runs = [VersionRun(0, 2), *(VersionRun(s, 3 + s) for s in starts if s < len(token_ids))]
+    return Completion(
+        request_id=draw(st.text(max_size=5)),
+        token_ids=token_ids,
+        logprobs=tuple(draw(FLOATS) for _ in token_ids),
+        version_runs=tuple(runs) if token_ids else (),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        metrics=draw(st.sampled_from([None, METRICS])),
+        replica=draw(st.sampled_from(["", "replica 1"])),
+    )
+
+
+@st.composite
+def turn_lists(draw):
+    turns: list[Turn] = []
+    for completion in draw(st.lists(completions(), max_size=3)):
+        prompt = draw(TOKENS)
+        if turns and draw(st.booleans()):
+            prompt = turns[-1].prompt_token_ids + turns[-1].completion.token_ids + prompt
+        reward, text = draw(st.none() | FLOATS), draw(st.none() | st.text(max_size=3))
+        turn = Turn(prompt_token_ids=prompt, completion=completion, reward=reward, text=text)
+        turns.append(turn)
+    return tuple(turns)
+
+
+@st.composite
+def rollouts(draw):
+    return Rollout(
+        rollout_id="g/r0",
+        group_id="g",
+        problem_id="p",
+        turns=draw(turn_lists()),
+        status=draw(st.sampled_from(RolloutStatus)),
+        reward=draw(st.none() | FLOATS),
+        cause=draw(st.none() | st.text(max_size=3)),
+        messages=({"role": "user", "content": "ü", "tool_calls": [{"x": [1, None]}]},),
+        metrics={"reward/a": draw(FLOATS)},
+    )
+
+
+@st.composite
+def recorded_rollouts(draw):
+    if draw(st.booleans()):
+        ended = draw(rollouts())
+        return RecordedRollout(rollout_id="g/r0", turns=ended.turns, ended=ended)
+    turns, state = draw(turn_lists()), {"deck": [3, 1, 2], "n": None, "x": 0.1}
+    prompt = (turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else ()) + (7,)
+    answers = [
+        Observation(prompt_token_ids=prompt, max_tokens=4, stop_token_ids=(9,), turn_reward=0.1),
+        Terminal(reward=0.3, turn_text="t", metrics={"m": 1.5}),
+    ]
+    answer = draw(st.sampled_from(answers))
+    return RecordedRollout(
+        rollout_id="g/r0",
+        turns=turns,
+        env_states={len(turns): EnvState(answer=answer, state=state, messages=({"role": "a"},))},
+        partial=draw(st.none() | completions()),
+        prompt_token_ids=prompt,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rollouts(), max_size=3))
+def test_a_group_comes_back_equal_after_its_way_through_json(members):
+    problem = Problem(problem_id="p", data={"turns": [["a", "b"]], "seed": 3})
+    group = RolloutGroup(group_id="g", problem=problem, rollouts=tuple(members))
+    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
+
+
+@settings(max_examples=60, deadline=None)
+@given(recorded_rollouts())
+def test_a_recorded_rollout_comes_back_equal_after_its_way_through_json(recorded):
+    assert recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded)))) == recorded
+
+
+def turn_of(prompt, token_ids, logprobs=None) -> Turn:
+    logprobs = logprobs or (-0.5,) * len(token_ids)
+    completion = Completion(
+        request_id="r",
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.STOP,
+    )
+    return Turn(prompt_token_ids=prompt, completion=completion)
+
+
+def test_trap_15_logprobs_that_are_not_finite_survive():
+    recorded = RecordedRollout(
+        rollout_id="r",
+        turns=(turn_of((1,), (2, 3), (float("nan"), float("-inf"))),),
+    )
+    back = recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded))))
+    assert list(map(str, back.turns[0].completion.logprobs)) == ["nan", "-inf"]
+
+
+def test_a_prompt_that_extends_the_turn_before_is_written_as_what_is_new():
+    turns = (turn_of((1, 2), (3,)), turn_of((1, 2, 3, 4), (5,)), turn_of((1, 9), (6,)))
+    prompts = [turn["prompt"]["token_ids"] for turn in turns_to_json(turns)]
+    assert prompts == [[1, 2], [4], [1, 9]]
+
+
+def test_messages_that_are_not_json_become_their_repr():
+    rollout = Rollout(
+        rollout_id="g/r0",
+        group_id="g",
+        problem_id="p",
+        turns=(),
+        status=RolloutStatus.COMPLETED,
+        reward=1.0,
+        messages=({"role": "user", "content": {1, 2}},),
+    )
+    group = RolloutGroup(
+        group_id="g", problem=Problem(problem_id="p", data={}), rollouts=(rollout,)
+    )
+    back = group_from_json(json.loads(json.dumps(group_to_json(group))))
+    assert back.rollouts[0].messages == ({"role": "user", "content": "{1, 2}"},)
+
+
+def test_a_record_of_another_format_is_refused():
+    data = recorded_to_json(RecordedRollout(rollout_id="r")) | {"format": 99}
+    with pytest.raises(ValueError, match="format 99"):
+        recorded_from_json(data)

@@ -1,0 +1,121 @@
+"""Which journal files there are, which of them a resuming run reads, and which may go.
+
+One file a checkpoint step, ``step-000010.jsonl``: the turns that finished after the content of that
+checkpoint was taken. Where checkpoint 10 turns out to be torn, those of 5 and of 10 together tell
+what came after 5.
+
+A run that resumes begins a new *lineage*: `restart` replaces the file of the restored step, in one
+rename, by one with exactly the turns that the run goes on with; files are only read together with
+others of their lineage. What was dropped once therefore never comes back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals, read_lines
+from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.types import Turn
+
+_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+class JournalDirectory:
+    """The journal of one run. `begin` or `restart` comes before the first `append`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._journal: Journal | None = None
+        self._lineage: int | None = None  # of what this process writes
+
+    def restore(self, step: int, base: Mapping[str, RecordedRollout]) -> dict[str, RecordedRollout]:
+        """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
+        those that began after it. A missing journal has none.
+
+        Raises:
+            JournalError: a file that is to be read is damaged.
+        """
+        files = self._files()
+        lineage = _lineage(files[step]) if step in files else None
+        if lineage is None:
+            return dict(base)
+        later = [path for s, path in sorted(files.items()) if s >= step]
+        return read_journals([path for path in later if _lineage(path) == lineage], base)
+
+    def restart(
+        self,
+        step: int,
+        rollouts: Mapping[str, RecordedRollout],
+        base: Mapping[str, RecordedRollout],
+    ) -> None:
+        """Begin a new lineage behind the checkpoint of ``step``, which holds ``base``, with what
+        is kept of the ``rollouts`` that `restore` gave. Later files of older lineages are deleted.
+
+        Raises:
+            JournalError: it cannot be written.
+        """
+        self.close()
+        files = self._files()
+        found = [_lineage(path) for path in files.values()]
+        self._lineage = 1 + max((lineage for lineage in found if lineage is not None), default=-1)
+        final = self._file(step)
+        journal = Journal(final.with_suffix(".tmp"), lineage=self._lineage)
+        for recorded in rollouts.values():
+            known = base[recorded.rollout_id].turns if recorded.rollout_id in base else ()
+            goes_on = recorded.turns[: len(known)] == known
+            for index in range(len(known) if goes_on else 0, len(recorded.turns)):
+                state = recorded.env_states.get(index + 1)
+                journal.append(recorded.rollout_id, index, recorded.turns[index], state)
+        self._journal = journal.renamed(final)
+        for later in files:
+            if later > step:
+                files[later].unlink()
+
+    def begin(self, step: int) -> None:
+        """From now on turns come after the checkpoint of ``step``, whose content is being taken.
+
+        Raises:
+            JournalError: it cannot be written.
+        """
+        self.close()
+        if self._lineage is None:
+            found = [_lineage(path) for path in self._files().values()]
+            known = [lineage for lineage in found if lineage is not None]
+            self._lineage = 1 + max(known, default=-1)
+        self._journal = Journal(self._file(step), lineage=self._lineage)
+
+    def append(
+        self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
+    ) -> None:
+        """As `Journal.append`; an ``on_turn`` of `Rollouter.run_group`."""
+        if self._journal is None:
+            raise JournalError(f"{self.path}: no journal was begun")
+        self._journal.append(rollout_id, turn_index, turn, env_state)
+
+    def prune(self, oldest_step: int) -> None:
+        """Delete the files of checkpoints before ``oldest_step``, the oldest one that is kept."""
+        for step, path in self._files().items():
+            if step < oldest_step:
+                path.unlink()
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _file(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}.jsonl"
+
+    def _files(self) -> dict[int, Path]:
+        if not self.path.is_dir():
+            return {}
+        named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+        return {int(name[1]): path for name, path in named if name}
+
+
+def _lineage(path: Path) -> int | None:
+    """None where the file was cut off before its header was whole."""
+    header = next(read_lines(path), None)
+    return None if header is None else int(header["lineage"])

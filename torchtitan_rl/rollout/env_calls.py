@@ -1,0 +1,91 @@
+"""Calls of a rollout's environment, each within its time limit; every failure is a `RolloutEnded`.
+
+Answers are checked here, too: nothing of a wrong type gets behind this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan_rl.rollout.answers import checked_answer, checked_terminal
+from torchtitan_rl.rollout.calls import call, is_cancelled, summary
+from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
+from torchtitan_rl.types import Completion, RolloutStatus
+
+
+class RolloutEnded(Exception):
+    """The rollout is over without a `Terminal`."""
+
+    def __init__(self, status: RolloutStatus, cause: str) -> None:
+        super().__init__(cause)
+        self.status = status
+        self.cause = cause
+
+
+class EnvCalls:
+    """``on_call`` is told the name of each method before it is called."""
+
+    def __init__(
+        self, *, timeout_s: float, max_prompt_tokens: int, on_call: Callable[[str], None]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_prompt_tokens = max_prompt_tokens
+        self._on_call = on_call
+
+    async def __call__(self, method: Callable[..., Any], *args: Any) -> Any:
+        name = getattr(method, "__name__", repr(method))
+        self._on_call(name)
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await call(method, *args)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                cause = f"{name}: no answer after {self._timeout_s} s"
+                raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, cause) from error
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+
+    async def reset(self, env: TokenEnv) -> Observation:
+        """The checked first observation."""
+        answer = self._checked(await self(env.reset))
+        if isinstance(answer, Terminal):
+            cause = f"the environment owes an Observation to begin with, not {answer!r}"[:500]
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, cause)
+        return answer
+
+    async def step(self, env: TokenEnv, completion: Completion) -> Observation | Terminal:
+        """The checked answer of ``step``."""
+        return self._checked(await self(env.step, completion))
+
+    async def finish(self, env: TokenEnv, status: RolloutStatus) -> Terminal:
+        """The checked answer of ``finish``."""
+        answer = await self(env.finish, status)
+        try:
+            return checked_terminal(answer)
+        except ValueError as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, str(error)) from error
+
+    async def close(self, env: TokenEnv) -> str | None:
+        """Close to the end (or its time-out), cancelled or not; returns what went wrong."""
+        closing = asyncio.ensure_future(self(env.close))
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        failure = None if closing.cancelled() else closing.exception()
+        return str(failure) if failure else None
+
+    def _checked(self, answer: object) -> Observation | Terminal:
+        try:
+            return checked_answer(answer, max_prompt_tokens=self._max_prompt_tokens)
+        except ValueError as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, str(error)) from error

@@ -1,0 +1,110 @@
+"""What is kept of a rollout that runs, so that another process can continue it. Pure.
+
+Invariants: recorded turns are whole (sampled, and answered by the environment) and are never
+sampled again; they are a prefix of the rollout, so that dropping one drops all behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.types import Completion, Rollout, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvState:
+    """An environment between two turns.
+
+    ``state`` is what its `state_dict` gave, None where it has none (then only a `Terminal` is
+    worth keeping); ``messages`` are the conversation, kept with a `Terminal` only.
+    """
+
+    answer: Observation | Terminal
+    state: Any = None  # JSON-able
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRollout:
+    """One rollout as far as it got.
+
+    ``env_states[n]`` is the environment behind the first ``n`` turns; any may be missing.
+    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: the
+    tokens so far where its finish reason is ABORT, else a whole completion that the environment
+    has not answered. ``ended`` is there where the rollout is over: as it was before scoring.
+    """
+
+    rollout_id: str
+    turns: tuple[Turn, ...] = ()
+    env_states: Mapping[int, EnvState] = field(default_factory=dict)
+    partial: Completion | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    ended: Rollout | None = None
+
+    @property
+    def env_state(self) -> EnvState | None:
+        """The environment behind the last recorded turn."""
+        return self.env_states.get(len(self.turns))
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, those of the running turn included."""
+        return _num_sampled(self.turns) + (len(self.partial.token_ids) if self.partial else 0)
+
+
+def with_turn(
+    recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
+) -> RecordedRollout:
+    """The record after turn ``index``, which replaces that turn and whatever came behind it.
+
+    Raises:
+        ValueError: turns before this one are missing.
+    """
+    if index > len(recorded.turns):
+        raise ValueError(
+            f"rollout {recorded.rollout_id}: turn {index} comes behind turn "
+            f"{len(recorded.turns) - 1}"
+        )
+    kept = _first_turns(recorded, index)
+    states = kept.env_states if env_state is None else {**kept.env_states, index + 1: env_state}
+    return replace(kept, turns=(*kept.turns, turn), env_states=states)
+
+
+def usable_turns(
+    recorded: RecordedRollout, *, restored_version: int, admitted_version: int
+) -> tuple[RecordedRollout, int]:
+    """What a trainer restored at ``restored_version`` may use, and how many tokens it may not.
+
+    The longest prefix of turns whose tokens all have versions from ``admitted_version`` (of the
+    group) to ``restored_version``; the tokens of a running turn are whole or gone likewise.
+    """
+
+    def usable(completion: Completion) -> bool:
+        return all(admitted_version <= v <= restored_version for v in completion.versions)
+
+    count = next(
+        (i for i, turn in enumerate(recorded.turns) if not usable(turn.completion)),
+        len(recorded.turns),
+    )
+    if count < len(recorded.turns):
+        kept = _first_turns(recorded, count)
+    elif recorded.partial is not None and not usable(recorded.partial):
+        kept = replace(recorded, partial=None)
+    else:
+        kept = recorded
+    return kept, recorded.num_tokens - kept.num_tokens
+
+
+def _first_turns(recorded: RecordedRollout, count: int) -> RecordedRollout:
+    return RecordedRollout(
+        rollout_id=recorded.rollout_id,
+        turns=recorded.turns[:count],
+        env_states={n: state for n, state in recorded.env_states.items() if n <= count},
+    )
+
+
+def _num_sampled(turns: tuple[Turn, ...]) -> int:
+    return sum(len(turn.completion.token_ids) for turn in turns)
