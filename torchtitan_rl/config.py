@@ -108,10 +108,30 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """GRPO's clipped surrogate. ``clip_high`` above ``clip_low`` is DAPO's clip-higher."""
+    """The policy loss: each field one choice, all described in `training/losses`. The defaults are
+    GRPO's clipped surrogate; ``clip_high`` above ``clip_low`` is DAPO's clip-higher.
 
+    ``anchor``: whose logprobs the ratio is taken against: those that the tokens were sampled with,
+    or of a proximal policy (decoupled PPO): the weights before this step, or a policy in between by
+    the tokens' age. Tokens are then weighted by proximal / behaviour, truncated at ``weight_cap``.
+    ``mask`` leaves out tokens, or sequences, whose policy / behaviour is not between ``mask_low``
+    and ``mask_high``.
+    """
+
+    surrogate: Literal["clip", "cispo"] = "clip"
+    ratio: Literal["token", "sequence"] = "token"  # sequence is GSPO
     clip_low: float = 0.2
     clip_high: float = 0.28
+    anchor: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    weight: Literal["none", "token", "sequence"] = "none"
+    weight_cap: float = 2.0
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    mask_low: float = 0.5
+    mask_high: float = 5.0
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    constant_length: int = 0  # of `constant`, Dr. GRPO's: tokens that each sequence counts as
+    kl_coefficient: float = 0.0  # above 0: a KL penalty against the initial policy, kept in memory
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     max_log_ratio: float = 20.0  # log-ratios are clamped to ± this before the exponential
 
 

@@ -7,7 +7,7 @@ from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
 from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.training.losses import policy_loss
+from torchtitan_rl.training.losses import LossTokens, StepTotals, loss_metrics, policy_loss
 from torchtitan_rl.types import PullReport, VersionRun
 
 
@@ -32,16 +32,28 @@ def make_record(trainer: dict[str, float]) -> StepRecord:
 
 
 def trainer_metrics() -> dict[str, float]:
-    """The loss's own names, and those that `PolicyTrainer` adds."""
-    ones_T = torch.ones(2)
-    output = policy_loss(
-        -ones_T, -ones_T, ones_T, ones_T.bool(), num_trained=2, config=LossConfig()
+    """The loss's own names, under every option and age, and those that `PolicyTrainer` adds."""
+    ones_T = torch.ones(4)
+    tokens = LossTokens(
+        logprobs_T=-ones_T,
+        behaviour_T=-ones_T,
+        advantages_T=ones_T,
+        trained_T=ones_T.bool(),
+        ages_T=torch.arange(4),
+        sequences_T=torch.arange(4),
+        reference_T=-ones_T,
     )
+    output = policy_loss(
+        tokens,
+        totals=StepTotals(num_tokens=4, num_sequences=4),
+        config=LossConfig(anchor="interpolated", weight="token", mask="token", kl_coefficient=0.1),
+    )
+    of_loss = loss_metrics(output.sums, output.maxima, num_trained=4)
     added = (
         "loss entropy grad_norm learning_rate trained_tokens padding_share step_s "
         "tokens_per_second masked_nonfinite"
     )
-    return dict.fromkeys([*output.sums, *output.maxima, *added.split()], 0.0)
+    return dict.fromkeys([*of_loss, *added.split()], 0.0)
 
 
 def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
@@ -60,7 +72,7 @@ def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
         "sync/pull_stall_ms_mean": 20.0,
         "sync/pull_stall_ms_max": 30.0,
         "sync/running_requests": 4.0,
-        "tokens/generated_per_second": 25.0,
+        "tokens/generated_per_second": 12.5,
         "tokens/discarded/env_error": 20.0,
         "time/step_s": 8.0,
         "policy/staleness_max": 0.0,

@@ -12,8 +12,10 @@ from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
 from torchtitan_rl.training.splitting import (
     microbatches,
     num_masked_nonfinite,
+    num_sequences,
     pad_rows,
     rank_share,
+    sequence_ids,
     trained_mask,
 )
 from torchtitan_rl.types import Episode
@@ -174,3 +176,21 @@ def test_the_first_token_of_a_document_is_never_trained_on() -> None:
     batch = pack_episodes(episodes, row_len=8, temperature=1.0).batch
     assert batch is not None
     assert trained_mask(batch)[0].tolist() == [False, True, True, True, False, True, True, False]
+
+
+def test_sequences_of_a_batch_have_numbers_of_their_own() -> None:
+    batch = make_batch([5, 3, 8, 2, 6])
+    ids = sequence_ids(batch)
+    real = batch.document_ids >= 0
+    assert len(np.unique(ids[real])) == 5
+    assert (ids[~real] == -1).all()
+    lengths = sorted(np.unique(ids[real], return_counts=True)[1].tolist())
+    assert lengths == [2, 3, 5, 6, 8]
+
+
+def test_sequences_without_a_trained_token_do_not_count() -> None:
+    batch = make_batch([5, 3, 8])
+    batch.loss_mask[(batch.document_ids == batch.document_ids[0, 0])] = False
+    assert 0 < num_sequences(batch) < 3
+    batch.loss_mask[:] = False
+    assert num_sequences(batch) == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.adapters import titan_setup  # before torchtitan
 from torchtitan_rl.adapters.hf_config import read_architecture
 from torchtitan_rl.adapters.titan_checkpoint import CheckpointWriter, load_state
+from torchtitan_rl.adapters.titan_forward import Forward, forward
 from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
 from torchtitan_rl.adapters.titan_model import build_policy
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
+from torchtitan_rl.adapters.trainer_objective import PolicyObjective, StepSums, load_reference
 from torchtitan_rl.config import TrainerConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.training.logprobs import selected_logprobs
-from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss, policy_loss
+from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss
 from torchtitan_rl.training.splitting import (
     microbatches,
     num_masked_nonfinite,
@@ -41,21 +41,7 @@ from torchtitan_rl.training.splitting import (
     trained_mask,
 )
 
-_COUNTS = ("loss", "clamped_log_ratio")  # sums that are no means over trained tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forward:
-    """S tokens of a microbatch. ``index_S`` points into its flattened [B * L]; ``counts_S`` is
-    False on the one token that stands in where none is wanted (every rank must run the forward)."""
-
-    logprobs_S: torch.Tensor
-    entropy_S: torch.Tensor
-    index_S: torch.Tensor
-    counts_S: torch.Tensor
-
-
-_Objective = Callable[[TrainingBatch, _Forward], LossOutput]
+_Objective = Callable[[TrainingBatch, Forward], LossOutput]
 
 
 class PolicyTrainer:
@@ -90,6 +76,9 @@ class PolicyTrainer:
         self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
         self._model = build_policy(self._architecture, config, self._layout, dtype=self._dtype)
         load_hf(self._model, self._source)
+        self._reference = load_reference(
+            self._source, self._architecture, config, self._layout, dtype=self._dtype
+        )
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
         self._version = 0
         self._writer = CheckpointWriter(timeout=timedelta(seconds=config.step_timeout_s))
@@ -107,18 +96,14 @@ class PolicyTrainer:
             ValueError: no token to train on, or rows longer than the configured length.
         """
         trained = replace(batch, loss_mask=trained_mask(batch))
+        objective = PolicyObjective(
+            self._config.loss,
+            trained,
+            version=self._version,
+            reference=self._reference,
+            layout=self._layout,
+        )
         num_trained = int(trained.loss_mask.sum())
-
-        def objective(part: TrainingBatch, forward: _Forward) -> LossOutput:
-            return policy_loss(
-                forward.logprobs_S,
-                self._tensor(part.logprobs).flatten()[forward.index_S],
-                self._tensor(part.advantages).flatten()[forward.index_S],
-                forward.counts_S,
-                num_trained=num_trained,
-                config=self._config.loss,
-            )
-
         output = self._step(trained, num_trained, objective)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
         return output
@@ -132,8 +117,8 @@ class PolicyTrainer:
         mask = batch.loss_mask & predicted_mask(batch)
         num_trained = int(mask.sum())
 
-        def objective(part: TrainingBatch, forward: _Forward) -> LossOutput:
-            return cross_entropy_loss(forward.logprobs_S, forward.counts_S, num_trained=num_trained)
+        def objective(part: TrainingBatch, output: Forward) -> LossOutput:
+            return cross_entropy_loss(output.logprobs_S, output.counts_S, num_trained=num_trained)
 
         return self._step(replace(batch, loss_mask=mask, temperature=1.0), num_trained, objective)
 
@@ -145,9 +130,9 @@ class PolicyTrainer:
         rows = []
         for part in parts:
             with torch.no_grad():
-                forward = self._forward(part)
+                output = forward(self._model, part, self._layout)
             part_BL = torch.zeros(part.token_ids.shape, device=self._layout.device)
-            part_BL.view(-1)[forward.index_S] = forward.logprobs_S * forward.counts_S
+            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.counts_S
             rows.append(part_BL)
         share_BL = torch.cat(rows)
         if self._layout.data_group is None:
@@ -216,22 +201,13 @@ class PolicyTrainer:
         started = time.perf_counter()
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
-        sums: dict[str, torch.Tensor] = {}
-        maxima: dict[str, torch.Tensor] = {}
+        sums = StepSums()
         for part in self._parts(batch):
-            forward = self._forward(part)
-            output = objective(part, forward)
-            output.loss.backward()  # type: ignore[no-untyped-call]
-            entropy = (forward.entropy_S * forward.counts_S).sum()
-            for name, value in {
-                **output.sums,
-                "loss": output.loss.detach(),
-                "entropy": entropy,
-            }.items():
-                sums[name] = sums[name] + value if name in sums else value
-            for name, value in output.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        metrics = self._reduced(sums, maxima, num_trained)
+            output = forward(self._model, part, self._layout)
+            loss = objective(part, output)
+            loss.loss.backward()  # type: ignore[no-untyped-call]
+            sums.add(loss, (output.entropy_S * output.counts_S).sum())
+        metrics = sums.metrics(num_trained, self._layout.data_group)
         learning_rate = self._optimizer.learning_rate
         metrics["grad_norm"] = self._optimizer.clip()
         self._refuse_divergence(metrics)
@@ -257,53 +233,6 @@ class PolicyTrainer:
         padded = pad_rows(batch, ranks * rows if self._config.compile else ranks)
         return microbatches(rank_share(padded, self._layout.data_rank, ranks), rows)
 
-    def _forward(self, part: TrainingBatch) -> _Forward:
-        """Logprobs, at the batch's temperature, of the tokens where ``loss_mask`` holds."""
-        positions_BL = self._tensor(part.position_ids)
-        index_S = self._tensor(part.loss_mask).flatten().nonzero()[:, 0]
-        counts_S = torch.ones_like(index_S, dtype=torch.bool)
-        if index_S.numel() == 0:
-            index_S, counts_S = index_S.new_zeros(1), counts_S.new_zeros(1)
-        tokens_BL = self._tensor(part.token_ids)
-        logits_1SV = self._model(
-            tokens_BL,
-            positions_BL,
-            self._model.get_attention_masks(positions_BL),
-            (index_S - 1).clamp_min(0),  # the logits before a token are its distribution
-        )
-        vocab_start = 0
-        if isinstance(logits_1SV, DTensor):
-            # DTensor splits into chunks of ceil(V / ranks).
-            ranks = dist.get_world_size(self._layout.tensor_group)
-            chunk = -(-logits_1SV.shape[-1] // ranks)
-            vocab_start = chunk * dist.get_rank(self._layout.tensor_group)
-            logits_1SV = logits_1SV.to_local()
-        logprobs_S, entropy_S = selected_logprobs(
-            logits_1SV[0],
-            tokens_BL.flatten()[index_S],
-            temperature=part.temperature,
-            group=self._layout.tensor_group,
-            vocab_start=vocab_start,
-        )
-        return _Forward(
-            logprobs_S=logprobs_S, entropy_S=entropy_S, index_S=index_S, counts_S=counts_S
-        )
-
-    def _reduced(
-        self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], num_trained: int
-    ) -> dict[str, float]:
-        """Metrics over all data-parallel ranks (tensor-parallel ones hold equal values)."""
-        totals = torch.stack([value.double() for value in sums.values()])
-        largest = torch.stack([value.double() for value in maxima.values()] or [totals[0]])
-        if self._layout.data_group is not None:
-            dist.all_reduce(totals, group=self._layout.data_group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._layout.data_group)
-        metrics = {
-            name: total if name in _COUNTS else total / num_trained
-            for name, total in zip(sums, totals.tolist(), strict=True)
-        }
-        return metrics | dict(zip(maxima, largest.tolist(), strict=False))
-
     def _refuse_divergence(self, metrics: dict[str, float]) -> None:
         """Loss and gradient norm are global, so all ranks raise together."""
         for name in ("loss", "grad_norm"):
@@ -313,6 +242,3 @@ class PolicyTrainer:
                     f"{name} is {metrics[name]} in the step after version {self._version}; the "
                     f"weights are still those of version {self._version}"
                 )
-
-    def _tensor(self, rows: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._layout.device)

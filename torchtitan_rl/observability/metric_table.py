@@ -110,8 +110,33 @@ def _of_rollouts(split: Split) -> list[Metric]:
     return [_row(f"{split.value}/{row.name}", row.unit, row.reduction, row.meaning) for row in rows]
 
 
+_AGES = {
+    "age_0": "sampled under the weights that the step started from",
+    "age_1": "one version older",
+    "age_2": "two versions older",
+    "age_3plus": "three or more versions older",
+}
+
+
+def _of_ages() -> list[Metric]:
+    """Of a step's trained tokens by the version that they were sampled under."""
+    return [
+        row
+        for age, which in _AGES.items()
+        for row in [
+            _row(f"{age}/tokens", "tokens", "sum", f"trained tokens {which}"),
+            _row(f"{age}/ratio_mean", "-", "mean", "over them, as ratio_mean"),
+            _row(f"{age}/ratio_max", "-", "max", "over them, as ratio_max"),
+            _row(f"{age}/clip_share", "share", "mean", "over them, as clip_share"),
+            _row(f"{age}/masked_share", "share", "mean", "over them, as masked_share"),
+            _row(f"{age}/kl_k3", "nats", "mean", "over them, as kl_k3"),
+            _row(f"{age}/effective_share", "share", "ratio", "over them, as effective_share"),
+        ]
+    ]
+
+
 _TRAINER = [
-    _row("loss", "-", "sum over tokens / trained tokens", "the clipped policy loss"),
+    _row("loss", "-", "sum over the step's terms", "the policy loss, with its KL penalty"),
     _row("ratio_mean", "-", "mean", "probability ratio of the trained policy to the sampling one"),
     _row("ratio_max", "-", "max", "the same"),
     _row("clip_share", "share", "mean", "trained tokens whose ratio was clipped"),
@@ -119,10 +144,11 @@ _TRAINER = [
     _row("clip_share_high", "share", "mean", "of them at the upper bound"),
     _row("kl_k1", "nats", "mean", "KL of the sampling policy to the trained one: -log ratio"),
     _row("kl_k3", "nats", "mean", "the same with less variance: ratio - 1 - log ratio"),
-    _row("clip_share_low", "share", "mean", "of them, those below 1 - clip_low"),
-    _row("clip_share_high", "share", "mean", "of them, those above 1 + clip_high"),
-    _row("kl_k1", "nats", "mean", "KL of the sampling policy from the trained one, -log(ratio)"),
-    _row("kl_k3", "nats", "mean", "the same, ratio - 1 - log(ratio): never negative"),
+    _row("masked_share", "share", "mean", "trained tokens masked for their ratio (loss.mask)"),
+    _row("effective_share", "share", "ratio", "effective sample size / trained tokens"),
+    _row("weight_mean", "-", "mean", "truncated importance weight of trained tokens"),
+    _row("weight_capped_share", "share", "mean", "trained tokens whose weight was truncated"),
+    _row("kl_reference", "nats", "mean", "KL of the policy from the initial one (kl_estimator)"),
     _row("entropy", "nats", "mean", "of the next-token distribution on trained tokens"),
     _row("logprob_diff_mean", "nats", "mean", "|trainer's - generator's logprob| of a token"),
     _row("logprob_diff_max", "nats", "max", "the same"),
@@ -134,6 +160,7 @@ _TRAINER = [
     _row("clamped_log_ratio", "tokens", "sum", "log-ratio beyond the clamp before exponentiation"),
     _row("step_s", "s", "last", "forward, backward and optimizer"),
     _row("tokens_per_second", "tokens/s", "last", "tokens that are not padding, per step_s"),
+    *_of_ages(),
 ]
 _RUN = [
     _row("tokens/generated", "tokens", "sum", "sampled; equals trained + all discarded"),

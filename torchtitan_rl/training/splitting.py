@@ -69,6 +69,18 @@ def num_masked_nonfinite(batch: TrainingBatch) -> int:
     return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
 
 
+def sequence_ids(batch: TrainingBatch) -> npt.NDArray[np.int64]:
+    """[R, L]: a number for each document of the batch, that no other has; -1 on padding."""
+    num_rows, row_len = batch.document_ids.shape
+    first = row_len * np.arange(num_rows, dtype=np.int64)[:, None]
+    return np.where(batch.document_ids >= 0, first + batch.document_ids, -1)
+
+
+def num_sequences(batch: TrainingBatch) -> int:
+    """Documents with at least one token where ``loss_mask`` holds."""
+    return len(np.unique(sequence_ids(batch)[batch.loss_mask]))
+
+
 def _rows(batch: TrainingBatch, which: slice) -> TrainingBatch:
     return _map_rows(batch, lambda _, rows: rows[which])
 

@@ -1,0 +1,49 @@
+"""Logprobs of selected tokens against plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import torchtitan_rl.training.logprobs as logprobs_module
+from torchtitan_rl.training.logprobs import selected_logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_elements", [1 << 24, 40])
+def test_selected_logprobs_equal_log_softmax_at_the_sampling_temperature(
+    temperature: float, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 25: the trainer divides logits by the temperature that was sampled at."""
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(9, 11)).requires_grad_()
+    targets = torch.randint(0, 11, (9,))
+    upstream = torch.randn(9)
+    expected = (logits / temperature).log_softmax(-1)
+    (wanted,) = torch.autograd.grad(
+        (expected.gather(1, targets[:, None])[:, 0] * upstream).sum(), logits
+    )
+    logprobs, entropy = selected_logprobs(logits, targets, temperature=temperature)
+    (found,) = torch.autograd.grad((logprobs * upstream).sum(), logits)
+    assert torch.allclose(logprobs, expected.gather(1, targets[:, None])[:, 0], atol=1e-6)
+    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert not entropy.requires_grad
+
+
+def test_logits_in_bfloat16_are_normalized_in_float32() -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(5, 300)).to(torch.bfloat16)
+    targets = torch.randint(0, 300, (5,))
+    logprobs, _ = selected_logprobs(logits, targets)
+    expected = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    assert torch.allclose(logprobs, expected, atol=1e-6)
+
+
+def test_a_token_that_is_masked_out_of_the_vocabulary_leaves_the_entropy_finite() -> None:
+    _, entropy = selected_logprobs(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
+    assert entropy.tolist() == pytest.approx([math.log(2)])
