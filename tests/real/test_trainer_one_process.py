@@ -145,42 +145,6 @@ def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
         np.testing.assert_allclose(policy_trainer.logprobs(batch), trained, atol=0.2)
 
 
-def test_a_resumed_trainer_equals_the_uninterrupted_one_bit_for_bit(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    batches = [random_batch(seed=seed) for seed in range(4)]
-    path = tmp_path / "step-000002"
-    with trainer(checkpoint) as policy_trainer:
-        for batch in batches[:2]:
-            policy_trainer.train_step(batch)
-        torch.rand(7)  # away from the seeded state
-        policy_trainer.save_checkpoint(path, {"position": [1, 2]})
-        drawn = torch.rand(3)
-        expected = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
-        weights = policy_trainer.hf_state_dict()
-    with trainer(checkpoint) as policy_trainer:
-        policy_trainer.train_step(batches[3])  # whatever was before is gone
-        assert policy_trainer.load_checkpoint(path) == {"position": [1, 2]}
-        assert policy_trainer.version == 2
-        assert torch.equal(torch.rand(3), drawn)
-        found = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
-        state = policy_trainer.hf_state_dict()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-    timings = ("step_s", "tokens_per_second")
-    for one, other in zip(found, expected, strict=True):
-        assert [one[k] for k in one if k not in timings] == [
-            other[k] for k in other if k not in timings
-        ]
-
-
-def test_a_checkpoint_without_its_marker_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with trainer(checkpoint) as policy_trainer:
-        policy_trainer.save_checkpoint(tmp_path / "step-000000", {})
-        (tmp_path / "step-000000" / "trainer.json").unlink()
-        with pytest.raises(ConfigError, match="not complete"):
-            policy_trainer.load_checkpoint(tmp_path / "step-000000")
-
-
 @pytest.mark.parametrize(("advantage", "value"), [(np.nan, "loss is nan"), (1e37, "grad_norm is")])
 def test_a_step_that_diverges_raises_and_leaves_no_trace(
     checkpoint: Path, advantage: float, value: str

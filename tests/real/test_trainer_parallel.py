@@ -59,6 +59,8 @@ def run_steps(
         policy_trainer.load_checkpoint(resume)
         resumed = policy_trainer.train_step(batches()[1]).metrics
         policy_trainer.save_checkpoint(folder / "checkpoint", {})
+        policy_trainer.train_step(batches()[0])  # all ranks write while they train
+        policy_trainer.finish_checkpoint()
     os.environ["MASTER_PORT"] = str(ports[1])
     with trainer(checkpoint, **fields) as policy_trainer:
         metrics = [policy_trainer.train_step(batch).metrics for batch in batches()]
