@@ -45,12 +45,17 @@ def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_
             "engine/kv_use_mean": 0.2,
             "engine/kv_use_max": 0.5,
             "engine/tokens_per_second": 100,
+            "overlap/generator_idle_share": 5 / 8,
         }
     )
 
 
 def test_engines_without_work_have_no_load_to_describe() -> None:
-    assert engine_metrics([{"a": IDLE}]) == {"engine/replicas": 1, "engine/preemptions": 3}
+    assert engine_metrics([{"a": IDLE}]) == {
+        "engine/replicas": 1,
+        "engine/preemptions": 3,
+        "overlap/generator_idle_share": 1,
+    }
     assert engine_metrics([]) == {}
 
 

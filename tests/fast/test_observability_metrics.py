@@ -158,6 +158,25 @@ def test_staleness_is_counted_per_token_not_per_turn() -> None:
     metrics = staleness_metrics([make_group(make_rollout(1.0, turn))], trained_version=7)
     assert metrics["policy/staleness_mean"] == pytest.approx(4 / 3)
     assert metrics["policy/staleness_max"] == 2.0
+    assert metrics["policy/age_share/2"] == pytest.approx(2 / 3)
+    assert metrics["policy/age_share/0"] == pytest.approx(1 / 3)
+    check_names(metrics)
+
+
+def test_failed_rollouts_are_not_trained_and_have_no_staleness() -> None:
+    old = make_turn((1,), (2, 3), versions=(VersionRun(0, 0),))
+    new = make_turn((1,), (2, 3), versions=(VersionRun(0, 7),))
+    failed = make_rollout(None, old, status=RolloutStatus.ENV_ERROR)
+    metrics = staleness_metrics([make_group(make_rollout(1.0, new), failed)], trained_version=7)
+    assert metrics["policy/staleness_max"] == 0.0
+
+
+def test_a_version_under_which_nothing_was_sampled_is_not_counted() -> None:
+    turn = make_turn((1,), (2,), versions=(VersionRun(0, 3), VersionRun(1, 7)))
+    empty = make_turn((1,), (), versions=())
+    metrics = staleness_metrics([make_group(make_rollout(1.0, turn, empty))], trained_version=7)
+    assert metrics["policy/staleness_mean"] == 4.0
+    assert "policy/age_share/0" not in metrics
 
 
 @pytest.mark.parametrize("groups", [[], [make_group()], [make_group(make_rollout(None))]])

@@ -1,7 +1,9 @@
 import io
+import re
 
 import pytest
 
+from torchtitan_rl.observability.asynchrony import Overlap
 from torchtitan_rl.observability.progress import (
     NoProgress,
     PlainProgress,
@@ -11,6 +13,12 @@ from torchtitan_rl.observability.progress import (
     format_seconds,
     make_progress,
 )
+from torchtitan_rl.orchestration.records import BufferStates
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 class Clock:
@@ -64,7 +72,7 @@ def test_plain_progress_is_one_line_a_step_a_validation_and_a_message() -> None:
     progress.close()
     assert stream.getvalue().splitlines() == [
         "[0:00] validation after step 0: reward 0.250",
-        "[1:05] step 1/50  reward 0.500  validation 0.250  1,840 tok/s  ETA 53:05",
+        "[1:05] step 1/50  reward 0.500  val 0.250  1,840 tok/s  ETA 53:05",
         "[1:05] replica 1 is lost",
     ]
 
@@ -85,6 +93,43 @@ def test_rich_progress_shows_phase_step_and_messages() -> None:
     assert "[not markup] is kept" in text
 
 
+ASYNCHRONOUS = {
+    "staleness": 1.24,
+    "buffer": BufferStates(waiting=0, running=20, finished=7, batched=4, capacity=31),
+    "overlap": Overlap(trainer_idle_share=0.124, generator_idle_share=0.031),
+}
+
+
+def test_an_asynchronous_run_shows_age_buffer_and_idle_shares() -> None:
+    clock = Clock()
+    state = ProgressState(3, clock=clock)
+    state.end_step(1, reward=0.5, tokens_per_second=None, **ASYNCHRONOUS)
+    text = describe_step(state)
+    assert text == "step 1/3  reward 0.500  age 1.2  ready 7/31  idle 12%+3%  ETA 0:00"
+    state.end_step(2, reward=0.5, tokens_per_second=None)
+    assert "age" not in describe_step(state)
+
+
+def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    state = ProgressState(500, step=399, clock=clock)
+    state.end_validation(0.512)
+    clock.now += 100
+    state.end_step(400, reward=0.512, tokens_per_second=1234.5, **ASYNCHRONOUS)
+    plain, rich = io.StringIO(), Terminal()
+    PlainProgress(state, plain).step_ended()
+    assert len(plain.getvalue().rstrip()) <= 110
+    monkeypatch.setenv("COLUMNS", "110")
+    progress = RichProgress(state, rich)
+    state.phase = "checkpoint"
+    progress.step_ended()
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", rich.getvalue())
+    assert re.search(r"checkpoint +step 400/500 .* ETA 2:46:40", text)  # cut where it is too long
+
+
 def test_auto_is_plain_where_there_is_no_terminal() -> None:
     state, stream = ProgressState(1), io.StringIO()
     assert isinstance(make_progress("auto", state, stream), PlainProgress)
@@ -96,10 +141,6 @@ def test_auto_is_plain_where_there_is_no_terminal() -> None:
 
 
 def test_auto_is_rich_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     progress = make_progress("auto", ProgressState(1), Terminal())
     assert isinstance(progress, RichProgress)
     progress.close()

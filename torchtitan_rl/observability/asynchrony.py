@@ -8,8 +8,7 @@ one part is the bottleneck, and only more devices for it (or less work) make ste
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
@@ -66,24 +65,61 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 
 def advice(overlap: Overlap, *, staleness: int) -> str:
     """One sentence: who waits, and which knob would help."""
-    raise NotImplementedError
+    trainer, generator = f"{overlap.trainer_idle_share:.0%}", f"{overlap.generator_idle_share:.0%}"
+    gain = f"steps could take up to {1 - overlap.efficiency:.0%} less time"
+    match overlap.bottleneck:
+        case Bottleneck.GENERATOR:
+            return (
+                f"generation is the bottleneck: the trainer waits {trainer} of the time; give "
+                "generation more devices"
+            )
+        case Bottleneck.TRAINER:
+            return (
+                f"the trainer is the bottleneck: replicas have nothing to do {generator} of the "
+                "time; give the trainer more devices"
+            )
+        case Bottleneck.BALANCED:
+            return (
+                f"balanced: the trainer waits {trainer} of the time and replicas {generator}; only "
+                "more devices for both make steps shorter"
+            )
+        case Bottleneck.WAITING if staleness == 0:
+            return (
+                f"generation and training take turns: the trainer waits {trainer} of the time and "
+                f"replicas {generator}; with schedule.staleness 1 they overlap, and {gain}"
+            )
+        case Bottleneck.WAITING:
+            return (
+                f"generation and training wait for each other: the trainer {trainer} of the time "
+                f"and replicas {generator}; raise schedule.staleness or schedule.window, and {gain}"
+            )
 
 
 class Advisor:
-    """Says what limits the run: once per ``every_steps``, and at the end. Means are over the steps
-    since the last time."""
+    """Says what limits the run, from the mean of the last ``every_steps`` steps: after the first so
+    many, after each further so many where the verdict has changed, and at the end."""
 
     def __init__(self, *, staleness: int, every_steps: int = 20) -> None:
         self._staleness = staleness
-        self._seen: deque[Overlap] = deque(maxlen=every_steps)
+        self._every_steps = every_steps
+        self._seen: list[Overlap] = []
+        self._said: Bottleneck | None = None
 
     def observe(self, overlap: Overlap) -> str | None:
         """Take one step in; a sentence where one is due."""
-        raise NotImplementedError
+        self._seen.append(overlap)
+        if len(self._seen) < self._every_steps:
+            return None
+        mean = _mean(self._seen)
+        self._seen.clear()
+        if mean.bottleneck is self._said:
+            return None
+        self._said = mean.bottleneck
+        return advice(mean, staleness=self._staleness)
 
     def conclude(self) -> str | None:
-        """The last sentence; None where nothing was seen since the one before."""
-        raise NotImplementedError
+        """The sentence for the end; None where no step was seen since the last one."""
+        return advice(_mean(self._seen), staleness=self._staleness) if self._seen else None
 
 
 def idle_share(*, wall_s: float, busy_s: float) -> float:
@@ -105,11 +141,50 @@ def overtaken_metrics(
     groups: Iterable[RolloutGroup], overtaken: frozenset[str]
 ) -> dict[str, float]:
     """Length and reward of the groups that younger ones overtook (``parked``), beside those of
-    the others (``on_time``): short answers would be favoured where the two are not alike and parked
-    groups were lost."""
-    raise NotImplementedError
+    the others (``on_time``): whether training without the slow groups would favour short answers.
+    """
+    groups = list(groups)
+    parked = [group for group in groups if group.group_id in overtaken]
+    if not parked:
+        return {"parked/groups": 0.0}
+    on_time = [group for group in groups if group.group_id not in overtaken]
+    return _part_metrics("parked", parked) | _part_metrics("on_time", on_time)
 
 
 def total_metrics(totals: LedgerTotals) -> dict[str, float]:
     """The run's account."""
-    raise NotImplementedError
+    metrics = {
+        "total/tokens_generated": float(totals.tokens_generated),
+        "total/tokens_trained": float(totals.tokens_trained),
+        "total/tokens_buffered": float(totals.tokens_buffered),
+        "total/groups_admitted": float(totals.groups_admitted),
+        "total/groups_trained": float(totals.groups_trained),
+        "total/groups_buffered": float(totals.groups_buffered),
+    }
+    by_cause = {
+        "total/tokens_masked": totals.tokens_masked,
+        "total/tokens_discarded": totals.tokens_discarded,
+        "total/groups_discarded": totals.groups_discarded,
+    }
+    for name, causes in by_cause.items():
+        metrics[name] = float(sum(causes.values()))
+        metrics |= {f"{name}/{cause}": float(number) for cause, number in causes.items()}
+    return metrics
+
+
+def _part_metrics(part: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    metrics = {f"{part}/groups": float(len(groups))}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    if rewards:
+        metrics[f"{part}/reward_mean"] = fmean(rewards)
+    if rollouts:
+        metrics[f"{part}/response_length_mean"] = fmean(r.num_sampled_tokens for r in rollouts)
+    return metrics
+
+
+def _mean(overlaps: Sequence[Overlap]) -> Overlap:
+    return Overlap(
+        trainer_idle_share=fmean(one.trainer_idle_share for one in overlaps),
+        generator_idle_share=fmean(one.generator_idle_share for one in overlaps),
+    )

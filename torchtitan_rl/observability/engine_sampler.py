@@ -9,6 +9,7 @@ from statistics import fmean
 from types import TracebackType
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
 from torchtitan_rl.types import EngineStats
 
 EngineReading = Mapping[str, EngineStats]  # by replica
@@ -59,12 +60,16 @@ class EngineSampler:
 
 
 def engine_metrics(readings: Sequence[EngineReading]) -> dict[str, float]:
-    """Loads over the readings in which some engine had work; nothing where none had."""
+    """Loads over the readings in which some engine had work, left out where none had; and the
+    share of replica time in which a replica had no request."""
     metrics: dict[str, float] = {}
     if readings:
         last = readings[-1].values()
         metrics["engine/replicas"] = float(len(last))
         metrics["engine/preemptions"] = float(sum(stats.preemptions for stats in last))
+        metrics[GENERATOR_IDLE] = fmean(
+            stats.running + stats.waiting == 0 for reading in readings for stats in reading.values()
+        )
     busy = [
         list(reading.values())
         for reading in readings

@@ -58,6 +58,23 @@ _GENERATION_TIMES = {
 }
 
 
+_STATISTICS = [
+    _row(
+        "reward_ci95_low",
+        "reward",
+        "Student's interval",
+        "95 % confidence, of the mean over problems of each problem's mean reward",
+    ),
+    _row("reward_ci95_high", "reward", "Student's interval", "the same"),
+    _row(
+        "pass_at_k/*",
+        "share",
+        "mean over problems",
+        "chance that one of k samples solves a problem (unbiased; failed rollouts do not)",
+    ),
+]
+
+
 def _of_rollouts(split: Split) -> list[Metric]:
     """Of the rollouts of one step (train) or of one validation."""
     rows = [
@@ -107,6 +124,8 @@ def _of_rollouts(split: Split) -> list[Metric]:
         _row("generation/cached_share", "share", "ratio of sums", "cached of all prompt tokens"),
         _row("task/*", "task's own", "mean", "numbers that the environment or rubric reports"),
     ]
+    if split is Split.VALIDATION:
+        rows += _STATISTICS
     return [_row(f"{split.value}/{row.name}", row.unit, row.reduction, row.meaning) for row in rows]
 
 
@@ -162,15 +181,20 @@ _TRAINER = [
     _row("tokens_per_second", "tokens/s", "last", "tokens that are not padding, per step_s"),
     *_of_ages(),
 ]
+_PARTS = {
+    "parked": "that younger groups overtook",
+    "on_time": "that none overtook, where some were",
+}
 _RUN = [
     _row("tokens/generated", "tokens", "sum", "sampled; equals trained + all discarded"),
     _row("tokens/trained", "tokens", "sum", "that had loss in this step"),
     _row("tokens/discarded", "tokens", "sum", "masked or thrown away, for whatever cause"),
     _row("tokens/discarded/*", "tokens", "sum", "masked or thrown away for this cause"),
-    _row("tokens/generated_per_second", "tokens/s", "ratio", "tokens/generated per rollout phase"),
+    _row("tokens/generated_per_second", "tokens/s", "ratio", "tokens/generated per time/step_s"),
     _row("policy/version", "version", "last", "of the weights after the step"),
     _row("policy/staleness_mean", "versions", "mean", "version trained minus version sampled"),
     _row("policy/staleness_max", "versions", "max", "the same"),
+    _row("policy/age_share/*", "share", "ratio", "trained tokens that are so many versions old"),
     _row("sync/publish_s", "s", "last", "the trainer gathers and writes the weights"),
     _row("sync/stage_s", "s", "max over replicas", "a replica fetches them while it decodes"),
     _row("sync/pull_s", "s", "max over replicas", "from asking for the swap until it is done"),
@@ -192,7 +216,41 @@ _RUN = [
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
     _row("time/sync_s", "s", "last", "phase: weights published and pulled"),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
-    _row("time/step_s", "s", "last", "rollout, train and sync together"),
+    _row("time/step_s", "s", "last", "wall time since the previous step was done"),
+    _row("overlap/trainer_idle_share", "share", "ratio", "of the step's time the trainer waits"),
+    _row("overlap/generator_idle_share", "share", "mean", "of replica time without any request"),
+    _row(
+        "overlap/efficiency",
+        "share",
+        "ratio",
+        "busy time of the busier part per step time: 1 is the best that these devices allow",
+    ),
+    _row("buffer/waiting", "groups", "last", "admitted and not started, when the batch was taken"),
+    _row("buffer/running", "groups", "last", "being rolled out"),
+    _row("buffer/finished", "groups", "last", "rolled out and in no batch yet"),
+    _row("buffer/batched", "groups", "last", "in the batch"),
+    _row("buffer/capacity", "groups", "last", "that may be in the buffer at once"),
+    *(
+        row
+        for part, whose in _PARTS.items()
+        for row in (
+            _row(f"{part}/groups", "count", "sum", f"groups of the batch {whose}"),
+            _row(f"{part}/reward_mean", "reward", "mean", "of their rollouts that did not fail"),
+            _row(f"{part}/response_length_mean", "tokens", "mean", "sampled tokens of a rollout"),
+        )
+    ),
+    _row("total/tokens_generated", "tokens", "sum", "of the whole run: the four below together"),
+    _row("total/tokens_trained", "tokens", "sum", "of the whole run"),
+    _row("total/tokens_masked", "tokens", "sum", "in a batch, but left out of the loss by a rule"),
+    _row("total/tokens_masked/*", "tokens", "sum", "the same, by rule"),
+    _row("total/tokens_discarded", "tokens", "sum", "thrown away"),
+    _row("total/tokens_discarded/*", "tokens", "sum", "the same, by cause"),
+    _row("total/tokens_buffered", "tokens", "last", "of groups that are not trained yet"),
+    _row("total/groups_admitted", "groups", "sum", "of the whole run: the three below together"),
+    _row("total/groups_trained", "groups", "sum", "of the whole run"),
+    _row("total/groups_discarded", "groups", "sum", "thrown away whole"),
+    _row("total/groups_discarded/*", "groups", "sum", "the same, by cause"),
+    _row("total/groups_buffered", "groups", "last", "not trained yet"),
     _row("controller/loop_lag_ms_mean", "ms", "mean", "lateness of the controller's event loop"),
     _row("controller/loop_lag_ms_max", "ms", "max", "the same"),
 ]

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Literal, Protocol, TextIO
 
+from torchtitan_rl.observability.asynchrony import Overlap
+from torchtitan_rl.orchestration.records import BufferStates
+
 _ETA_STEPS = 10
 
 
@@ -27,6 +30,9 @@ class ProgressState:
         self.reward: float | None = None
         self.validation_reward: float | None = None
         self.tokens_per_second: float | None = None
+        self.staleness: float | None = None
+        self.buffer: BufferStates | None = None
+        self.overlap: Overlap | None = None
         self._clock = clock
         self._started = self._last_step_end = clock()
         self._durations: deque[float] = deque(maxlen=_ETA_STEPS)
@@ -48,13 +54,26 @@ class ProgressState:
         """The first step begins: what came before (start-up) is not counted in the estimate."""
         self._last_step_end = self._clock()
 
-    def end_step(self, step: int, *, reward: float | None, tokens_per_second: float | None) -> None:
+    def end_step(
+        self,
+        step: int,
+        *,
+        reward: float | None,
+        tokens_per_second: float | None,
+        staleness: float | None = None,
+        buffer: BufferStates | None = None,
+        overlap: Overlap | None = None,
+    ) -> None:
+        """The last three are shown where given; a synchronous run has no need of them."""
         now = self._clock()
         self._durations.append(now - self._last_step_end)
         self._last_step_end = now
         self.step = step
         self.reward = reward
         self.tokens_per_second = tokens_per_second
+        self.staleness = staleness
+        self.buffer = buffer
+        self.overlap = overlap
 
     def end_validation(self, reward: float | None) -> None:
         self.validation_reward = reward
@@ -119,13 +138,19 @@ class RichProgress:
     def __init__(self, state: ProgressState, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+        from rich.table import Column
 
         self._state = state
+        spinner, facts = SpinnerColumn(), TextColumn("{task.fields[facts]}")
+        phase = TextColumn(
+            "{task.fields[phase]}", style="cyan", table_column=Column(min_width=10, no_wrap=True)
+        )
+        self._columns_without_bar = (spinner, phase, facts)
         self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.fields[phase]:<10}", style="cyan"),
+            spinner,
+            phase,
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[facts]}"),
+            facts,
             console=Console(file=stream),
             refresh_per_second=4,
         )
@@ -154,6 +179,8 @@ class RichProgress:
 
     def _show(self) -> None:
         state = self._state
+        if state.overlap is not None:  # its facts need the room
+            self._bar.columns = self._columns_without_bar
         self._bar.update(
             self._task, completed=state.step, phase=state.phase, facts=describe_step(state)
         )
@@ -174,14 +201,26 @@ def make_progress(
 
 
 def describe_step(state: ProgressState) -> str:
-    """``step 12/50  reward 0.61  validation 0.58  1,840 tok/s  ETA 3:10``"""
+    """``step 12/50  reward 0.610  val 0.580  1,840 tok/s  ETA 3:10``
+
+    An asynchronous run shows before the ETA ``age 1.2  ready 7/33  idle 12%+3%``: the mean
+    staleness, the finished groups of the buffer's room, and the idle shares of trainer and
+    generator.
+    """
     parts = [f"step {state.step}/{state.num_steps}"]
     if state.reward is not None:
         parts.append(f"reward {_number(state.reward)}")
     if state.validation_reward is not None:
-        parts.append(f"validation {_number(state.validation_reward)}")
+        parts.append(f"val {_number(state.validation_reward)}")
     if state.tokens_per_second is not None:
         parts.append(f"{state.tokens_per_second:,.0f} tok/s")
+    if state.staleness is not None:
+        parts.append(f"age {state.staleness:.1f}")
+    if state.buffer is not None:
+        parts.append(f"ready {state.buffer.finished}/{state.buffer.capacity}")
+    if state.overlap is not None:
+        trainer, generator = state.overlap.trainer_idle_share, state.overlap.generator_idle_share
+        parts.append(f"idle {trainer:.0%}+{generator:.0%}")
     if state.eta_s is not None:
         parts.append(f"ETA {format_seconds(state.eta_s)}")
     return "  ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.metric_table import Split
@@ -26,17 +26,24 @@ def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, f
 
 
 def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -> dict[str, float]:
-    """Age of the sampled tokens when the policy at ``trained_version`` was trained on them."""
-    ages = [
-        trained_version - version
-        for group in groups
-        for rollout in group.rollouts
-        for turn in rollout.turns
-        for version in turn.completion.versions
-    ]
-    if not ages:
+    """Age of the sampled tokens when the policy at ``trained_version`` was trained on them; failed
+    rollouts are not trained on."""
+    tokens_of_age: Counter[int] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            if not rollout.status.is_failure:
+                for turn in rollout.turns:
+                    for version, number in _tokens_by_version(turn.completion):
+                        tokens_of_age[trained_version - version] += number
+    total = tokens_of_age.total()
+    if not total:
         return {}
-    return {"policy/staleness_mean": fmean(ages), "policy/staleness_max": float(max(ages))}
+    metrics = {
+        "policy/staleness_mean": sum(age * n for age, n in tokens_of_age.items()) / total,
+        "policy/staleness_max": float(max(tokens_of_age)),
+    }
+    shares = {f"policy/age_share/{age}": n / total for age, n in sorted(tokens_of_age.items())}
+    return metrics | shares
 
 
 def count_episodes(rollout: Rollout) -> int:
@@ -53,6 +60,14 @@ def count_episodes(rollout: Rollout) -> int:
             episodes += 1
         tokens = prompt + sampled
     return episodes
+
+
+def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
+    """(version, number of tokens) of each run that has a token."""
+    ends = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
+    for run, end in zip(completion.version_runs, ends, strict=False):
+        if end > run.start:
+            yield run.version, end - run.start
 
 
 def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -80,7 +95,7 @@ def _shape_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not rollouts:
         return {}
     turns = [len(rollout.turns) for rollout in rollouts]
-    lengths = [sum(len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     return {
         "turns_mean": fmean(turns),
         "turns_max": max(turns),

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from torchtitan_rl.observability.asynchrony import (
+    TRAINER_IDLE,
+    buffer_metrics,
+    idle_share,
+    overtaken_metrics,
+    total_metrics,
+)
+from torchtitan_rl.observability.evaluation import evaluation_metrics
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
 from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
@@ -14,33 +22,47 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     """Everything that its record tells of one step."""
     metrics = rollout_metrics(record.groups, Split.TRAIN)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
-    metrics |= _token_metrics(record.tokens, record.rollout_s)
+    wall_s = record.wall_s
+    if wall_s is None:
+        wall_s = record.rollout_s + record.train_s + record.sync_s
+    metrics |= _token_metrics(record.tokens, wall_s)
     if record.trainer:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
     if record.sync is not None:
         metrics |= _sync_metrics(record.sync, record.publish_s)
+    if record.trainer_busy_s is not None:
+        metrics[TRAINER_IDLE] = idle_share(wall_s=wall_s, busy_s=record.trainer_busy_s)
+    if record.buffer is not None:
+        metrics |= buffer_metrics(record.buffer) | overtaken_metrics(
+            record.groups, record.overtaken
+        )
+    if record.totals is not None:
+        metrics |= total_metrics(record.totals)
     return metrics | {
         "policy/version": float(record.version),
         "time/rollout_s": record.rollout_s,
         "time/train_s": record.train_s,
         "time/sync_s": record.sync_s,
-        "time/step_s": record.rollout_s + record.train_s + record.sync_s,
+        "time/step_s": wall_s,
     }
 
 
 def validation_metrics(record: ValidationRecord) -> dict[str, float]:
-    return rollout_metrics(record.groups, Split.VALIDATION) | {
+    statistics = evaluation_metrics(record.groups, success_reward=record.success_reward)
+    metrics = rollout_metrics(record.groups, Split.VALIDATION)
+    metrics |= {f"{Split.VALIDATION.value}/{name}": value for name, value in statistics.items()}
+    return metrics | {
         "time/validation_s": record.seconds,
         "policy/version": float(record.version),
     }
 
 
-def _token_metrics(tokens: TokenCounts, rollout_s: float) -> dict[str, float]:
+def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
     metrics = {
         "tokens/generated": float(tokens.generated),
         "tokens/trained": float(tokens.trained),
         "tokens/discarded": float(sum(tokens.discarded.values())),
-        "tokens/generated_per_second": tokens.generated / rollout_s if rollout_s > 0 else 0.0,
+        "tokens/generated_per_second": tokens.generated / wall_s if wall_s > 0 else 0.0,
     }
     return metrics | {f"tokens/discarded/{c}": float(n) for c, n in tokens.discarded.items()}
 

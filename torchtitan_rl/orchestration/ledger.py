@@ -1,7 +1,7 @@
 """The account of a whole run: where each sampled token and each admitted group went.
 
-Tokens are entered twice, from two sources: as they are sampled (per turn), and as their group
-leaves (by the batch's own account). The two must agree.
+Tokens are entered twice, from two sources: as they are sampled (per turn or rollout), and as their
+group leaves (by the batch's own account). The two must agree.
 
 Invariants: generated = trained + masked + discarded by cause + buffered, of tokens; admitted =
 trained + discarded by cause + buffered, of groups; at any moment. A group leaves once. A call that
@@ -47,7 +47,7 @@ class TokenLedger:
         self._groups_admitted += 1
 
     def generate(self, group_id: str, num_tokens: int) -> None:
-        """Tokens were sampled for a group (a turn is complete).
+        """Tokens were sampled for a group: a turn or a rollout is complete.
 
         Raises:
             LedgerError: the group is not in the buffer.
@@ -88,6 +88,10 @@ class TokenLedger:
                 f"{counts.generated}: {', '.join(group_ids)}"
             )
         masked = Counter(masked_by_loss or {})
+        if masked.total() > counts.trained:
+            raise LedgerError(
+                f"{masked.total()} tokens masked by the loss, of {counts.trained} in the batch"
+            )
         self._trained += counts.trained - masked.total()
         for cause, number in lost.items():
             (self._masked if cause in MASKED_CAUSES else self._discarded)[cause] += number
@@ -120,11 +124,31 @@ class TokenLedger:
         self._tokens_of[group_id] = held - num_tokens
         self._discarded[cause] += num_tokens
 
+    def lose(self, group_id: str, cause: str, num_tokens: int) -> None:
+        """Tokens were sampled for a group and thrown away before they were entered (a turn that
+        was cancelled in the middle, recorded turns that may not be used).
+
+        Raises:
+            LedgerError: the group is not in the buffer.
+        """
+        self.generate(group_id, num_tokens)
+        self.discard_tokens(group_id, cause, num_tokens)
+
+    def retract(self, group_id: str) -> None:
+        """Take back what was entered for a group whose tokens will be entered again (a resumed one,
+        rolled out again from its record).
+
+        Raises:
+            LedgerError: the group is not in the buffer.
+        """
+        self._generated -= self._held(group_id)
+        self._tokens_of[group_id] = 0
+
     def check(self, tokens_of: Mapping[str, int]) -> None:
         """Compare with the buffer itself.
 
         Args:
-            tokens_of: the tokens of the complete turns of each group in the buffer.
+            tokens_of: of each group in the buffer, the tokens that it holds.
 
         Raises:
             LedgerError: groups or tokens differ, or the totals do not add up.

@@ -84,9 +84,17 @@ class Watchdog:
             self._say(self._with_chain(f"nothing has moved for {self._quiet_s:.0f} s"))
 
     def chain(self) -> str:
-        """Who waits for what, one a line: waits (the longest first), rollouts, notes."""
+        """Who waits for what, one a line: waits (the longest first, of equal ones only the
+        longest), rollouts, notes."""
         now_s = self._waits.now_s()
-        lines = [wait.describe(now_s) for wait in self._waits.open()]
+        waits = self._waits.open()
+        times = Counter(wait.name for wait in waits)
+        longest = {wait.name: wait for wait in reversed(waits)}
+        lines = [
+            wait.describe(now_s) + (f" [and {times[wait.name] - 1} more]" * (times[wait.name] > 1))
+            for wait in waits
+            if wait is longest[wait.name]
+        ]
         lines += [describe_activities(self._activities(), now_s), *self._notes()]
         return "\n".join(f"  {line}" for line in lines if line)
 

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.records import TokenCounts
+
+
+def ledger_with(**tokens_of: int) -> TokenLedger:
+    ledger = TokenLedger()
+    for group_id, number in tokens_of.items():
+        ledger.admit(group_id)
+        ledger.generate(group_id, number)
+    return ledger
+
+
+def test_every_token_is_trained_masked_discarded_or_buffered() -> None:
+    ledger = ledger_with(a=100, b=50, c=30, d=20)
+    counts = TokenCounts(
+        generated=100, trained=80, discarded={"env_error": 15, "nonfinite_logprob": 5}
+    )
+    ledger.train(["a"], counts, masked_by_loss={"sequence_mask": 10})
+    ledger.discard("b", "zero_variance")
+    ledger.discard_tokens("c", "restarted", 30)
+    ledger.lose("c", "rolled_back", 7)
+    totals = ledger.totals()
+    assert (totals.tokens_generated, totals.tokens_trained, totals.tokens_buffered) == (207, 70, 20)
+    assert totals.tokens_masked == {"nonfinite_logprob": 5, "sequence_mask": 10}
+    assert totals.tokens_discarded == {
+        "env_error": 15,
+        "zero_variance": 50,
+        "restarted": 30,
+        "rolled_back": 7,
+    }
+    assert (totals.groups_admitted, totals.groups_trained, totals.groups_buffered) == (4, 1, 2)
+    assert totals.groups_discarded == {"zero_variance": 1}
+    ledger.check({"c": 0, "d": 20})
+
+
+def test_a_batch_with_other_tokens_than_were_sampled_for_its_groups_is_refused() -> None:
+    ledger = ledger_with(a=100)
+    before = ledger.state_dict()
+    with pytest.raises(LedgerError, match="100 tokens were generated for the groups of a batch"):
+        ledger.train(["a"], TokenCounts(generated=90, trained=90))
+    assert ledger.state_dict() == before
+
+
+def test_a_batch_whose_own_account_does_not_add_up_is_refused() -> None:
+    with pytest.raises(LedgerError, match="90 trained and 5 discarded"):
+        ledger_with(a=100).train(
+            ["a"], TokenCounts(generated=100, trained=90, discarded={"oversized_episode": 5})
+        )
+
+
+def test_more_tokens_cannot_be_masked_than_were_trained() -> None:
+    with pytest.raises(LedgerError, match="11 tokens masked by the loss, of 10"):
+        ledger_with(a=10).train(
+            ["a"], TokenCounts(generated=10, trained=10), masked_by_loss={"icepop": 11}
+        )
+
+
+def test_a_group_leaves_once() -> None:
+    ledger = ledger_with(a=10)
+    ledger.train(["a"], TokenCounts(generated=10, trained=10))
+    with pytest.raises(LedgerError, match="group a is not in the buffer"):
+        ledger.train(["a"], TokenCounts(generated=0, trained=0))
+    with pytest.raises(LedgerError, match="group a is not in the buffer"):
+        ledger.discard("a", "zero_variance")
+    with pytest.raises(LedgerError, match="group a is not in the buffer"):
+        ledger.generate("a", 1)
+
+
+def test_a_group_is_neither_admitted_nor_trained_twice_at_once() -> None:
+    ledger = ledger_with(a=10)
+    with pytest.raises(LedgerError, match="admitted twice"):
+        ledger.admit("a")
+    with pytest.raises(LedgerError, match="trained twice"):
+        ledger.train(["a", "a"], TokenCounts(generated=20, trained=20))
+
+
+def test_no_more_tokens_are_discarded_than_a_group_has() -> None:
+    with pytest.raises(LedgerError, match="it has 10"):
+        ledger_with(a=10).discard_tokens("a", "rolled_back", 11)
+
+
+def test_the_account_is_compared_with_the_buffer_itself() -> None:
+    ledger = ledger_with(a=10, b=5)
+    ledger.check({"a": 10, "b": 5})
+    with pytest.raises(LedgerError, match="b: 5 in the account, 4 there"):
+        ledger.check({"a": 10, "b": 4})
+    with pytest.raises(LedgerError, match="b: 5 in the account, None there"):
+        ledger.check({"a": 10})
+
+
+def test_a_resumed_group_that_reports_its_tokens_again_is_counted_once() -> None:
+    ledger = ledger_with(a=10, b=5)
+    ledger.retract("a")
+    ledger.generate("a", 12)
+    ledger.check({"a": 12, "b": 5})
+    assert ledger.totals().tokens_generated == 17
+
+
+def test_a_resumed_account_goes_on_where_it_was() -> None:
+    ledger = ledger_with(a=10, b=5, c=3)
+    ledger.train(["a"], TokenCounts(generated=10, trained=8, discarded={"env_error": 2}))
+    ledger.discard("b", "zero_variance")
+    resumed = TokenLedger()
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert resumed.totals() == ledger.totals()
+    resumed.train(["c"], TokenCounts(generated=3, trained=3))
+    assert resumed.totals().tokens_trained == 11
+
+
+def test_a_saved_account_that_does_not_add_up_is_refused() -> None:
+    state = ledger_with(a=10).state_dict()
+    with pytest.raises(LedgerError, match="11 tokens generated, but 0 trained"):
+        TokenLedger().load_state_dict(state | {"generated": 11})
+    with pytest.raises(LedgerError, match="2 groups admitted, but 0 trained"):
+        TokenLedger().load_state_dict(state | {"groups_admitted": 2})
+
+
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "generate", "train", "discard", "discard_tokens", "lose"]),
+        st.sampled_from("abc"),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@given(_EVENTS)
+def test_whatever_happens_the_account_adds_up_and_a_refused_call_changes_nothing(
+    events: list[tuple[str, str, int]],
+) -> None:
+    ledger = TokenLedger()
+    for event, group_id, number in events:
+        before = ledger.state_dict()
+        try:
+            match event:
+                case "admit":
+                    ledger.admit(group_id)
+                case "generate":
+                    ledger.generate(group_id, number)
+                case "train":
+                    ledger.train([group_id], TokenCounts(generated=number, trained=number))
+                case "discard":
+                    ledger.discard(group_id, "zero_variance")
+                case "discard_tokens":
+                    ledger.discard_tokens(group_id, "rolled_back", number)
+                case "lose":
+                    ledger.lose(group_id, "restarted", number)
+        except LedgerError:
+            assert ledger.state_dict() == before
+        require_sums(ledger.totals())
