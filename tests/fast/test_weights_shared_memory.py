@@ -34,6 +34,30 @@ def test_at_most_the_current_version_and_the_one_before_exist(tmp_path: Path) ->
     assert files_under(tmp_path / "shm") == ["v1.safetensors", "v2.safetensors"]
 
 
+def test_a_kept_version_stays_readable_until_it_is_kept_no_longer(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(2):
+        publisher.publish(version, weights(version))
+    for version in range(2, 5):
+        publisher.publish(version, weights(version), keep=frozenset({1, 77}))
+    assert files_under(tmp_path / "shm") == ["v1.safetensors", "v3.safetensors", "v4.safetensors"]
+    publisher.publish(5, weights(5))
+    assert files_under(tmp_path / "shm") == ["v4.safetensors", "v5.safetensors"]
+
+
+def test_a_publishing_that_fails_leaves_the_current_and_the_kept_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(3):
+        publisher.publish(version, weights(version), keep=frozenset({0}))
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+        with pytest.raises(WeightSyncError, match="cannot be published"):
+            publisher.publish(3, weights(3), keep=frozenset({0}))
+    assert files_under(tmp_path) == ["v0.safetensors", "v2.safetensors"]
+
+
 def test_while_a_version_is_written_only_the_current_one_is_there_and_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +133,22 @@ def test_room_that_vanishes_between_check_and_write_falls_back_too(
     assert files_under(tmp_path / "run") == ["v2.safetensors"]
     assert files_under(tmp_path / "shm") == ["v1.safetensors"]
     assert Path(handle.path).exists()
+
+
+def test_a_version_published_again_in_the_other_place_exists_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    publisher.publish(0, weights(1))
+    assert files_under(tmp_path / "shm") == []
+    assert files_under(tmp_path / "run") == ["v0.safetensors"]
 
 
 def test_no_room_anywhere_names_both_places(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -131,12 +133,16 @@ def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
         assert state.keys() == original.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in original.items())
         policy_trainer.train_step(batch)
+        umask = os.umask(0o027)
         policy_trainer.export_hf(tmp_path / "exported")
+        os.umask(umask)
         policy_trainer.export_hf(tmp_path / "bf16", dtype="bfloat16")
         trained = policy_trainer.logprobs(batch)
     found = hf_packed_logprobs(tmp_path / "exported", batch)
     assert np.abs(found - hf_packed_logprobs(source, batch)).max() > 1e-2
     np.testing.assert_allclose(found, trained, atol=1e-5)
+    mode = (tmp_path / "exported" / "model.safetensors").stat().st_mode
+    assert stat.filemode(mode) == "-rw-r-----"
     names = {entry.name for entry in (tmp_path / "exported").iterdir()}
     assert names == {entry.name for entry in source.iterdir()}
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"

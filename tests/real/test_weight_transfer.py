@@ -47,8 +47,10 @@ class TrainerSide(Actor):
         )
 
     @concurrent_endpoint
-    async def publish(self, version: int) -> WeightHandle:
-        return await asyncio.to_thread(self._publisher.publish, version, make_weights(version))
+    async def publish(self, version: int, keep: frozenset[int]) -> WeightHandle:
+        return await asyncio.to_thread(
+            self._publisher.publish, version, make_weights(version), keep=keep
+        )
 
     @concurrent_endpoint
     async def publish_broken(self, version: int) -> str:
@@ -108,8 +110,9 @@ def test_weights_arrive_whole_are_replaced_and_go_away(
     async def check() -> None:
         async with two_processes(transport, tmp_path) as (trainer, generator):
             handles = {}
+            none: frozenset[int] = frozenset()
             for version in (0, 1, 2):
-                handles[version] = await trainer.publish.call_one(version)
+                handles[version] = await trainer.publish.call_one(version, none)
                 arrived = await generator.stage.call_one(handles[version])
                 assert arrived == digest(make_weights(version))
             assert await generator.keep_from.call_one(2) == (2,)
@@ -119,15 +122,22 @@ def test_weights_arrive_whole_are_replaced_and_go_away(
             assert gone["error"].startswith("version 0")
             if transport is Transport.SHARED_MEMORY:
                 assert shared_files() == {"v1.safetensors", "v2.safetensors"}
+            # A version that is kept outlives the one before the current one.
+            for version in (3, 4):
+                handles[version] = await trainer.publish.call_one(version, frozenset({2}))
+            assert await generator.keep_from.call_one(5) == ()
+            for version in (2, 3, 4):
+                arrived = await generator.stage.call_one(handles[version])
+                assert arrived == digest(make_weights(version))
             # A version that failed half-way is nowhere; the current one is still served.
-            assert await trainer.publish_broken.call_one(3)
-            assert await generator.keep_from.call_one(3) == ()
-            assert await generator.stage.call_one(handles[2]) == digest(make_weights(2))
+            assert await trainer.publish_broken.call_one(5)
+            assert await generator.keep_from.call_one(5) == ()
+            assert await generator.stage.call_one(handles[4]) == digest(make_weights(4))
             if transport is Transport.SHARED_MEMORY:
-                assert shared_files() == {"v2.safetensors"}
+                assert shared_files() == {"v4.safetensors"}
             await trainer.close.call_one()
-            await generator.keep_from.call_one(3)
-            assert "error" in await generator.stage.call_one(handles[2])
+            await generator.keep_from.call_one(5)
+            assert "error" in await generator.stage.call_one(handles[4])
             assert shared_files() == set()
 
     asyncio.run(check())

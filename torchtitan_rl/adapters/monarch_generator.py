@@ -18,6 +18,7 @@ from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
 from torchtitan_rl.adapters.monarch_runtime import (
     ProcessLostError,
     call,
+    host_name,
     process_environment,
     spawn_processes,
     stop_processes,
@@ -52,6 +53,10 @@ class GeneratorActor(Actor):
     def __init__(self, spec: GeneratorSpec) -> None:
         self._spec = spec
         self._rank = current_rank().rank
+
+    @concurrent_endpoint
+    async def host(self) -> str:
+        return host_name()
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -111,6 +116,13 @@ class MonarchReplica:
     @property
     def name(self) -> str:
         return self._group.name
+
+    async def hosts(self) -> list[str]:
+        """Where its ranks run."""
+        answers = await call(
+            self._ranks.host.call(), what=f"host of {self.name}", timeout_s=_QUICK_CALL_S
+        )
+        return list(answers.values())
 
     async def start(self) -> None:
         await call(

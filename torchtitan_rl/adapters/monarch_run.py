@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan_rl.adapters.monarch_runtime import supervise
 from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
 from torchtitan_rl.prepare import PreparedRun
-from torchtitan_rl.weights.transport import choose_transport
+from torchtitan_rl.weights.transport import Transport, choose_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,7 @@ async def run_processes(
 
     Raises:
         ReplicaError, DeadlineError: one of them did not start; the others are ended.
+        ConfigError: the configured transport does not reach from the trainer to a replica.
     """
     supervise()
     plan = prepared.plan
@@ -42,7 +42,8 @@ async def run_processes(
             spec = _generator_spec(prepared, index, trace_dir)
             environment = engine_environment(group.threads, plan.device)
             replicas.append(await MonarchReplica.spawn(group, spec, environment))
-        await _all(trainer.start(), *(replica.start() for replica in replicas))
+        transport = await _transport(prepared, trainer, replicas)
+        await _all(trainer.start(transport), *(replica.start() for replica in replicas))
         yield RunProcesses(trainer=trainer, replicas=tuple(replicas))
     finally:
         await asyncio.gather(trainer.close(), *(replica.close() for replica in replicas))
@@ -58,19 +59,26 @@ async def _all(*work: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
+async def _transport(
+    prepared: PreparedRun, trainer: MonarchTrainer, replicas: Sequence[MonarchReplica]
+) -> Transport:
+    """From where the processes are, which they themselves know best."""
+    hosts = await asyncio.gather(*(replica.hosts() for replica in replicas))
+    return choose_transport(
+        prepared.config.weight_sync.transport,
+        trainer_host=await trainer.host(),
+        replica_hosts=[host for of_replica in hosts for host in of_replica],
+    )
+
+
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
-    config, host = prepared.config, socket.gethostname()
+    config = prepared.config
     return TrainerSpec(
         checkpoint=prepared.policy_dir,
         trainer=config.trainer,
         dtype=config.policy.dtype,
         seed=prepared.plan.trainer.seed,
         num_steps=config.num_steps,
-        transport=choose_transport(
-            config.weight_sync.transport,
-            trainer_host=host,
-            replica_hosts=[host] * len(prepared.plan.replicas),
-        ),
         run_dir=config.run_dir.absolute(),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,

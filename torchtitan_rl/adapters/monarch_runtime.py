@@ -95,6 +95,11 @@ def _free_endpoint() -> tuple[str, int]:
         return "127.0.0.1", int(probe.getsockname()[1])
 
 
+def host_name() -> str:
+    """Of the machine that the calling process runs on: equal where memory can be shared."""
+    return socket.gethostname()
+
+
 async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None = None) -> _T:
     """The answer of an actor, with its errors as ours.
 

@@ -21,6 +21,7 @@ from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
 from torchtitan_rl.adapters.monarch_runtime import (
     ProcessLostError,
     call,
+    host_name,
     process_environment,
     spawn_processes,
     stop_processes,
@@ -48,7 +49,6 @@ class TrainerSpec:
     dtype: Literal["float32", "bfloat16"]
     seed: int
     num_steps: int
-    transport: Transport
     run_dir: Path
     log_dir: Path
     trace_dir: Path | None
@@ -70,10 +70,14 @@ class TrainerActor(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @concurrent_endpoint
-    async def start(self) -> None:
+    async def host(self) -> str:
+        return host_name()
+
+    @concurrent_endpoint
+    async def start(self, transport: Transport) -> None:
         from torchtitan_rl.adapters.trainer_rank import TrainerRank
 
-        self._trainer = await self._work(TrainerRank, self._spec, self._rank)
+        self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
@@ -129,8 +133,13 @@ class MonarchTrainer:
         mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
         return cls(group, mesh, spec)
 
-    async def start(self) -> None:
-        await self._call(self._ranks.start.call(), "start")
+    async def host(self) -> str:
+        """Where rank 0 runs, which publishes the weights."""
+        return await self._call_for_first(self._ranks.host.call(), "host")
+
+    async def start(self, transport: Transport) -> None:
+        """Build the model; weights will be published by way of ``transport``."""
+        await self._call(self._ranks.start.call(transport), "start")
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         return await self._call_for_first(self._ranks.train_step.call(batch), "optimizer step")

@@ -70,6 +70,10 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-    save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
+    weights = temporary / "model.safetensors"
+    weights.touch()
+    mode = weights.stat().st_mode  # save_file makes a file for the owner alone
+    save_file(state, weights, metadata={"format": "pt"})
+    weights.chmod(mode)
     shutil.rmtree(path, ignore_errors=True)
     temporary.rename(path)

@@ -17,7 +17,7 @@ from torchtitan_rl.weights.transport import Transport, WeightPublisher
 class TrainerRank:
     """Made and called in one thread of its process, on all ranks together."""
 
-    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
         self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}")
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(
@@ -27,7 +27,7 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
             )
-        self._publisher = _publisher(spec) if rank == 0 else None
+        self._publisher = _publisher(spec, transport) if rank == 0 else None
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
@@ -68,8 +68,8 @@ class TrainerRank:
         self._tracer.close()
 
 
-def _publisher(spec: TrainerSpec) -> WeightPublisher:
-    if spec.transport is Transport.RDMA:
+def _publisher(spec: TrainerSpec, transport: Transport) -> WeightPublisher:
+    if transport is Transport.RDMA:
         from torchtitan_rl.adapters.monarch_rdma import MonarchRdmaPublisher
 
         return MonarchRdmaPublisher()

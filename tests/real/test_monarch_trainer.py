@@ -1,0 +1,91 @@
+"""The trainer as the controller sees it: two ranks in processes of their own, behind Monarch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.real.models import tiny_qwen3
+from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
+from torchtitan_rl.adapters.monarch_runtime import supervise
+from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.training.checkpoint_files import MARKER, load_attachment
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.transport import Transport
+
+
+def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_written(
+    tmp_path: Path,
+) -> None:
+    spec = TrainerSpec(
+        checkpoint=tiny_qwen3(tmp_path / "policy"),
+        trainer=dataclasses.replace(CONFIG, data_parallel_shard=2, step_timeout_s=120.0),
+        dtype="float32",
+        seed=0,
+        num_steps=MAX_STEPS,
+        run_dir=tmp_path,
+        log_dir=tmp_path,
+        trace_dir=None,
+    )
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+
+    async def check() -> None:
+        supervise()
+        group = ProcessGroup(name="trainer", ranks=2, threads=1, devices=(), seed=0)
+        trainer = await MonarchTrainer.spawn(group, spec)
+        try:
+            assert await trainer.host() == socket.gethostname()
+            await trainer.start(Transport.SHARED_MEMORY)
+            await trainer.finish_checkpoint()  # nothing to wait for
+            await trainer.train_step(random_batch())
+            await trainer.save_checkpoint(checkpoints.path(1), {"at": 1}, {"groups": b"12"})
+            _, _, output = await asyncio.gather(
+                trainer.finish_checkpoint(),
+                trainer.finish_checkpoint(),
+                trainer.train_step(random_batch(seed=1)),
+            )
+            assert output.version == 2
+            assert checkpoints.steps() == [1]
+            assert load_attachment(checkpoints.path(1), "groups") == b"12"
+
+            handles = [await trainer.publish()]
+            for _ in range(2):
+                await trainer.train_step(random_batch())
+                handles.append(await trainer.publish(frozenset({2})))
+            assert [handle.version for handle in handles] == [2, 3, 4]
+            for handle in handles:
+                assert isinstance(handle, SharedMemoryHandle)
+                assert Path(handle.path).stat().st_size == handle.num_bytes
+
+            # What cannot be written is told to all who wait, and does not end the trainer.
+            (tmp_path / "file").touch()
+            with pytest.raises(CheckpointError, match="file/step-000004"):
+                await trainer.save_checkpoint(tmp_path / "file" / "step-000004", {})
+            await trainer.save_checkpoint(checkpoints.path(4), {}, {"../outside": b""})
+            told = await asyncio.gather(
+                trainer.finish_checkpoint(), trainer.finish_checkpoint(), return_exceptions=True
+            )
+            assert [type(error) for error in told] == [CheckpointError] * 2
+            await trainer.finish_checkpoint()
+            assert checkpoints.steps() == [1]
+
+            assert await trainer.load_checkpoint(checkpoints.path(1)) == {"at": 1}
+            assert (await trainer.train_step(random_batch(seed=1))).metrics["loss"] == (
+                output.metrics["loss"]
+            )
+            await trainer.save_checkpoint(checkpoints.path(2), {"at": 2})
+        finally:
+            await trainer.close()
+        assert not any(Path(handle.path).exists() for handle in handles)
+
+    asyncio.run(check())
+    assert checkpoints.steps() == [1, 2]  # closing finished the last
+    assert not (checkpoints.path(2) / "attachments").exists()
+    assert (checkpoints.path(2) / MARKER).is_file()
