@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
+from torchtitan_rl.config import LossConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.losses.age_metrics import AGE_BUCKETS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"data_parallel_shard": 2},
@@ -23,6 +26,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp": {"data_parallel_replicate": 2},
 }
 TIMEOUT_S = 240.0
+OFF_POLICY = LossConfig(
+    ratio="sequence",
+    anchor="interpolated",
+    weight="token",
+    mask="geometric",
+    mask_low=0.5,
+    mask_high=2.0,
+    aggregation="sequence_mean",
+    kl_coefficient=0.5,
+)
 METRICS = (
     "loss",
     "grad_norm",
@@ -43,6 +56,17 @@ def batches() -> list[TrainingBatch]:
     assert [len(batch.token_ids) % 2 for batch in result] == [0, 1], [
         len(batch.token_ids) for batch in result
     ]
+    return result
+
+
+def batches_of_many_versions() -> list[TrainingBatch]:
+    """Sampled zero to four versions before the first step, one version an episode, and not too far
+    from the policy."""
+    result = []
+    for batch in batches():
+        rows = np.arange(len(batch.token_ids))[:, None]
+        versions = np.where(batch.loss_mask, -((rows + batch.document_ids) % 5), -1)
+        result.append(replace(batch, versions=versions, logprobs=batch.logprobs - 1.5))
     return result
 
 
@@ -71,10 +95,14 @@ def run_steps(
         with pytest.raises(DivergedError, match="after version 2"):
             policy_trainer.train_step(bad)
         policy_trainer.export_hf(folder / "exported")
+    os.environ["MASTER_PORT"] = str(ports[2])
+    with trainer(checkpoint, loss=OFF_POLICY, **fields) as policy_trainer:
+        off_policy = [policy_trainer.train_step(b).metrics for b in batches_of_many_versions()]
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(weights, folder / "weights.pt")
         np.save(folder / "logprobs.npy", logprobs)
         (folder / "metrics.json").write_text(json.dumps([*metrics, resumed]))
+        (folder / "off-policy.json").write_text(json.dumps(off_policy))
     elif os.environ["RANK"] == "1":
         assert weights == {}
         np.save(folder / "logprobs-of-rank-1.npy", logprobs)
@@ -86,7 +114,7 @@ def one_rank(
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S - 10.0, exit=True)
     for index, (name, fields) in enumerate(layouts.items()):
-        own = ports[2 * index : 2 * index + 2]
+        own = ports[3 * index : 3 * index + 3]
         run_steps(checkpoint, root / "one" / "resume", root / name, own, **fields)
     faulthandler.cancel_dump_traceback_later()
 
@@ -97,7 +125,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     checkpoint = tiny_qwen3(root / "policy")
     (root / "one").mkdir()
-    run_steps(checkpoint, root / "one" / "resume", root / "one", [0, 0])
+    run_steps(checkpoint, root / "one" / "resume", root / "one", [0, 0, 0])
     run_layouts(LAYOUTS, 2, root)
     return root
 
@@ -105,12 +133,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_layouts(layouts: dict[str, dict[str, Any]], num_ranks: int, root: Path) -> None:
     for name in layouts:
         (root / name).mkdir()
-    ports = free_ports(2 * len(layouts))
+    ports = free_ports(3 * len(layouts))
     run_ranks(one_rank, num_ranks, layouts, root / "policy", root, ports, timeout_s=TIMEOUT_S)
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    metrics: list[dict[str, float]] = json.loads((folder / "metrics.json").read_text())
+def read_metrics(folder: Path, name: str = "metrics.json") -> list[dict[str, float]]:
+    metrics: list[dict[str, float]] = json.loads((folder / name).read_text())
     return metrics
 
 
@@ -123,6 +151,25 @@ def test_loss_gradient_norm_and_metrics_equal_those_of_one_process(
     ):
         for name in METRICS:
             assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sequence_losses_reference_kl_and_metrics_by_age_equal_those_of_one_process(
+    layout: str, results: Path
+) -> None:
+    expected = read_metrics(results / "one", "off-policy.json")
+    assert {name.split("/")[0] for name in expected[0] if "/" in name} == set(AGE_BUCKETS)
+    assert expected[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert expected[1]["kl_reference"] > 5e-4
+    for name in ("masked_share", "clip_share", "weight_capped_share", "effective_share"):
+        assert 0.0 < expected[0][name] < 1.0, name
+    timings = ("step_s", "tokens_per_second")
+    for found, wanted in zip(
+        read_metrics(results / layout, "off-policy.json"), expected, strict=True
+    ):
+        assert found.keys() == wanted.keys()
+        for name in wanted.keys() - timings:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
