@@ -256,6 +256,21 @@ def test_resuming_drops_later_steps_and_a_line_that_a_crash_cut_off(tmp_path: Pa
     assert rows[3]["train/reward_mean"] == 40
 
 
+def test_a_validation_that_ends_after_later_steps_keeps_its_step_and_survives_a_resume(
+    tmp_path: Path,
+) -> None:
+    log = make_log(tmp_path)
+    for step in (1, 2, 3):
+        log.record(step, step, {"train/reward_mean": step})
+    log.record(1, 1, {"validation/reward_mean": 0.5})
+    log.record(4, 4, {"train/reward_mean": 4})
+    log.close()
+    make_log(tmp_path, resume_step=2).close()
+    rows = read_rows(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 1]
+    assert rows[2]["validation/reward_mean"] == 0.5
+
+
 def test_a_cut_off_line_disappears_at_a_resume_from_the_newest_step(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.record(1, 1, {"train/reward_mean": 1})

@@ -18,6 +18,7 @@ from torchtitan_rl.types import RolloutGroup
 
 TRAINER_IDLE = "overlap/trainer_idle_share"
 GENERATOR_IDLE = "overlap/generator_idle_share"
+EFFICIENCY = "overlap/efficiency"
 
 _SATURATED = 0.9  # busy share from which on a part is the limit
 _EVEN = 0.15  # difference of idle shares up to which the two count as even

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean
-from types import TracebackType
+from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
+from torchtitan_rl.observability.beside import beside
 from torchtitan_rl.types import EngineStats
 
 EngineReading = Mapping[str, EngineStats]  # by replica
@@ -26,23 +27,14 @@ class EngineSampler:
         self._interval_s = interval_s
         self._readings: list[EngineReading] = []
         self._num_failed = 0
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EngineSampler:
-        self._task = asyncio.create_task(self._sample(), name="engine sampler")
+        self._sampling = beside(self._sample(), name="engine sampler")
+        await self._sampling.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            if error is None and not self._task.cancelled():
-                self._task.result()  # sampling ended by an error that nobody has seen
+    async def __aexit__(self, *error: Any) -> None:
+        await self._sampling.__aexit__(*error)
 
     def take(self) -> dict[str, float]:
         """Metrics of the time since the last call, which starts the next period."""

@@ -24,10 +24,11 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else _lines_up_to(path, resume_step)
         self.last: dict[str, Any] | None = json.loads(kept[-1]) if kept else None
-        path.touch()
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_bytes(b"".join(kept))
+        unfinished.replace(path)
         self._file = path.open("r+b", buffering=0)
         self._last_start = sum(len(line) for line in kept[:-1])
-        self._file.truncate(sum(len(line) for line in kept))
         self._file.seek(0, 2)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -50,14 +51,13 @@ class JsonLines:
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:
-    """The whole lines before the first one of a later step."""
+    """The whole lines of these steps; a validation's may come after those of later steps."""
     kept: list[bytes] = []
     if not path.exists():
         return kept
     for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-            break
-        kept.append(line)
+        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
     return kept
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
+
+from torchtitan_rl.observability.beside import beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +25,14 @@ class LoopLagSampler:
     def __init__(self, interval_s: float = 0.05) -> None:
         self._interval_s = interval_s
         self._lags_ms: list[float] = []
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LoopLagSampler:
-        self._task = asyncio.create_task(self._sample(), name="loop lag")
+        self._sampling = beside(self._sample(), name="loop lag")
+        await self._sampling.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+    async def __aexit__(self, *error: Any) -> None:
+        await self._sampling.__aexit__(*error)
 
     def read(self) -> LoopLag:
         """The lag since the last call, which starts the next period."""

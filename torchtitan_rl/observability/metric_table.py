@@ -300,7 +300,8 @@ def to_markdown() -> str:
         "seconds), `version` (of the weights after the step), and metrics of this table; "
         "TensorBoard has the same names. A value that is not finite is `null`. `train/` "
         "describes the rollouts of a step, `validation/` those of the fixed problems, `trainer/` "
-        "the optimizer step. A name that had nothing to describe is left out.",
+        "the optimizer step. A name that had nothing to describe is left out. A validation that "
+        "ended after later steps has a line of its own, with the step whose weights it used.",
         "",
         "| name | unit | reduction | meaning |",
         "|---|---|---|---|",

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
@@ -47,18 +48,18 @@ class RunRecorder:
         self._lag = LoopLagSampler()
         self._engines: EngineSampler | None = None
         self._has_begun = False
+        self._is_async = config.schedule.staleness > 0
+        self._advisor = Advisor(staleness=config.schedule.staleness)
+        self._phases: list[str] = []  # that are open; loops run beside each other
 
     async def __aenter__(self) -> RunRecorder:
         await self._lag.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._lag.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._lag.__aexit__(*error)
+        if (text := self._advisor.conclude()) is not None:
+            self.say(text)
         self._progress.close()
         self._metrics.close()
         self._rollouts.close()
@@ -80,12 +81,20 @@ class RunRecorder:
         }
         if self._engines is not None:
             metrics |= self._engines.take()
+        overlap = overlap_of(metrics)
+        if overlap is not None:
+            metrics[EFFICIENCY] = overlap.efficiency
+            if (text := self._advisor.observe(overlap)) is not None:
+                self.say(text)
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
         self._state.end_step(
             record.step,
             reward=metrics.get("train/reward_mean"),
             tokens_per_second=metrics["tokens/generated_per_second"],
+            staleness=metrics.get("policy/staleness_mean") if self._is_async else None,
+            buffer=record.buffer if self._is_async else None,
+            overlap=overlap if self._is_async else None,
         )
         self._progress.step_ended()
 
@@ -101,13 +110,22 @@ class RunRecorder:
         if name == "rollout" and not self._has_begun:
             self._has_begun = True
             self._state.start_steps()
-        self._state.phase = name
-        self._progress.phase_changed()
-        with self._tracer.span(name):
-            yield
+        self._phases.append(name)
+        self._show_phase()
+        try:
+            with self._tracer.span(name, track=name):
+                yield
+        finally:
+            self._phases.remove(name)
+            self._show_phase()
 
     def say(self, message: str) -> None:
         self._progress.say(message)
+
+    def _show_phase(self) -> None:
+        if self._phases:
+            self._state.phase = self._phases[-1]
+            self._progress.phase_changed()
 
 
 def _remove_old_traces(folder: Path) -> None:
