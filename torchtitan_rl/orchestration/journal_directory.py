@@ -76,9 +76,13 @@ class JournalDirectory:
     def begin(self, step: int) -> None:
         """From now on turns come after the checkpoint of ``step``, whose content is being taken.
 
+        For a second checkpoint of one step the file goes on: the first may be all there is.
+
         Raises:
             JournalError: it cannot be written.
         """
+        if self._journal is not None and self._journal.path == self._file(step):
+            return
         self.close()
         if self._lineage is None:
             found = [_lineage(path) for path in self._files().values()]

@@ -60,6 +60,8 @@ def with_turn(
 ) -> RecordedRollout:
     """The record after turn ``index``, which replaces that turn and whatever came behind it.
 
+    A turn that is there already changes nothing.
+
     Raises:
         ValueError: turns before this one are missing.
     """
@@ -68,6 +70,8 @@ def with_turn(
             f"rollout {recorded.rollout_id}: turn {index} comes behind turn "
             f"{len(recorded.turns) - 1}"
         )
+    if recorded.turns[index : index + 1] == (turn,):
+        return recorded
     kept = _first_turns(recorded, index)
     states = kept.env_states if env_state is None else {**kept.env_states, index + 1: env_state}
     return replace(kept, turns=(*kept.turns, turn), env_states=states)

@@ -1,0 +1,108 @@
+"""Pieces for tests that stop a rollout anywhere and go on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field, replace
+
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import recorded_from_json, recorded_to_json
+from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, VersionRun
+
+
+@dataclass
+class SeededGenerate:
+    """Samples a token a tick from nothing but the request's seed and prompt; can be resumed."""
+
+    version: int = 0
+    requests: list[GenerationRequest] = field(default_factory=list)
+    partials: dict[str, Completion] = field(default_factory=dict)
+
+    async def __call__(self, request: GenerationRequest, /) -> Completion:
+        self.requests.append(request)
+        rng = random.Random(f"{request.sampling.seed} {request.prompt_token_ids}")
+        wanted = [rng.randrange(1, 100) for _ in range(rng.randint(1, request.sampling.max_tokens))]
+        kept = request.resume_from.token_ids if request.resume_from else ()
+        assert tuple(wanted[: len(kept)]) == kept
+        for end in range(max(len(kept), 1), len(wanted) + 1):
+            partial = Completion(
+                request_id=request.request_id,
+                token_ids=tuple(wanted[:end]),
+                logprobs=tuple(-1 / token for token in wanted[:end]),
+                version_runs=(VersionRun(0, self.version),),
+                finish_reason=FinishReason.ABORT,
+            )
+            self.partials[request.request_id] = partial
+            await asyncio.sleep(0)
+        del self.partials[request.request_id]
+        return replace(partial, finish_reason=FinishReason.STOP)
+
+
+class Counter:
+    """Adds up what was sampled; ends after ``turns`` with the sum. Can neither save nor replay."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+        self.sums: list[int] = []
+        self.prompt: tuple[int, ...] = (1, 2)
+        self.calls: list[str] = []
+
+    @property
+    def messages(self):
+        return tuple({"role": "user", "content": str(total)} for total in self.sums)
+
+    async def reset(self) -> Observation:
+        self.calls.append("reset")
+        await asyncio.sleep(0)
+        return Observation(prompt_token_ids=self.prompt, stop_token_ids=(0,))
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        self.calls.append("step")
+        await asyncio.sleep(0)
+        self.sums.append(sum(completion.token_ids))
+        if len(self.sums) == self.turns:
+            return Terminal(reward=float(sum(self.sums)), metrics={"turns": self.turns})
+        self.prompt = (*self.prompt, *completion.token_ids, 0)
+        return Observation(
+            prompt_token_ids=self.prompt,
+            max_tokens=3,
+            turn_reward=self.sums[-1] / 7,
+            turn_text=f"turn {len(self.sums)}",
+        )
+
+    async def finish(self, status) -> Terminal:
+        await asyncio.sleep(0)
+        return Terminal(reward=0.5 * sum(self.sums))
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        await asyncio.sleep(0)
+
+
+class Replaying(Counter):
+    replays = True
+
+
+class Saving(Counter):
+    """Begins with another prompt each time, so that only its state brings it back."""
+
+    made = 0
+
+    def __init__(self, turns: int = 3) -> None:
+        super().__init__(turns)
+        Saving.made += 1
+        self.prompt = (1, 2, 100 + Saving.made)
+
+    async def state_dict(self):
+        await asyncio.sleep(0)
+        return {"sums": self.sums, "prompt": self.prompt}
+
+    def load_state_dict(self, state) -> None:
+        self.sums, self.prompt = list(state["sums"]), tuple(state["prompt"])
+
+
+def through_json(recorded: RecordedRollout) -> RecordedRollout:
+    return recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded))))

@@ -1,0 +1,190 @@
+"""One journal file: what is appended comes back, whatever kills the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from io import FileIO
+
+import pytest
+
+from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
+from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
+from torchtitan_rl.types import Completion, FinishReason, Turn, VersionRun
+
+
+def turn(prompt, token_ids, *, versions=None, index=0) -> Turn:
+    runs = tuple(VersionRun(i, version) for i, version in enumerate(versions or [0]))
+    completion = Completion(
+        request_id=f"r/t{index}",
+        token_ids=tuple(token_ids),
+        logprobs=tuple(-1 / (3 + i) for i in range(len(token_ids))),
+        version_runs=runs,
+        finish_reason=FinishReason.STOP,
+    )
+    return Turn(prompt_token_ids=tuple(prompt), completion=completion, reward=0.1, text="é\n")
+
+
+FIRST = turn((1, 2), (3, 4))
+SECOND = turn((1, 2, 3, 4, 0), (5,), index=1)
+THIRD = turn((9, 9), (6,), index=2)
+STATE = EnvState(
+    answer=Observation(prompt_token_ids=(1, 2, 3, 4, 0), max_tokens=7), state={"deck": [1, 2]}
+)
+
+
+def write(path, *records) -> None:
+    journal = Journal(path)
+    for record in records:
+        journal.append(*record)
+    journal.close()
+
+
+def test_what_is_appended_comes_back_by_rollout(tmp_path):
+    path = tmp_path / "new" / "step-000000.jsonl"
+    other = turn((7,), (8,))
+    write(
+        path,
+        ("a", 0, FIRST, STATE),
+        ("b", 0, other, None),
+        ("a", 1, SECOND, None),
+        ("a", 2, THIRD, None),
+    )
+    found = read_journals([path])
+    assert found["a"].turns == (FIRST, SECOND, THIRD)
+    assert found["a"].env_states == {1: STATE}
+    assert found["a"].env_state is None
+    assert found["b"] == RecordedRollout(rollout_id="b", turns=(other,))
+
+
+def test_turns_go_on_behind_those_of_the_checkpoint_and_of_earlier_files(tmp_path):
+    base = RecordedRollout(
+        rollout_id="a",
+        turns=(FIRST,),
+        env_states={1: STATE},
+        partial=SECOND.completion,
+        prompt_token_ids=(1, 2, 3, 4, 0),
+    )
+    write(tmp_path / "1", ("a", 1, SECOND, None))
+    write(tmp_path / "2", ("a", 2, THIRD, None))
+    found = read_journals([tmp_path / "1", tmp_path / "2"], {"a": base})
+    assert found["a"].turns == (FIRST, SECOND, THIRD)
+    assert found["a"].partial is None
+    assert found["a"].prompt_token_ids is None
+    assert found["a"].env_states == {1: STATE}
+
+
+def test_a_rollout_of_the_checkpoint_without_later_turns_is_as_it_was(tmp_path):
+    base = RecordedRollout(rollout_id="a", turns=(FIRST,), partial=SECOND.completion)
+    write(tmp_path / "1", ("b", 0, THIRD, None))
+    assert read_journals([tmp_path / "1"], {"a": base})["a"] is base
+
+
+def test_a_turn_that_comes_again_replaces_the_old_one_and_all_behind_it(tmp_path):
+    again = turn((1, 2), (8, 8))
+    write(tmp_path / "1", ("a", 0, FIRST, STATE), ("a", 1, SECOND, None), ("a", 0, again, None))
+    assert read_journals([tmp_path / "1"])["a"] == RecordedRollout(rollout_id="a", turns=(again,))
+
+
+def test_a_last_line_torn_at_any_byte_is_dropped_and_nothing_else(tmp_path):
+    path = tmp_path / "j"
+    write(path, ("a", 0, FIRST, STATE), ("a", 1, SECOND, None))
+    content = path.read_bytes()
+    starts = [0] + [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
+    edges = {start + i for start in starts for i in (-1, 0, 1)} & set(range(len(content) + 1))
+    for end in sorted({*range(0, len(content), 20), *edges}):
+        path.write_bytes(content[:end])
+        found = read_journals([path])
+        whole_lines = sum(start <= end for start in starts[1:])
+        turns = found["a"].turns if found else ()
+        assert turns == (FIRST, SECOND)[: max(0, whole_lines - 1)]
+
+
+def test_a_damaged_last_line_is_dropped(tmp_path):
+    path = tmp_path / "j"
+    write(path, ("a", 0, FIRST, None), ("a", 1, SECOND, None))
+    path.write_bytes(path.read_bytes()[:-9] + b"\0" * 8 + b"\n")
+    assert read_journals([path])["a"].turns == (FIRST,)
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path):
+    path = tmp_path / "step-000004.jsonl"
+    write(path, ("a", 0, FIRST, None), ("a", 1, SECOND, None))
+    content = path.read_bytes()
+    first_line = content.index(b"\n") + 1
+    for at in range(first_line, content.index(b"\n", first_line), 7):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(JournalError, match=r"step-000004\.jsonl, line 2"):
+            read_journals([path])
+
+
+def test_a_missing_turn_is_an_error_with_file_and_line(tmp_path):
+    write(tmp_path / "j", ("a", 1, SECOND, None))
+    with pytest.raises(JournalError, match=r"j, line 2: .*turn 1 comes behind turn -1"):
+        read_journals([tmp_path / "j"])
+
+
+def test_kill_9_loses_nothing_that_was_appended(tmp_path):
+    path = tmp_path / "j"
+    child = os.fork()
+    if child == 0:
+        journal = Journal(path)
+        for index in range(50):
+            journal.append("a", index, turn((index,), (index,), index=index), None)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert len(read_journals([path])["a"].turns) == 50
+
+
+def test_a_full_disk_is_an_error_and_the_half_line_stays_the_last(tmp_path):
+    journal = Journal(tmp_path / "j")
+    journal.append("a", 0, FIRST, None)
+    journal.close()
+    journal._file = FileIO("/dev/full", "w")
+    with pytest.raises(JournalError, match="No space left"):
+        journal.append("a", 1, SECOND, None)
+    with pytest.raises(JournalError, match="closed"):
+        journal.append("a", 1, SECOND, None)
+    with pytest.raises(JournalError, match="No space left"):
+        Journal(type(journal.path)("/dev/full"))
+    assert read_journals([journal.path])["a"].turns == (FIRST,)
+
+
+def recorded(*turns, **rest) -> RecordedRollout:
+    return RecordedRollout(rollout_id="a", turns=turns, **rest)
+
+
+@pytest.mark.parametrize(
+    ("restored", "admitted", "kept", "lost_tokens"),
+    [(5, 3, 3, 0), (4, 3, 1, 3), (3, 3, 1, 3), (2, 0, 0, 4), (5, 4, 0, 4), (9, 0, 3, 0)],
+)
+def test_turns_are_usable_up_to_the_first_that_is_too_new_or_too_old(
+    restored, admitted, kept, lost_tokens
+):
+    turns = (
+        turn((1,), (2,), versions=[3]),
+        turn((1, 2), (3, 4), versions=[4, 5]),
+        turn((1, 2, 3), (5,), versions=[3]),
+    )
+    states = dict.fromkeys(range(4), STATE)
+    entry = recorded(*turns, env_states=states, prompt_token_ids=(8,))
+    usable, lost = usable_turns(entry, restored_version=restored, admitted_version=admitted)
+    assert usable.turns == turns[:kept]
+    assert lost == lost_tokens
+    assert set(usable.env_states) == set(range(kept + 1))
+    assert usable.prompt_token_ids == ((8,) if kept == 3 else None)
+
+
+def test_the_tokens_of_a_running_turn_are_whole_or_gone():
+    partial = turn((1,), (2, 3), versions=[3, 4]).completion
+    entry = recorded(FIRST, partial=partial, prompt_token_ids=(1,))
+    assert usable_turns(entry, restored_version=4, admitted_version=0) == (entry, 0)
+    usable, lost = usable_turns(entry, restored_version=3, admitted_version=0)
+    assert (usable.turns, usable.partial, lost) == ((FIRST,), None, 2)
+
+
+def test_a_completion_without_tokens_is_of_every_version():
+    entry = recorded(turn((1,), (), versions=[9]))
+    assert usable_turns(entry, restored_version=0, admitted_version=0) == (entry, 0)

@@ -1,0 +1,190 @@
+"""The journal of a run over checkpoints, kills and resumptions."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fast.test_orchestration_journal import turn
+from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.rollout.recorded import RecordedRollout, usable_turns, with_turn
+
+
+def sampled(index: int, version: int, salt: int = 0):
+    return turn((index,), (index, salt), versions=[version], index=index)
+
+
+def record(*turns) -> dict[str, RecordedRollout]:
+    return {"a": RecordedRollout(rollout_id="a", turns=turns)}
+
+
+def begun(path, step=0) -> JournalDirectory:
+    journals = JournalDirectory(path)
+    journals.begin(step)
+    return journals
+
+
+def names(path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_file_a_checkpoint_step(tmp_path):
+    journals = begun(tmp_path / "journal")
+    journals.begin(10)
+    journals.begin(1_000_000)
+    assert names(tmp_path / "journal") == [
+        "step-000000.jsonl",
+        "step-000010.jsonl",
+        "step-1000000.jsonl",
+    ]
+
+
+def test_without_a_journal_there_is_what_the_checkpoint_holds(tmp_path):
+    base = record(sampled(0, 0))
+    assert JournalDirectory(tmp_path / "none").restore(5, base) == base
+
+
+def test_nothing_can_be_appended_before_a_file_is_begun(tmp_path):
+    with pytest.raises(JournalError, match="no journal was begun"):
+        JournalDirectory(tmp_path).append("a", 0, sampled(0, 0), None)
+
+
+def test_that_steps_file_and_later_ones_are_read_and_earlier_ones_are_not(tmp_path):
+    one, two, three = sampled(0, 0), sampled(1, 0), sampled(2, 0)
+    journals = begun(tmp_path)
+    journals.append("a", 0, one, None)
+    journals.begin(5)
+    journals.append("a", 1, two, None)
+    journals.begin(10)
+    journals.append("a", 2, three, None)
+    after = JournalDirectory(tmp_path)
+    assert after.restore(5, record(one)) == record(one, two, three)
+    assert after.restore(10, record(one, two)) == record(one, two, three)
+    assert after.restore(0, {}) == record(one, two, three)
+
+
+def test_a_turn_that_was_dropped_at_a_resume_does_not_come_back_at_the_next(tmp_path):
+    one, two, new = sampled(0, 0), sampled(1, 9), sampled(1, 0, salt=1)
+    journals = begun(tmp_path)
+    journals.append("a", 0, one, None)
+    journals.append("a", 1, two, None)
+    journals.begin(5)  # its checkpoint was never finished
+    journals.append("a", 2, sampled(2, 9), None)
+
+    second = JournalDirectory(tmp_path)
+    second.restart(0, record(one), {})
+    assert JournalDirectory(tmp_path).restore(0, {}) == record(one)
+    second.append("a", 1, new, None)
+    assert JournalDirectory(tmp_path).restore(0, {}) == record(one, new)
+    second.begin(5)
+    assert JournalDirectory(tmp_path).restore(5, record(one, new)) == record(one, new)
+
+
+def test_a_later_file_of_an_older_lineage_is_not_read(tmp_path):
+    """As where a kill came between the new file's rename and the deletion of older ones."""
+    one, two = sampled(0, 0), sampled(1, 9)
+    journals = begun(tmp_path)
+    journals.append("a", 0, one, None)
+    journals.begin(5)
+    journals.append("a", 1, two, None)
+    older = (tmp_path / "step-000005.jsonl").read_bytes()
+    JournalDirectory(tmp_path).restart(0, record(one), {})
+    assert names(tmp_path) == ["step-000000.jsonl"]
+    (tmp_path / "step-000005.jsonl").write_bytes(older)
+    third = JournalDirectory(tmp_path)
+    assert third.restore(0, {}) == record(one)
+    third.restart(0, record(one), {})
+    assert JournalDirectory(tmp_path).restore(0, {}) == record(one)
+
+
+def test_a_second_checkpoint_of_one_step_keeps_what_came_after_the_first(tmp_path):
+    one, two = sampled(0, 0), sampled(1, 0)
+    journals = begun(tmp_path, 5)
+    journals.append("a", 0, one, None)
+    journals.begin(5)
+    journals.append("a", 1, two, None)
+    assert JournalDirectory(tmp_path).restore(5, {}) == record(one, two)
+    assert JournalDirectory(tmp_path).restore(5, record(one)) == record(one, two)
+
+
+def test_a_kill_while_the_new_file_is_written_leaves_the_old_one(tmp_path):
+    one = sampled(0, 0)
+    begun(tmp_path).append("a", 0, one, None)
+    (tmp_path / "step-000000.tmp").write_bytes(b"half a li")
+    assert JournalDirectory(tmp_path).restore(0, {}) == record(one)
+
+
+def test_what_the_checkpoint_holds_is_not_written_again(tmp_path):
+    one, two = sampled(0, 0), sampled(1, 0)
+    base = record(one)
+    journals = JournalDirectory(tmp_path)
+    journals.restart(5, record(one, two), base)
+    assert len((tmp_path / "step-000005.jsonl").read_bytes().splitlines()) == 2
+    assert JournalDirectory(tmp_path).restore(5, base) == record(one, two)
+
+
+def test_a_rollout_that_began_anew_since_the_checkpoint_is_written_whole(tmp_path):
+    base = record(sampled(0, 0), sampled(1, 0))
+    anew = record(sampled(0, 1, salt=7), sampled(1, 1, salt=7), sampled(2, 1, salt=7))
+    JournalDirectory(tmp_path).restart(5, anew, base)
+    assert JournalDirectory(tmp_path).restore(5, base) == anew
+
+
+def test_files_of_checkpoints_that_are_gone_are_deleted(tmp_path):
+    journals = begun(tmp_path)
+    for step in (5, 10, 15):
+        journals.begin(step)
+    journals.prune(10)
+    assert names(tmp_path) == ["step-000010.jsonl", "step-000015.jsonl"]
+    journals.append("a", 0, sampled(0, 0), None)
+
+
+ROLLOUTS = st.sampled_from(["a", "b", "c"])
+EVENTS = st.one_of(
+    st.tuples(st.just("turn"), ROLLOUTS, st.integers(0, 1)),
+    st.tuples(st.just("anew"), ROLLOUTS, st.integers(0, 1)),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("checkpoint"), st.booleans()),
+    st.tuples(st.just("kill")),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(EVENTS, max_size=40))
+def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_kill(events):
+    """``live`` is what the process has in mind; ``saved`` the newest whole checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        journals = begun(Path(folder))
+        step, live = 0, {}
+        saved_step, saved = 0, {}
+        for salt, (event, *details) in enumerate(events):
+            if event in ("turn", "anew"):
+                name, age = details
+                known = live.get(name) or RecordedRollout(rollout_id=name)
+                index = 0 if event == "anew" else len(known.turns)
+                new = sampled(index, max(0, step - age), salt)
+                journals.append(name, index, new, None)
+                live[name] = with_turn(known, index, new, None)
+            elif event == "step":
+                step += 1
+            elif event == "checkpoint":
+                journals.begin(step)
+                (is_whole,) = details
+                if is_whole:
+                    saved_step, saved = step, dict(live)
+                    journals.prune(saved_step)
+            elif event == "kill":
+                journals = JournalDirectory(Path(folder))
+                found = journals.restore(saved_step, saved)
+                assert found == live
+                usable = {
+                    name: usable_turns(entry, restored_version=saved_step, admitted_version=0)[0]
+                    for name, entry in found.items()
+                }
+                journals.restart(saved_step, usable, saved)
+                step, live = saved_step, {k: v for k, v in usable.items() if v.turns}

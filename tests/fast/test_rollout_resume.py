@@ -1,0 +1,360 @@
+"""Rollouts that are stopped at any moment and continued by another rollouter."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fast.resuming import Counter, Replaying, Saving, SeededGenerate, through_json
+from tests.fast.rollouts import PROBLEM, Factory, config
+from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
+from torchtitan_rl.types import FinishReason, RolloutStatus
+
+SIZE = 2
+RUBRIC = Rubric([RewardFunction(name="twice", function=lambda rollout, _: 2 * rollout.reward)])
+
+
+class Run:
+    """One process's share of a group; remembers what it was told."""
+
+    def __init__(self, *makers, rubric=RUBRIC, version=0, **limits) -> None:
+        self.generate = SeededGenerate(version=version)
+        self.factory = Factory(*makers)
+        self.records: dict[str, list] = {}
+        self.discarded: list[tuple[str, str, int]] = []
+        self.rollouter = Rollouter(
+            generate=self.generate,
+            environment=self.factory,
+            config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
+            rubric=rubric,
+        )
+
+    @property
+    def turns(self) -> list[tuple[str, int]]:
+        return [(id_, index) for id_, lines in self.records.items() for index, *_ in lines]
+
+    def on_turn(self, rollout_id, *line) -> None:
+        self.records.setdefault(rollout_id, []).append(line)
+
+    def start(self, recorded=(), **options):
+        return self.rollouter.run_group(
+            "g",
+            PROBLEM,
+            size=SIZE,
+            seed=7,
+            recorded={entry.rollout_id: entry for entry in recorded},
+            on_turn=self.on_turn,
+            on_discard=lambda *args: self.discarded.append(args),
+            **options,
+        )
+
+    def whole(self, recorded=(), **options):
+        return asyncio.run(self.start(recorded, **options))
+
+    def stopped_after(self, ticks: int):
+        """The snapshot after so many turns of the event loop; None where the group is over."""
+
+        async def scenario():
+            task = asyncio.create_task(self.start())
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            if task.done():
+                return None
+            recorded = self.rollouter.snapshot("g", self.generate.partials)
+            records = {key: list(lines) for key, lines in self.records.items()}
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            self.records = records  # siblings may go on for a tick
+            return recorded
+
+        recorded = asyncio.run(scenario())
+        return recorded and tuple(map(through_json, recorded))
+
+    def closed(self) -> bool:
+        return all(env.calls.count("close") == 1 for env in self.factory.made)
+
+
+def stops(*makers, **limits):
+    """A run and what it left behind, for every moment at which a group can be stopped."""
+    for ticks in range(1, 1000):
+        run = Run(*makers, **limits)
+        recorded = run.stopped_after(ticks)
+        if recorded is None:
+            assert ticks > 10
+            return
+        yield run, recorded
+
+
+def sampled_tokens(recorded) -> int:
+    return sum(entry.num_tokens for entry in recorded)
+
+
+def contents(group):
+    """All of a group but who its requests were resumed by."""
+    return [(r.turns, r.status, r.reward, r.cause, r.messages, r.metrics) for r in group.rollouts]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_turns": 2}, {"max_total_tokens": 9}])
+def test_a_replaying_environment_goes_on_from_any_moment_as_if_undisturbed(limits):
+    undisturbed = Run(Replaying, **limits).whole()
+    for before, recorded in stops(Replaying, **limits):
+        after = Run(Replaying, **limits)
+        assert contents(after.whole(recorded)) == contents(undisturbed)
+        assert after.discarded == []
+        assert after.closed()
+        assert before.closed()
+
+
+def test_finished_turns_are_never_sampled_again_and_never_reported_again():
+    for before, recorded in stops(Replaying):
+        after = Run(Replaying)
+        after.whole(recorded)
+        finished = {entry.rollout_id: len(entry.turns) for entry in recorded}
+        asked = [request.request_id for request in after.generate.requests]
+        for rollout_id, count in finished.items():
+            assert not {f"{rollout_id}/t{i}" for i in range(count)} & set(asked)
+        everybody = [(f"g/r{i}", turn) for i in range(SIZE) for turn in range(3)]
+        assert sorted(before.turns + after.turns) == everybody
+
+
+def test_trap_6_tokens_of_the_running_turn_are_kept_as_tokens():
+    """What was sampled by both together is what one undisturbed run samples."""
+    kept = 0
+    for _, recorded in stops(Replaying):
+        partials = {e.rollout_id: e.partial for e in recorded if e.partial is not None}
+        after = Run(Replaying)
+        after.whole(recorded)
+        for request in after.generate.requests:
+            if request.resume_from is not None:
+                kept += 1
+                assert request.resume_from == partials[request.session_id]
+                assert request.resume_from.finish_reason is FinishReason.ABORT
+    assert kept
+
+
+def test_a_completion_whose_step_was_running_is_stepped_with_and_not_sampled_again():
+    seen = 0
+    for _, recorded in stops(Replaying):
+        whole = [e for e in recorded if e.partial and e.partial.finish_reason is FinishReason.STOP]
+        after = Run(Replaying)
+        after.whole(recorded)
+        asked = {request.request_id for request in after.generate.requests}
+        seen += len(whole)
+        assert not asked & {entry.partial.request_id for entry in whole}
+    assert seen
+
+
+def test_an_environment_with_a_state_is_loaded_and_neither_reset_nor_stepped_with_old_turns():
+    loaded = 0
+    for _, recorded in stops(Saving):
+        after = Run(Saving)
+        group = after.whole(recorded)
+        assert after.discarded == []
+        assert after.closed()
+        for entry, rollout in zip(recorded, group.rollouts, strict=True):
+            assert rollout.turns[: len(entry.turns)] == entry.turns
+            assert rollout.status is RolloutStatus.COMPLETED
+            tokens = sum(sum(turn.completion.token_ids) for turn in rollout.turns)
+            assert rollout.reward == 2.0 * tokens
+        if all(entry.env_state is not None and not entry.ended for entry in recorded):
+            loaded += 1
+            assert not any("reset" in env.calls for env in after.factory.made)
+    assert loaded
+
+
+def test_an_environment_that_can_do_neither_begins_anew_and_says_what_is_lost():
+    undisturbed = Run(Counter).whole()
+    lost = 0
+    for _, recorded in stops(Counter):
+        after = Run(Counter)
+        assert contents(after.whole(recorded)) == contents(undisturbed)
+        assert after.closed()
+        for rollout_id, cause, num_tokens in after.discarded:
+            (entry,) = [entry for entry in recorded if entry.rollout_id == rollout_id]
+            assert (cause, num_tokens) == ("env_not_resumable", entry.num_tokens)
+            assert entry.turns
+            lost += 1
+    assert lost
+
+
+def middle_of(*makers, turns=1):
+    """What a run left behind in whose rollouts so many turns were finished."""
+    for _, recorded in stops(*makers):
+        if all(len(entry.turns) == turns and not entry.ended for entry in recorded):
+            return recorded
+    raise AssertionError("never so")
+
+
+class Different(Replaying):
+    """Declares that it replays, and does not."""
+
+    async def reset(self):
+        await super().reset()
+        self.prompt = (1, 2, 77)
+        return await Counter.reset(self)
+
+
+class EndsEarly(Replaying):
+    def __init__(self):
+        super().__init__(turns=1)
+
+
+class CannotReplay(Replaying):
+    """Raises in the replay, and works when it begins anew."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        CannotReplay.made += 1
+        self.raises = CannotReplay.made <= SIZE
+
+    async def step(self, completion):
+        if self.raises:
+            raise OSError("gone")
+        return await super().step(completion)
+
+
+@pytest.mark.parametrize("maker", [Different, EndsEarly, CannotReplay])
+def test_a_replay_that_comes_out_elsewhere_begins_anew(maker):
+    recorded = middle_of(Replaying)
+    after = Run(maker)
+    group = after.whole(recorded)
+    assert [d[:2] for d in after.discarded] == [(f"g/r{i}", "env_not_resumable") for i in (0, 1)]
+    assert sum(d[2] for d in after.discarded) == sampled_tokens(recorded) > 0
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
+    assert len(after.factory.made) == 2 * SIZE
+    assert after.closed()
+
+
+def test_a_sibling_that_had_ended_keeps_its_end_and_is_only_scored_again():
+    class Fails(Replaying):
+        async def step(self, completion):
+            raise ValueError("no")
+
+    for _, recorded in stops(Replaying, Fails):
+        if recorded[1].ended is None:
+            continue
+        after = Run(Replaying)
+        group = after.whole(recorded)
+        assert group.rollouts[1].status is RolloutStatus.ENV_ERROR
+        assert "ValueError: no" in group.rollouts[1].cause
+        assert len(after.factory.made) == (0 if recorded[0].ended else 1)
+        return
+    raise AssertionError("never so")
+
+
+def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
+    """As from a journal, which has no `ended`; even where the environment could not resume."""
+    run = Run(Counter)
+    whole = contents(run.whole())
+    recorded = []
+    for rollout_id, lines in run.records.items():
+        entry = RecordedRollout(rollout_id=rollout_id)
+        for index, turn, state in lines:
+            entry = with_turn(entry, index, turn, state)
+        recorded.append(through_json(entry))
+    after = Run(lambda: pytest.fail("an environment was made"))
+    assert contents(after.whole(recorded)) == whole
+    assert after.turns == []
+
+
+def test_no_token_is_sampled_under_a_policy_before_the_groups_admission():
+    run = Run(Replaying)
+    run.whole(min_version=4)
+    assert {request.min_version for request in run.generate.requests} == {4}
+    assert {request.min_version for request in Run(Replaying).generate.requests} <= {0}
+
+
+def test_another_attempt_has_other_seeds_and_ids_and_everything_else_the_same():
+    first, second = Run(Replaying), Run(Replaying)
+    one, two = first.whole(), second.whole(attempt=1)
+    ids = [{request.request_id for request in run.generate.requests} for run in (first, second)]
+    seeds = [
+        {request.sampling.seed for request in run.generate.requests} for run in (first, second)
+    ]
+    assert not ids[0] & ids[1]
+    assert not seeds[0] & seeds[1]
+    assert [r.rollout_id for r in one.rollouts] == [r.rollout_id for r in two.rollouts]
+    sessions = {request.session_id for request in second.generate.requests}
+    assert sessions == {"g/r0", "g/r1"}
+
+
+def test_what_another_attempt_recorded_is_passed_over():
+    recorded = middle_of(Replaying)
+    after = Run(Replaying)
+    assert contents(after.whole(recorded, attempt=1)) == contents(Run(Replaying).whole(attempt=1))
+    assert after.discarded == []
+
+
+def test_one_call_may_have_another_generator():
+    run, other = Run(Replaying), SeededGenerate(version=5)
+    group = run.whole(generate=other)
+    assert run.generate.requests == []
+    versions = {v for r in group.rollouts for t in r.turns for v in t.completion.versions}
+    assert versions == {5}
+
+
+def test_a_snapshot_while_a_rollout_is_brought_back_is_what_it_is_brought_back_to():
+    recorded = middle_of(Replaying, turns=2)
+
+    async def scenario():
+        after = Run(Replaying)
+        task = asyncio.create_task(after.start(recorded))
+        seen = []
+        while not after.generate.requests:
+            await asyncio.sleep(0)
+            if not after.generate.requests:
+                seen.append(after.rollouter.snapshot("g"))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return seen
+
+    seen = asyncio.run(scenario())
+    assert len(seen) > 2
+    for snapshot in seen:
+        for entry, before in zip(snapshot, recorded, strict=True):
+            assert entry.turns == before.turns
+            assert entry.num_tokens == before.num_tokens
+
+
+def test_a_group_that_does_not_run_has_no_snapshot():
+    with pytest.raises(KeyError):
+        Run(Replaying).rollouter.snapshot("g")
+
+
+def test_an_error_of_the_recorder_ends_the_group_and_closes_its_environments():
+    run = Run(Replaying)
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    group = run.rollouter.run_group("g", PROBLEM, size=2, seed=7, on_turn=fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(group)
+    assert caught.group_contains(OSError, match="disk full")
+    assert run.closed()
+    assert run.rollouter.activities() == []
+
+
+@pytest.mark.parametrize("state", [{1, 2}, object(), float])
+def test_a_state_that_is_not_json_ends_the_rollout_with_a_cause(state):
+    class Odd(Saving):
+        async def state_dict(self):
+            return state
+
+    group = Run(Odd).whole()
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ENV_ERROR}
+    assert "JSON-able state_dict" in group.rollouts[0].cause
+
+
+def test_a_state_is_a_copy_that_later_steps_do_not_change():
+    run = Run(Saving)
+    run.whole()
+    states = [state for _, _, state in run.records["g/r0"]]
+    assert [len(state.state["sums"]) for state in states[:-1]] == [1, 2]
