@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,7 +7,13 @@ from tests.fast.test_observability_metrics import make_group, make_rollout, make
 from torchtitan_rl.config import LossConfig
 from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
-from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import (
+    BufferStates,
+    StepRecord,
+    TokenCounts,
+    ValidationRecord,
+)
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.losses import LossTokens, StepTotals, loss_metrics, policy_loss
 from torchtitan_rl.types import PullReport, VersionRun
@@ -79,6 +87,42 @@ def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
         "train/task/reward/exact": 1.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_what_only_an_asynchronous_run_knows_is_in_the_table_and_adds_up() -> None:
+    ledger = TokenLedger()
+    ledger.admit("g")
+    ledger.generate("g", 2)
+    record = replace(
+        make_record({"loss": 0.5}),
+        wall_s=10.0,
+        trainer_busy_s=4.0,
+        buffer=BufferStates(waiting=1, running=2, finished=3, batched=4, capacity=12),
+        overtaken=frozenset({"g"}),
+        totals=ledger.totals(),
+    )
+    metrics = step_metrics(record)
+    check_names(metrics)
+    expected = {
+        "time/step_s": 10.0,
+        "tokens/generated_per_second": 10.0,
+        "overlap/trainer_idle_share": 0.6,
+        "buffer/capacity": 12.0,
+        "parked/groups": 1.0,
+        "total/tokens_buffered": 2.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_validation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
+    groups = (make_group(make_rollout(1.0)), make_group(make_rollout(0.0)))
+    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0)
+    metrics = validation_metrics(record)
+    check_names(metrics)
+    assert metrics["validation/pass_at_k/1"] == 0.5
+    assert metrics["validation/reward_ci95_low"] < 0.5 < metrics["validation/reward_ci95_high"]
+    easy = validation_metrics(replace(record, success_reward=0.0))
+    assert easy["validation/pass_at_k/1"] == 1.0
 
 
 def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:
