@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_rl.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -18,6 +19,7 @@ from torchtitan_rl.types import (
 )
 
 PROBLEM = Problem(problem_id="p", data={})
+SCRIPT = [(11, 12), (13,), (14, 15), (16,), (17,)]
 
 
 def complete(
@@ -108,3 +110,45 @@ def config(**changes: object) -> RolloutConfig:
         max_tokens_per_turn=changes.pop("max_tokens_per_turn", 8), temperature=0.7
     )
     return RolloutConfig(sampling=sampling, **changes)
+
+
+def run_rollouts(factory, *, generate=None, rubric=None, size=1, on_rollout=None, **limits):
+    rollouter = Rollouter(
+        generate=generate or ScriptedGenerate(SCRIPT),
+        environment=factory,
+        config=config(**limits),
+        rubric=rubric,
+    )
+    group = rollouter.run_group("g", PROBLEM, size=size, seed=7, on_rollout=on_rollout)
+    result = asyncio.run(group)
+    assert rollouter.activities() == []
+    return result.rollouts
+
+
+def only(*args, **kwargs):
+    (rollout,) = run_rollouts(*args, **kwargs)
+    return rollout
+
+
+def closes(factory) -> list[int]:
+    return [env.calls.count("close") for env in factory.made]
+
+
+class Hanging(CountingEnv):
+    async def step(self, completion):
+        self.calls.append("step")
+        await asyncio.Event().wait()
+
+
+def raising(method: str, error: BaseException):
+    class Broken(CountingEnv):
+        pass
+
+    def fail(self, *args):
+        raise error
+
+    async def fail_async(self, *args):
+        raise error
+
+    setattr(Broken, method, fail if method == "finish" else fail_async)
+    return lambda: Broken(turns=9)
