@@ -85,6 +85,29 @@ def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> Non
     assert then == {"engine/failed_readings": 0}
 
 
+def test_a_replica_that_hangs_does_not_end_the_sampling() -> None:
+    async def sample() -> dict[str, float]:
+        calls = 0
+        enough = asyncio.Event()
+
+        async def read() -> dict[str, EngineStats]:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                await asyncio.Event().wait()
+            if calls == 3:
+                enough.set()
+            return {"a": stats(calls)}
+
+        async with EngineSampler(read, interval_s=0.0, timeout_s=0.01) as sampler:
+            await enough.wait()
+        return sampler.take()
+
+    metrics = asyncio.run(sample())
+    assert metrics["engine/failed_readings"] == 1
+    assert metrics["engine/running_max"] >= 2
+
+
 def test_an_unexpected_error_of_a_reading_is_not_lost() -> None:
     async def sample() -> None:
         async def read() -> dict[str, EngineStats]:

@@ -2,6 +2,14 @@ import asyncio
 
 import pytest
 
+from tests.fast.rollouts import (
+    PROBLEM,
+    SCRIPT,
+    CountingEnv,
+    Factory,
+    ScriptedGenerate,
+    config,
+)
 from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.orchestration.waits import Waits
 from torchtitan_rl.orchestration.watchdog import (
@@ -10,7 +18,10 @@ from torchtitan_rl.orchestration.watchdog import (
     describe_group,
     describe_replicas,
 )
+from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.types import Completion
 
 
 class Run:
@@ -40,7 +51,7 @@ class Run:
             self.watchdog.look()
 
 
-def activity(rollout_id: str, *, since_s: float, turn: int = 1) -> RolloutActivity:
+def activity(rollout_id: str, *, since_s: float, turn: int = 2) -> RolloutActivity:
     return RolloutActivity(
         rollout_id=rollout_id, turn=turn, phase=Phase.ENVIRONMENT, detail="step", since_s=since_s
     )
@@ -170,6 +181,41 @@ def test_the_deadline_error_ends_the_task_group_of_the_loops() -> None:
         asyncio.run(hang())
     assert isinstance(caught.value.exceptions[0], DeadlineError)
     assert "trainer waits for a full batch" in said[0]
+
+
+def test_a_hanging_environment_is_named_by_rollout_turn_and_call() -> None:
+    class HangingEnv(CountingEnv):
+        async def step(self, completion: Completion) -> Observation | Terminal:
+            if self.calls.count("step") == 1:
+                await asyncio.Event().wait()
+            return await super().step(completion)
+
+    async def run() -> None:
+        waits, finished = Waits(), asyncio.Event()
+        rollouter = Rollouter(
+            generate=ScriptedGenerate(SCRIPT), environment=Factory(HangingEnv), config=config()
+        )
+        watchdog = Watchdog(
+            waits,
+            progress=lambda: 0,
+            report_wait_s=60,
+            max_wait_s=0.05,
+            activities=rollouter.activities,
+            say=print,
+        )
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(watchdog.run())
+            loops.create_task(rollouter.run_group("e0/p12", PROBLEM, size=2, seed=7))
+            with waits.on("trainer waits for a full batch", details=lambda: "0 of 1 finished"):
+                await finished.wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    chain = str(caught.value.exceptions[0])
+    assert "trainer waits for a full batch (0 s): 0 of 1 finished" in chain
+    assert (
+        "2 rollouts run (2 in environment); longest: e0/p12/r0, turn 2, environment step" in chain
+    )
 
 
 def test_equal_waits_are_one_line_of_the_chain() -> None:

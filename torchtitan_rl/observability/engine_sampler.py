@@ -17,14 +17,20 @@ EngineReading = Mapping[str, EngineStats]  # by replica
 
 
 class EngineSampler:
-    """Calls ``read`` every ``interval_s`` while its ``async with`` is open. A reading that fails
-    (a replica just died; whoever uses it is told by the router) is counted and passed over."""
+    """Calls ``read`` every ``interval_s`` while its ``async with`` is open. A reading that fails or
+    takes longer than ``timeout_s`` (a replica just died, or hangs; whoever uses it is told by the
+    router) is counted and passed over."""
 
     def __init__(
-        self, read: Callable[[], Awaitable[EngineReading]], *, interval_s: float = 0.25
+        self,
+        read: Callable[[], Awaitable[EngineReading]],
+        *,
+        interval_s: float = 0.25,
+        timeout_s: float = 5.0,
     ) -> None:
         self._read = read
         self._interval_s = interval_s
+        self._timeout_s = timeout_s
         self._readings: list[EngineReading] = []
         self._num_failed = 0
 
@@ -46,8 +52,9 @@ class EngineSampler:
         while True:
             await asyncio.sleep(self._interval_s)
             try:
-                self._readings.append(await self._read())
-            except TorchtitanRLError:
+                async with asyncio.timeout(self._timeout_s):
+                    self._readings.append(await self._read())
+            except (TorchtitanRLError, TimeoutError):
                 self._num_failed += 1
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.orchestration.waits import Waits
-from torchtitan_rl.rollout.rollout_run import RolloutActivity
+from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
 
 _MAX_TICK_S = 5.0
 
@@ -122,8 +122,9 @@ def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> 
 
 
 def describe_activity(activity: RolloutActivity, now_s: float) -> str:
-    """``e0/p12/r3, turn 2, environment step for 88 s``; turns count from 1."""
-    where = f"{activity.rollout_id}, turn {activity.turn + 1}"
+    """``e0/p12/r3, turn 2, environment step for 88 s``; turns count from 1, 0 is before the first."""
+    turn = activity.turn + (activity.phase is Phase.GENERATION)  # `turn` counts complete ones
+    where = f"{activity.rollout_id}, turn {turn}"
     return f"{where}, {activity.phase.value} {activity.detail} for {now_s - activity.since_s:.0f} s"
 
 
