@@ -1,16 +1,17 @@
-"""Rolls problems out on a real engine and compares what is trained on with what was sampled.
+"""Rolls problems out on real engines and compares what is trained on with what was sampled.
 
-Run as ``python -m tests.real.episode_scenario``: an engine takes a process of its own. Prints one
-JSON object.
+Run as ``python -m tests.real.episode_scenario MODEL...``: vLLM takes a process of its own. Prints
+one JSON object, with the rollouts of each model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from configs.alphabet_sort_tiny import config
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
@@ -41,8 +42,8 @@ class RecordingEngine:
         return outputs
 
 
-def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, int | bool]:
-    """Does the one episode of a rollout hold the engine's tokens and logprobs, and no others?"""
+def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, Any]:
+    """The one episode of a rollout, and whether it holds the engine's tokens, and no others."""
     (episode,) = rollout_to_episodes(rollout, advantage=1.0)
     sampled = [outputs[turn.completion.request_id] for turn in rollout.turns]
     tokens = tuple(token for output in sampled for token in output.token_ids)
@@ -55,10 +56,11 @@ def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, int
         "tokens_equal": tuple(episode.token_ids[i] for i in masked) == tokens,
         "logprobs_equal": tuple(episode.logprobs[i] for i in masked) == logprobs,
         "sequence_equal": episode.token_ids == whole,
+        "episode": asdict(episode),
     }
 
 
-async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, int | bool]]:
+async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, Any]]:
     loop = EngineLoop(engine, SoloChannel(), is_leader=True)
     loop.start()
     router = GeneratorRouter([LoopReplica("only", loop, WeightStaging())])
@@ -70,7 +72,7 @@ async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, int | b
     )
     dataset = task.dataset("validation", seed=0)
     groups = await asyncio.gather(
-        *(rollouter.run_group(f"g{i}", dataset.next(), size=4, seed=1) for i in range(4))
+        *(rollouter.run_group(f"g{i}", dataset.next(), size=4, seed=1) for i in range(8))
     )
     await router.close()
     return [compare(rollout, engine.outputs) for group in groups for rollout in group.rollouts]
@@ -84,10 +86,12 @@ def main() -> None:
 
     from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 
-    model = Path(config.policy.checkpoint)
-    engine = RecordingEngine(VllmEngine(VllmEngineOptions(model=str(model))))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    print(json.dumps(asyncio.run(scenario(engine, tokenizer))))
+    rollouts = {}
+    for model in sys.argv[1:]:
+        engine = RecordingEngine(VllmEngine(VllmEngineOptions(model=model)))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        rollouts[model] = asyncio.run(scenario(engine, tokenizer))
+    print(json.dumps(rollouts))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ SMALL = (
 )  # fmt: skip
 
 
+def options(root: Path, name: str, *more: str) -> list[str]:
+    """The small run ``name`` under ``root``, with what ``more`` says."""
+    return [str(TINY), *SMALL, "--output-dir", str(root), "--name", name, *more]
+
+
 class Run:
     """``torchtitan-rl train`` in a process of its own; all its descendants carry a tag."""
 
@@ -74,6 +79,14 @@ class Run:
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def process_of(self, rank: str) -> psutil.Process:
+        """The process of ``rank`` (such as "trainer-rank0"), by the log file that it prints to."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process.pid}/fd/1").readlink().name == f"{rank}.log":
+                    return process
+        raise LookupError(f"no process of the run prints to {rank}.log")
 
     def left_behind(self, grace_s: float = 20.0) -> list[str]:
         """Command lines of processes that are still alive after ``grace_s``."""

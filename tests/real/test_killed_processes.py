@@ -1,0 +1,38 @@
+"""What a whole run does when one of its processes is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.real.runs import Run, options, read_metrics
+
+
+def kill_after_the_first_step(run: Run, run_dir: Path, rank: str) -> None:
+    run.wait_until(lambda: len(read_metrics(run_dir)) >= 2, "the first step")
+    run.process_of(rank).kill()
+
+
+def test_trap_11_a_run_goes_on_without_a_killed_replica(tmp_path):
+    run = Run(options(tmp_path, "run", "--num-steps", "4"), log=tmp_path / "log")
+    kill_after_the_first_step(run, tmp_path / "run", "replica1-rank0")
+    assert run.wait() == 0, run.log.read_text()[-3000:]
+    assert run.left_behind() == []
+    assert "replica1" in run.log.read_text()
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["sync/lost_replicas"] == 1
+    assert rows[-1]["policy/version"] == 4
+    assert "validation/reward_mean" in rows[-1]
+    for row in rows[1:]:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
+
+
+def test_a_killed_trainer_ends_the_run_with_1_and_leaves_no_process(tmp_path):
+    run = Run(
+        options(tmp_path, "run", "--num-steps", "50", "--generator.replicas", "1"),
+        log=tmp_path / "log",
+    )
+    kill_after_the_first_step(run, tmp_path / "run", "trainer-rank0")
+    assert run.wait() == 1, run.log.read_text()[-3000:]
+    assert run.left_behind() == []
+    assert "error: TrainerLostError: trainer" in run.log.read_text()
