@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.orchestration.waits import Waits
+from torchtitan_rl.orchestration.waits import Wait, Waits
 from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
 
 _MAX_TICK_S = 5.0
@@ -87,14 +87,13 @@ class Watchdog:
         """Who waits for what, one a line: waits (the longest first, of equal ones only the
         longest), rollouts, notes."""
         now_s = self._waits.now_s()
-        waits = self._waits.open()
-        times = Counter(wait.name for wait in waits)
-        longest = {wait.name: wait for wait in reversed(waits)}
-        lines = [
-            wait.describe(now_s) + (f" [and {times[wait.name] - 1} more]" * (times[wait.name] > 1))
-            for wait in waits
-            if wait is longest[wait.name]
-        ]
+        by_name: dict[str, list[Wait]] = {}
+        for wait in self._waits.open():
+            by_name.setdefault(wait.name, []).append(wait)
+        lines = []
+        for longest, *others in by_name.values():
+            more = f" [and {len(others)} more]" if others else ""
+            lines.append(longest.describe(now_s) + more)
         lines += [describe_activities(self._activities(), now_s), *self._notes()]
         return "\n".join(f"  {line}" for line in lines if line)
 
@@ -122,7 +121,7 @@ def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> 
 
 
 def describe_activity(activity: RolloutActivity, now_s: float) -> str:
-    """``e0/p12/r3, turn 2, environment step for 88 s``; turns count from 1, 0 is before the first."""
+    """``e0/p12/r3, turn 2, environment step for 88 s``; turn 0 is before the first."""
     turn = activity.turn + (activity.phase is Phase.GENERATION)  # `turn` counts complete ones
     where = f"{activity.rollout_id}, turn {turn}"
     return f"{where}, {activity.phase.value} {activity.detail} for {now_s - activity.since_s:.0f} s"
@@ -137,8 +136,9 @@ def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: 
     return f"group {group_id}: {len(own)} rollouts run; {describe_activity(longest, now_s)}"
 
 
-def describe_replicas(states: Mapping[str, str], load: Mapping[str, int], unit: str) -> str:
-    """``replica0 serving, 2 requests; replica1 dead, 0 requests``"""
+def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str, int]) -> str:
+    """``replica0 serving, 240 tokens to sample; replica1 dead, 0 tokens to sample``"""
     return "; ".join(
-        f"{name} {state}, {load.get(name, 0)} {unit}" for name, state in states.items()
+        f"{name} {state}, {outstanding_tokens.get(name, 0)} tokens to sample"
+        for name, state in states.items()
     )
