@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.fast.loss_tokens import loss_of, make_tokens, totals_of
 from torchtitan_rl.config import LossConfig
 from torchtitan_rl.training.losses import LossTokens, policy_loss
+from torchtitan_rl.training.losses.importance import truncated_weights
 from torchtitan_rl.training.losses.ratios import interpolated_logprobs
 
 OPTIONS = {
@@ -108,15 +110,42 @@ def test_cispo_bounds_the_weight_and_keeps_every_tokens_gradient() -> None:
 
 def test_gspo_clips_whole_sequences_by_their_geometric_mean_ratio() -> None:
     config = LossConfig(ratio="sequence", aggregation="sequence_mean", clip_low=0.2, clip_high=0.28)
-    # Means: (2 x 0.5)^(1/2) = 1, moved on; (2 x 2)^(1/2) = 2, clipped; 0.5 alone, not clipped.
-    tokens = make_tokens(
-        [2.0, 0.5, 2.0, 2.0, 0.5], [1.0, 1.0, 1.0, 1.0, 1.0], sequences=[0, 0, 1, 1, 2]
-    )
+    # Means: (2 x 0.72)^(1/2) = 1.2, whose product would be clipped; (2 x 2)^(1/2) = 2, clipped;
+    # 0.5 alone, not clipped.
+    tokens = make_tokens([2.0, 0.72, 2.0, 2.0, 0.5], [1.0] * 5, sequences=[0, 0, 1, 1, 2])
     output, gradient = loss_of(tokens, config)
-    assert output.loss.item() == pytest.approx(-(1.0 + 1.28 + 0.5) / 3)
+    assert output.loss.item() == pytest.approx(-(1.2 + 1.28 + 0.5) / 3)
     # s A / (sequences x length) each, as in GSPO's gradient.
-    assert gradient == pytest.approx([-1.0 / 6, -1.0 / 6, 0.0, 0.0, -0.5 / 3])
+    assert gradient == pytest.approx([-1.2 / 6, -1.2 / 6, 0.0, 0.0, -0.5 / 3])
     assert output.sums["clip_share"].item() == 2
+
+
+def test_gspo_gives_each_token_the_gradient_of_its_own_advantage() -> None:
+    """GSPO-token, section 4.3 of the paper."""
+    config = LossConfig(ratio="sequence", aggregation="sequence_mean")
+    _, gradient = loss_of(make_tokens([1.21, 1.0], [1.0, 3.0], sequences=[0, 0]), config)
+    assert gradient == pytest.approx([-1.1 / 2, -1.1 * 3.0 / 2])
+
+
+def test_weights_carry_no_gradient() -> None:
+    tokens = make_tokens([1.5], [1.0])
+    weights = truncated_weights(
+        tokens.logprobs_T - tokens.behaviour_T, tokens, level="token", cap=2.0, max_log_ratio=20.0
+    )
+    assert weights.tolist() == pytest.approx([1.5])
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(3.0, 1.0), (0.1, -1.0)])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+def test_untrained_tokens_of_a_sequence_are_not_counted_as_clipped_or_masked(
+    surrogate: Literal["clip", "cispo"], ratio: float, advantage: float
+) -> None:
+    config = LossConfig(surrogate=surrogate, ratio="sequence", mask="geometric", mask_high=2.0)
+    tokens = make_tokens([ratio, 1.0], [advantage] * 2, trained=[True, False], sequences=[0, 0])
+    output, _ = loss_of(tokens, config)
+    assert output.sums["clip_share"].item() == 1
+    assert output.sums["masked_share"].item() == 1
 
 
 def test_aggregations_count_tokens_sequences_or_a_constant_length() -> None:

@@ -1,6 +1,6 @@
 """Corrections for who sampled: truncated weights and masks. Neither carries a gradient.
 
-All functions take cleaned tokens and detach what they are given.
+All functions take cleaned tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def within_bounds(
     Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM RL", 2512.23075, and verl's rollout
     correction).
     """
-    log_ratios_T = log_ratios_T.detach()
     match level:
         case "token":
             pass

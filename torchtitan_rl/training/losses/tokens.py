@@ -25,7 +25,7 @@ class LossTokens:
     reference_T: torch.Tensor | None = None  # logprobs of the reference model
 
     def cleaned(self) -> LossTokens:
-        """The same with 0 wherever a token is not trained on."""
+        """The same with 0 for logprobs and advantages wherever a token is not trained on."""
         zero = torch.zeros((), dtype=self.logprobs_T.dtype, device=self.logprobs_T.device)
         reference_T = self.reference_T
         return replace(
@@ -33,7 +33,6 @@ class LossTokens:
             logprobs_T=torch.where(self.trained_T, self.logprobs_T, zero),
             behaviour_T=torch.where(self.trained_T, self.behaviour_T, zero),
             advantages_T=torch.where(self.trained_T, self.advantages_T, zero),
-            ages_T=torch.where(self.trained_T, self.ages_T, 0),
             reference_T=reference_T
             if reference_T is None
             else torch.where(self.trained_T, reference_T, zero),
