@@ -242,7 +242,5 @@ def test_without_rollouts_there_is_nothing_to_describe() -> None:
 
 
 def test_replicas_are_described_with_state_and_load() -> None:
-    text = describe_replicas(
-        {"replica0": "serving", "replica1": "dead"}, {"replica0": 2}, "running"
-    )
-    assert text == "replica0 serving, 2 running; replica1 dead, 0 running"
+    text = describe_replicas({"replica0": "serving", "replica1": "dead"}, {"replica0": 240})
+    assert text == "replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens outstanding"

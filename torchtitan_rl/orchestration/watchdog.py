@@ -137,8 +137,8 @@ def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: 
 
 
 def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str, int]) -> str:
-    """``replica0 serving, 240 tokens to sample; replica1 dead, 0 tokens to sample``"""
+    """``replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens outstanding``"""
     return "; ".join(
-        f"{name} {state}, {outstanding_tokens.get(name, 0)} tokens to sample"
+        f"{name} {state}, {outstanding_tokens.get(name, 0)} tokens outstanding"
         for name, state in states.items()
     )
