@@ -6,6 +6,7 @@ the promised types, whatever they are (a numpy reward becomes a float), or the r
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -16,13 +17,21 @@ from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import RolloutStatus
 
 
-def checked_answer(answer: object, *, max_prompt_tokens: int) -> Observation | Terminal:
+class WrongAnswerError(Exception):
+    """The message says what the environment owes, and what it gave."""
+
+
+_brief = reprlib.Repr()  # short, and never raises
+_brief.maxother = 200
+
+
+def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Terminal:
     """The answer of `TokenEnv.reset` or `step`, with tuples and plain numbers.
 
     Of a prompt over ``max_prompt_tokens``, of which no turn will be made, one more is kept.
 
     Raises:
-        ValueError: it is no such answer; the message says what the environment owes.
+        WrongAnswerError: it is no such answer.
     """
     if isinstance(answer, Terminal):
         return checked_terminal(answer)
@@ -42,7 +51,7 @@ def checked_terminal(answer: object) -> Terminal:
     """The answer of `TokenEnv.finish`. A reward that is not finite is left for the scoring.
 
     Raises:
-        ValueError: it is no `Terminal`, or one of its fields has a wrong type.
+        WrongAnswerError: it is no `Terminal`, or one of its fields has a wrong type.
     """
     if not isinstance(answer, Terminal):
         raise _owes("a Terminal", answer)
@@ -108,5 +117,5 @@ def _text(value: Any) -> str | None:
     return value
 
 
-def _owes(wanted: str, got: object) -> ValueError:
-    return ValueError(f"the environment owes {wanted}, not {got!r}"[:500])
+def _owes(wanted: str, got: object) -> WrongAnswerError:
+    return WrongAnswerError(f"the environment owes {wanted}, not {_brief.repr(got)}")

@@ -12,12 +12,19 @@ import contextvars
 import inspect
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+_T = TypeVar("_T")
+
+_GRACE_S = 5.0  # for work to clean up when it is cancelled
 _computing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compute")
+
+
+class CallTimeoutError(Exception):
+    """A call took too long; no `TimeoutError`, which the called code may raise by itself."""
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -83,8 +90,44 @@ def is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
+async def within(timeout_s: float, work: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+    """The result of ``work(*args)``, which is cancelled after ``timeout_s`` or with the caller.
+
+    Work that does not heed its cancellation gets ``timeout_s`` (at most `_GRACE_S`) more and is
+    then left behind: whoever waits here goes on.
+
+    Raises:
+        CallTimeoutError: there was no result in time.
+        Exception: what ``work`` raised, a CancelledError of its own included.
+    """
+
+    async def outcome() -> tuple[_T | None, BaseException | None]:
+        try:
+            return await work(*args), None
+        except (Exception, SystemExit) as error:  # an event loop would end by a task's SystemExit
+            return None, error
+
+    task = asyncio.ensure_future(outcome())
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise CallTimeoutError(f"no answer after {timeout_s} s")
+        result, error = task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
+    if error is not None:
+        raise error
+    return cast("_T", result)
+
+
 def summary(error: BaseException) -> str:
     """Type, message and place of an error in one line, for a person."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    try:
+        message = str(error)
+    except Exception:  # the error's own class is broken
+        message = "<its message cannot be made>"
+    return f"{type(error).__name__}: {message}{place}"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from torchtitan_rl.rollout.answers import checked_answer, checked_terminal
-from torchtitan_rl.rollout.calls import call, is_cancelled, summary
+from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
+from torchtitan_rl.rollout.calls import CallTimeoutError, call, is_cancelled, summary, within
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
 from torchtitan_rl.types import Completion, RolloutStatus
+
+_A = TypeVar("_A")
 
 
 class RolloutEnded(Exception):
@@ -38,23 +40,21 @@ class EnvCalls:
         name = getattr(method, "__name__", repr(method))
         self._on_call(name)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                return await call(method, *args)
+            return await within(self._timeout_s, call, method, *args)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+        except CallTimeoutError as error:
+            raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, f"{name}: {error}") from error
         except (Exception, SystemExit) as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                cause = f"{name}: no answer after {self._timeout_s} s"
-                raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, cause) from error
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
 
     async def reset(self, env: TokenEnv) -> Observation:
         """The checked first observation."""
         answer = self._checked(await self(env.reset))
         if isinstance(answer, Terminal):
-            cause = f"the environment owes an Observation to begin with, not {answer!r}"[:500]
+            cause = "the environment owes an Observation to begin with, not a Terminal"
             raise RolloutEnded(RolloutStatus.ENV_ERROR, cause)
         return answer
 
@@ -64,11 +64,7 @@ class EnvCalls:
 
     async def finish(self, env: TokenEnv, status: RolloutStatus) -> Terminal:
         """The checked answer of ``finish``."""
-        answer = await self(env.finish, status)
-        try:
-            return checked_terminal(answer)
-        except ValueError as error:
-            raise RolloutEnded(RolloutStatus.ENV_ERROR, str(error)) from error
+        return self._check(checked_terminal, await self(env.finish, status))
 
     async def close(self, env: TokenEnv) -> str | None:
         """Close to the end (or its time-out), cancelled or not; returns what went wrong."""
@@ -85,7 +81,12 @@ class EnvCalls:
         return str(failure) if failure else None
 
     def _checked(self, answer: object) -> Observation | Terminal:
+        return self._check(checked_answer, answer, self._max_prompt_tokens)
+
+    def _check(self, check: Callable[..., _A], *args: Any) -> _A:
         try:
-            return checked_answer(answer, max_prompt_tokens=self._max_prompt_tokens)
-        except ValueError as error:
+            return check(*args)
+        except WrongAnswerError as error:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, str(error)) from error
+        except Exception as error:  # objects of the environment's, asked for their numbers
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"answer: {summary(error)}") from error

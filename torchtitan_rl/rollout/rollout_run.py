@@ -349,7 +349,10 @@ class RolloutRun:
     def _note_messages(self, env: TokenEnv) -> str | None:
         try:
             if isinstance(env, Conversation):
-                self._messages = tuple(env.messages)
+                messages = tuple(env.messages)
+                if not all(isinstance(message, Mapping) for message in messages):
+                    return "messages: not all are mappings"
+                self._messages = messages
         except Exception as error:
             return f"messages: {summary(error)}"
         return None
