@@ -51,6 +51,11 @@ def test_an_age_without_tokens_is_left_out() -> None:
     assert ages == {AGE_BUCKETS[2]}
 
 
+def test_ratios_that_underflow_leave_no_effective_sample() -> None:
+    output, _ = loss_of(make_tokens([1e-200], [1.0]), LossConfig(max_log_ratio=1000.0))
+    assert loss_metrics(output.sums, output.maxima, num_trained=1)["effective_share"] == 0.0
+
+
 def test_sums_become_means_over_trained_tokens_but_for_loss_and_counts() -> None:
     sums = {name: torch.tensor(6.0) for name in ("entropy", "loss", "clamped_log_ratio")}
     metrics = loss_metrics(sums, {"ratio_max": torch.tensor(2.0)}, num_trained=3)

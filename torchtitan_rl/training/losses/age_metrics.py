@@ -48,8 +48,9 @@ def age_maxima(tokens: LossTokens, ratios_T: torch.Tensor) -> torch.Tensor:
 
 
 def effective_share(num_tokens: float, ratio_sum: float, square_sum: float) -> float:
-    """Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the tokens (Kong 1992)."""
-    return ratio_sum**2 / (num_tokens * square_sum)
+    """Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the tokens (Kong 1992); 0
+    where every ratio underflowed."""
+    return ratio_sum**2 / (num_tokens * square_sum) if square_sum != 0 else 0.0
 
 
 def age_metrics(

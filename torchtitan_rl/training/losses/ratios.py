@@ -56,8 +56,8 @@ def sequence_log_ratios(log_ratios_T: torch.Tensor, tokens: LossTokens) -> torch
     """GSPO's log-ratio: its value is the mean over the sequence, s = (p(y) / p_anchor(y))^(1/|y|);
     its gradient is each token's own.
 
-    From Zheng et al. 2025 (2507.18071), section 4.3 (GSPO-token), which is GSPO where a sequence has
-    one advantage and allows one per token.
+    From Zheng et al. 2025 (2507.18071), section 4.3 (GSPO-token), which is GSPO where a sequence
+    has one advantage and allows one per token.
     """
     own_T = log_ratios_T - log_ratios_T.detach()
     return tokens.sequence_mean(log_ratios_T.detach()) + own_T
