@@ -51,7 +51,8 @@ def writing_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_run_resumed_from_a_checkpoint_written_during_later_steps_is_bit_for_bit_the_same(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is one of the moment of saving, whatever is trained before it is on disk."""
+    """The copy is one of the moment of saving, whatever is trained before it is on disk; of trap
+    28, the trainer's share: weights, optimizer, schedule, random state, version."""
     batches = [random_batch(seed=seed) for seed in range(4)]
     path = tmp_path / "step-000002"
     with trainer(policy) as policy_trainer:
@@ -155,6 +156,23 @@ def test_a_torn_or_damaged_checkpoint_is_refused_and_changes_nothing(
         assert policy_trainer.version == 2
         state = policy_trainer.hf_state_dict()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(policy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "step-000000"
+    with trainer(policy) as policy_trainer:
+        policy_trainer.save_checkpoint(path, {})
+    other = tiny_qwen3(tmp_path / "untied", tied=False)
+    with trainer(other) as policy_trainer, pytest.raises(CheckpointError, match="does not fit"):
+        policy_trainer.load_checkpoint(path)
+
+
+def test_closing_tells_that_the_last_checkpoint_could_not_be_written(
+    policy: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="plain file name"), trainer(policy) as policy_trainer:
+        policy_trainer.save_checkpoint(tmp_path / "step-000001", {}, {"../up": b""})
+    assert not (tmp_path / "up").exists()
 
 
 def die_while_writing(rank: int, policy: Path, root: Path, port: int) -> None:

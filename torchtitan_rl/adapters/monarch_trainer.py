@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CLOSE_TIMEOUT_S = 60.0
+_LAST_WRITE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +184,15 @@ class MonarchTrainer:
         """Let the ranks finish a checkpoint and clean up (published weights, above all), then end
         them in any case."""
         try:
-            await self.finish_checkpoint()
-        except (CheckpointError, TrainerLostError, DeadlineError) as error:
+            async with asyncio.timeout(_LAST_WRITE_TIMEOUT_S):
+                await self.finish_checkpoint()
+        except (CheckpointError, TrainerLostError, DeadlineError, TimeoutError) as error:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
             await call(
                 self._ranks.close.call(), what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S
             )
-        except (ProcessLostError, DeadlineError):
+        except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
         finally:
             await stop_processes(self._mesh)

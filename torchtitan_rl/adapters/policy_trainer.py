@@ -193,9 +193,15 @@ class PolicyTrainer:
 
     def close(self) -> None:
         """Finish what is being written and leave the process group; the trainer is of no use
-        afterwards."""
-        self._writer.close()
-        titan_setup.tear_down(self._layout)
+        afterwards.
+
+        Raises:
+            CheckpointError: the last saved checkpoint could not be written.
+        """
+        try:
+            self._writer.close()
+        finally:
+            titan_setup.tear_down(self._layout)
 
     def _step(self, batch: TrainingBatch, num_trained: int, objective: _Objective) -> StepOutput:
         started = time.perf_counter()

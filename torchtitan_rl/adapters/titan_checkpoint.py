@@ -112,8 +112,13 @@ class CheckpointWriter:
                     self._pending = None
 
     def close(self) -> None:
-        """Let a checkpoint that is being written be finished, whatever comes of it."""
+        """Wait for what is being written; the writer is of no use afterwards.
+
+        Raises:
+            CheckpointError: as `finish`.
+        """
         self._thread.shutdown(wait=True)
+        self.finish()
 
     def _write(
         self,
@@ -163,12 +168,13 @@ class CheckpointWriter:
 
 
 def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int, dict[str, Any]]:
-    """Collective. Returns (version, extra). Nothing is changed where it raises.
+    """Collective. Returns (version, extra).
 
     Random states are restored only by as many ranks as wrote them.
 
     Raises:
-        CheckpointError: ``path`` is not a complete, undamaged checkpoint.
+        CheckpointError: ``path`` is torn or damaged, and nothing was changed; or it is one of
+            another model, and the trainer is of no use any more.
     """
     failure: str | None = None
     try:
@@ -181,7 +187,10 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int,
     _refuse("cannot go on from a checkpoint", failures)
     document = read_document(path)
     state = _state(model, optimizer)
-    load(state, checkpoint_id=path)
+    try:
+        load(state, checkpoint_id=path)
+    except CheckpointException as error:  # no subclass of Exception
+        raise CheckpointError(f"checkpoint {path} does not fit: {_cause(error)}") from error
     model.load_state_dict(state["model"])
     optimizer.container.load_state_dict(state["optimizer"])
     optimizer.restore_schedule(document["version"])
