@@ -163,7 +163,7 @@ def test_a_replica_that_cannot_follow_a_sync_serves_no_more():
     asyncio.run(scenario())
 
 
-def test_close_fails_requests_that_wait_for_a_replica():
+def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
     async def scenario():
         replica = GatedReplica("r", is_open=False)
         router = GeneratorRouter([replica])
@@ -176,9 +176,12 @@ def test_close_fails_requests_that_wait_for_a_replica():
         await router.close()
         with pytest.raises(GenerationError, match="router is closed"):
             await waiting
+        with pytest.raises(WeightSyncError, match="router is closed"):
+            await sync
         replica.gate.set()
-        await asyncio.gather(running, sync)
+        await running
         assert replica.is_closed
+        assert replica.running_at_pull == []
 
     asyncio.run(scenario())
 

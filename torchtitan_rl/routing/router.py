@@ -1,64 +1,63 @@
 """`GeneratorRouter.generate` is the only way to a replica.
 
 Invariants: a call's load is released on every exit path; a replica that failed is dead and gets no
-further request (a fast-failing one never looks idle); a request that lost its replica runs on
-another one from its prompt; every wait has a deadline and says what it waited for.
+further request (a fast-failing one never looks idle); a request that was interrupted, or lost its
+replica, goes on from the tokens that are known of it, and its caller sees one completion and never
+an abort that nobody asked for; every wait has a deadline and says what it waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
+    InvalidRequestError,
     ReplicaError,
-    WeightSyncError,
 )
+from torchtitan_rl.routing.continuation import check_resumable, join, remaining_request, used_up
+from torchtitan_rl.routing.lease import Lease, lease_replica
 from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.strategies import ReplicaView, RoutingStrategy, StickyLeastLoaded
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
+from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest
 from torchtitan_rl.weights.handle import WeightHandle
 
-SyncMode = Literal["hot_swap", "drain"]
+__all__ = ["GeneratorRouter", "SyncMode", "SyncOrder", "SyncReport"]
 
 _MAX_SESSIONS = 65_536  # homes remembered; the longest unused are forgotten first
 _ABORT_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A replica with what the router keeps about it."""
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that is being completed. ``deadline`` is in the event loop's time."""
 
-    replica: Replica
-    state: ReplicaState = ReplicaState.SERVING
-    outstanding_tokens: int = 0
-    outstanding_requests: int = 0
-    failure: BaseException | None = None
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.state in (ReplicaState.SERVING, ReplicaState.SYNCING)
+    request: GenerationRequest
+    deadline: float
+    so_far: Completion  # of all pieces that are over
+    attempts: int = 0
+    piece_id: str | None = None  # on ``slot``, while a piece runs there
+    slot: Slot | None = None
+    is_abort_asked: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """What a weight sync did. ``stage_s`` and ``pull_s`` are the slowest replica's."""
-
-    version: int
-    stage_s: float
-    pull_s: float
-    pulls: tuple[PullReport, ...]
-    lost: tuple[str, ...] = field(default=())  # replicas that could not follow
+_Choose = Callable[[GenerationRequest], Slot | None]
 
 
 class GeneratorRouter:
-    """Spreads requests over replicas and brings new weights to them."""
+    """Spreads requests over replicas and brings new weights to them.
+
+    ``reserved`` names replicas that only leases use. ``request_timeout_s`` is the deadline of one
+    request with all its pieces, pauses included; ``sync_timeout_s`` that of one fetch, or one swap,
+    of weights by one replica.
+    """
 
     def __init__(
         self,
@@ -67,86 +66,112 @@ class GeneratorRouter:
         strategy: RoutingStrategy | None = None,
         request_timeout_s: float = 600.0,
         sync_timeout_s: float = 300.0,
+        reserved: Collection[str] = (),
     ) -> None:
-        self._slots = [_Slot(replica) for replica in replicas]
+        self._slots = Slots(replicas, reserved)
+        self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
         self._request_timeout_s = request_timeout_s
-        self._sync_timeout_s = sync_timeout_s
         self._homes: OrderedDict[str, int] = OrderedDict()
-        self._changed = asyncio.Condition()
-        self._sync_lock = asyncio.Lock()
+        self._running: dict[str, _Running] = {}
         self._is_closed = False
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Complete one request on some replica.
+        """Complete one request on some replica that holds its ``min_version``.
+
+        A greedy request that is continued, here or from ``resume_from``, ends as it would have
+        undisturbed. A seeded one goes on with a seed derived from its seed and its tokens so far:
+        reproducible, but not what the undisturbed run samples.
 
         Raises:
             InvalidRequestError: the replica refused it; nobody else is disturbed.
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left.
         """
-        deadline = time.monotonic() + self._request_timeout_s
-        while True:
-            slot = await self._slot_for(request, deadline)
-            try:
-                return await self._call(slot, request, deadline)
-            except ReplicaError as error:
-                await self._bury(slot, error)
+        return await self._complete(request, self._choose)
 
-    async def sync_weights(self, handle: WeightHandle, *, mode: SyncMode) -> SyncReport:
-        """Bring every live replica to ``handle.version``; one that cannot follow is dead.
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        asked = [self._running[name] for name in request_ids if name in self._running]
+        for running in asked:
+            running.is_abort_asked = True
+        self._slots.notify()
+        await asyncio.gather(*(self._abort_piece(running) for running in asked))
+
+    async def sync_weights(
+        self,
+        handle: WeightHandle,
+        *,
+        mode: SyncMode,
+        order: SyncOrder = "together",
+        lag_timeout_s: float | None = None,
+    ) -> SyncReport:
+        """Bring every live replica to ``handle.version`` or newer.
 
         Weights are staged while decoding goes on. `drain` then lets running requests finish
-        first, new ones waiting meanwhile; `hot_swap` swaps underneath them.
+        first, new ones waiting meanwhile; `hot_swap` swaps underneath them. Returns once all
+        replicas that are not leased hold the version, or after ``lag_timeout_s`` (None: no limit
+        but the pullers' own); those that lag go on in the background. A replica that cannot
+        follow is dead. Where all replicas are leased it waits for the first lease to end.
 
         Raises:
-            WeightSyncError: no replica holds the new weights.
+            WeightSyncError: no replica is left that holds the new weights or could get them.
         """
-        async with self._sync_lock:
-            live = [slot for slot in self._slots if slot.state is not ReplicaState.DEAD]
-            started = time.monotonic()
-            await asyncio.gather(*(self._stage(slot, handle) for slot in live))
-            staged = time.monotonic()
-            live = [slot for slot in live if slot.state is not ReplicaState.DEAD]
-            pulls = await asyncio.gather(*(self._pull(slot, handle.version, mode) for slot in live))
-            lost = [slot for slot in self._slots if slot.state is ReplicaState.DEAD]
-            if not any(pulls):
-                raise WeightSyncError(
-                    f"no replica holds version {handle.version}: {self._obituary()}"
-                )
-            return SyncReport(
-                version=handle.version,
-                stage_s=staged - started,
-                pull_s=time.monotonic() - staged,
-                pulls=tuple(pull for pull in pulls if pull is not None),
-                lost=tuple(slot.replica.name for slot in lost),
-            )
+        return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
+
+    def lease(self, handle: WeightHandle | None = None) -> AbstractAsyncContextManager[Lease]:
+        """``async with router.lease() as lease``: a live replica that is kept out of pulls.
+
+        It is a reserved replica while one lives, which is brought to ``handle`` or, without one,
+        to the newest synced weights; else the least loaded of those with the newest weights, which
+        goes on serving others.
+
+        Raises (on entering):
+            GenerationError: no replica is left.
+            WeightSyncError: the replica could not be brought to ``handle``.
+            DeadlineError: none was free within the request time-out.
+        """
+        return lease_replica(
+            self._slots,
+            self._weights,
+            self._complete_on,
+            handle=handle,
+            timeout_s=self._request_timeout_s,
+        )
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that a sync was asked for, 0 before the first."""
+        newest = self._weights.newest
+        return 0 if newest is None else newest.version
+
+    def versions(self) -> dict[str, int]:
+        """What each live replica holds, by name."""
+        return {slot.name: slot.version for slot in self._slots.live()}
 
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name."""
-        live = [slot for slot in self._slots if slot.state is not ReplicaState.DEAD]
+        live = self._slots.live()
         stats = await asyncio.gather(*(slot.replica.stats() for slot in live))
-        return {slot.replica.name: stat for slot, stat in zip(live, stats, strict=True)}
+        return {slot.name: stat for slot, stat in zip(live, stats, strict=True)}
 
     def require_live(self) -> None:
-        """Raises `GenerationError`, with every replica's cause, where all are dead."""
-        if all(slot.state is ReplicaState.DEAD for slot in self._slots):
-            raise GenerationError(f"no replica is left: {self._obituary()}")
+        """Raises `GenerationError`, with every replica's cause, where none takes requests."""
+        self._slots.require_live()
 
     def states(self) -> dict[str, ReplicaState]:
-        return {slot.replica.name: slot.state for slot in self._slots}
+        return {slot.name: slot.state for slot in self._slots.all}
 
     def outstanding_tokens(self) -> dict[str, int]:
-        return {slot.replica.name: slot.outstanding_tokens for slot in self._slots}
+        return {slot.name: slot.outstanding_tokens for slot in self._slots.all}
 
     async def close(self) -> None:
         """Close every replica; requests that still wait here fail."""
-        async with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        live = [slot for slot in self._slots if slot.state is not ReplicaState.DEAD]
+        self._is_closed = True
+        self._slots.notify()
+        await self._weights.close()
         results = await asyncio.gather(
-            *(slot.replica.close() for slot in live), return_exceptions=True
+            *(slot.replica.close() for slot in self._slots.live()), return_exceptions=True
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -154,110 +179,121 @@ class GeneratorRouter:
                 "replicas did not close", [e for e in errors if isinstance(e, Exception)]
             )
 
-    async def _slot_for(self, request: GenerationRequest, deadline: float) -> _Slot:
-        """The replica that is to serve the request; waits while all are draining."""
-        async with self._changed:
-            while True:
-                if self._is_closed:
-                    raise GenerationError(f"request {request.request_id}: the router is closed")
-                index = self._strategy.choose(self._views(), self._home(request.session_id))
-                if index is not None:
-                    self._remember(request.session_id, index)
-                    return self._slots[index]
-                self.require_live()
-                try:
-                    async with asyncio.timeout_at(_loop_time(deadline)):
-                        await self._changed.wait()
-                except TimeoutError as error:
-                    raise GenerationTimeoutError(
-                        f"request {request.request_id} waited {self._request_timeout_s:.0f} s for "
-                        f"a replica that takes requests; states: {self.states()}"
-                    ) from error
+    async def _complete_on(self, request: GenerationRequest, slot: Slot) -> Completion:
+        """Complete a request on this replica or not at all."""
 
-    async def _call(self, slot: _Slot, request: GenerationRequest, deadline: float) -> Completion:
-        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        def choose(request: GenerationRequest) -> Slot | None:
+            if not slot.is_live:
+                raise GenerationError(
+                    f"request {request.request_id}: {slot.name}, which was leased for it, is "
+                    f"lost: {slot.failure}"
+                )
+            return slot if slot.takes_requests else None
+
+        return await self._complete(request, choose)
+
+    async def _complete(self, request: GenerationRequest, choose: _Choose) -> Completion:
+        request_id = request.request_id
+        if request_id in self._running:
+            raise InvalidRequestError(
+                f"request {request_id!r} refused: request_id is still outstanding: wait for that "
+                "request, or use another id"
+            )
+        check_resumable(request)
+        running = _Running(
+            request,
+            deadline=_now() + self._request_timeout_s,
+            so_far=join(request_id, [request.resume_from] if request.resume_from else []),
+        )
+        self._running[request_id] = running
+        try:
+            return await self._all_pieces(running, choose)
+        finally:
+            del self._running[request_id]
+
+    async def _all_pieces(self, running: _Running, choose: _Choose) -> Completion:
+        while True:
+            piece = remaining_request(running.request, running.so_far, attempt=running.attempts)
+            if piece is None:
+                return used_up(running.so_far)
+            slot = await self._slot_for(running, choose)
+            if slot is None:
+                return running.so_far
+            running.attempts += 1
+            try:
+                done = await self._call(slot, piece, running)
+            except ReplicaError as error:
+                self._slots.bury(slot, error)
+                continue
+            running.so_far = join(running.request.request_id, [running.so_far, done])
+            if running.is_abort_asked:
+                return running.so_far
+
+    async def _slot_for(self, running: _Running, choose: _Choose) -> Slot | None:
+        """The replica that is to serve the next piece, once there is one; None: abort instead."""
+        request, chosen = running.request, None
+
+        def find() -> bool:
+            nonlocal chosen
+            if self._is_closed:
+                raise GenerationError(f"request {request.request_id}: the router is closed")
+            chosen = None if running.is_abort_asked else choose(request)
+            return running.is_abort_asked or chosen is not None
+
+        if not await self._slots.wait_until(find, timeout_s=running.deadline - _now()):
+            raise GenerationTimeoutError(
+                f"request {request.request_id} waited {self._request_timeout_s:.0f} s for a "
+                f"replica that takes requests at version {request.min_version} or newer; "
+                f"states: {self.states()}, versions: {self.versions()}"
+            )
+        return chosen
+
+    def _choose(self, request: GenerationRequest) -> Slot | None:
+        index = self._strategy.choose(
+            self._slots.views(), self._home(request.session_id), request.min_version
+        )
+        if index is None:
+            self._slots.require_live()
+            return None
+        self._remember(request.session_id, index)
+        return self._slots.all[index]
+
+    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
+        tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         slot.outstanding_tokens += tokens
         slot.outstanding_requests += 1
+        running.slot, running.piece_id = slot, piece.request_id
         try:
-            async with asyncio.timeout_at(_loop_time(deadline)):
-                return await slot.replica.generate(request)
+            async with asyncio.timeout_at(running.deadline):
+                return await slot.replica.generate(piece)
         except TimeoutError as error:
-            await self._abort(slot, request.request_id)
+            await self._abort_piece(running)
             raise GenerationTimeoutError(
-                f"request {request.request_id} was not completed by replica {slot.replica.name} "
+                f"request {running.request.request_id} was not completed by replica {slot.name} "
                 f"within {self._request_timeout_s:.0f} s"
             ) from error
         except asyncio.CancelledError:
-            await asyncio.shield(self._abort(slot, request.request_id))
+            await asyncio.shield(self._abort_piece(running))
             raise
         finally:
             slot.outstanding_tokens -= tokens
             slot.outstanding_requests -= 1
-            await asyncio.shield(self._notify())
+            running.slot = running.piece_id = None
+            self._slots.notify()
 
-    async def _abort(self, slot: _Slot, request_id: str) -> None:
-        """Free the replica of a request that nobody waits for any more."""
+    async def _abort_piece(self, running: _Running) -> None:
+        """Free the replica of what it samples for a request that nobody waits for any more."""
+        slot, piece_id = running.slot, running.piece_id
+        if slot is None or piece_id is None:
+            return
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await slot.replica.abort((request_id,))
+                await slot.replica.abort((piece_id,))
         except ReplicaError as error:
-            await self._bury(slot, error)
+            self._slots.bury(slot, error)
         except TimeoutError:
-            await self._bury(
-                slot,
-                ReplicaError(f"{slot.replica.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"),
-            )
-
-    async def _stage(self, slot: _Slot, handle: WeightHandle) -> None:
-        try:
-            async with asyncio.timeout(self._sync_timeout_s):
-                await slot.replica.stage(handle)
-        except (ReplicaError, WeightSyncError, TimeoutError) as error:
-            await self._bury(slot, error)
-
-    async def _pull(self, slot: _Slot, version: int, mode: SyncMode) -> PullReport | None:
-        try:
-            async with asyncio.timeout(self._sync_timeout_s):
-                if mode == "drain":
-                    await self._drain(slot)
-                await self._set_state(slot, ReplicaState.SYNCING)
-                report = await slot.replica.pull(version)
-        except (ReplicaError, WeightSyncError, TimeoutError) as error:
-            await self._bury(slot, error)
-            return None
-        await self._set_state(slot, ReplicaState.SERVING)
-        return report
-
-    async def _drain(self, slot: _Slot) -> None:
-        await self._set_state(slot, ReplicaState.DRAINING)
-        async with self._changed:
-            await self._changed.wait_for(lambda: slot.outstanding_requests == 0)
-
-    async def _set_state(self, slot: _Slot, state: ReplicaState) -> None:
-        async with self._changed:
-            if slot.state is not ReplicaState.DEAD:
-                slot.state = state
-            self._changed.notify_all()
-
-    async def _bury(self, slot: _Slot, error: BaseException) -> None:
-        async with self._changed:
-            slot.state = ReplicaState.DEAD
-            slot.failure = slot.failure or error
-            self._changed.notify_all()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _views(self) -> list[ReplicaView]:
-        return [
-            ReplicaView(
-                index=index,
-                outstanding_tokens=slot.outstanding_tokens,
-                takes_requests=slot.takes_requests,
-            )
-            for index, slot in enumerate(self._slots)
-        ]
+            message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
+            self._slots.bury(slot, ReplicaError(message))
 
     def _home(self, session_id: str | None) -> int | None:
         return None if session_id is None else self._homes.get(session_id)
@@ -270,15 +306,6 @@ class GeneratorRouter:
         if len(self._homes) > _MAX_SESSIONS:
             self._homes.popitem(last=False)
 
-    def _obituary(self) -> str:
-        return "; ".join(
-            f"{slot.replica.name}: {type(slot.failure).__name__}: {slot.failure}"
-            for slot in self._slots
-            if slot.failure is not None
-        )
 
-
-def _loop_time(deadline: float) -> float:
-    """A time.monotonic() deadline on the running loop's clock."""
-    loop = asyncio.get_running_loop()
-    return loop.time() + (deadline - time.monotonic())
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -14,13 +14,20 @@ class ReplicaView:
     index: int
     outstanding_tokens: int
     takes_requests: bool
+    version: int = 0
+
+    def is_eligible(self, min_version: int) -> bool:
+        """May it serve a request that wants this version or a newer one?"""
+        return self.takes_requests and self.version >= min_version
 
 
 class RoutingStrategy(Protocol):
-    def choose(self, views: Sequence[ReplicaView], home: int | None) -> int | None:
-        """Index of a replica that takes requests, or None where there is none.
+    def choose(
+        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
+    ) -> int | None:
+        """Index of a replica that is eligible for ``min_version``, or None where there is none.
 
-        ``home`` is the replica that served the session before.
+        ``home`` is the replica that served the session before; it is left where it lags behind.
         """
         ...
 
@@ -29,8 +36,10 @@ class RoutingStrategy(Protocol):
 class LeastLoaded:
     """The replica with the fewest outstanding tokens; the lowest index among equals."""
 
-    def choose(self, views: Sequence[ReplicaView], home: int | None) -> int | None:
-        usable = [view for view in views if view.takes_requests]
+    def choose(
+        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
+    ) -> int | None:
+        usable = [view for view in views if view.is_eligible(min_version)]
         if not usable:
             return None
         return min(usable, key=lambda view: (view.outstanding_tokens, view.index)).index
@@ -47,9 +56,11 @@ class StickyLeastLoaded:
     max_imbalance: float = 2.0
     slack_tokens: int = 8192
 
-    def choose(self, views: Sequence[ReplicaView], home: int | None) -> int | None:
-        least = LeastLoaded().choose(views, None)
-        if least is None or home is None or not views[home].takes_requests:
+    def choose(
+        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
+    ) -> int | None:
+        least = LeastLoaded().choose(views, None, min_version)
+        if least is None or home is None or not views[home].is_eligible(min_version):
             return least
         floor = views[least].outstanding_tokens
         load = views[home].outstanding_tokens
@@ -63,10 +74,12 @@ class RoundRobin:
 
     _next: int = 0
 
-    def choose(self, views: Sequence[ReplicaView], home: int | None) -> int | None:
+    def choose(
+        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
+    ) -> int | None:
         for offset in range(len(views)):
             index = (self._next + offset) % len(views)
-            if views[index].takes_requests:
+            if views[index].is_eligible(min_version):
                 self._next = index + 1
                 return index
         return None

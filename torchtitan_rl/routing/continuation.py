@@ -1,0 +1,160 @@
+"""A completion that was sampled in pieces: what is still to be sampled, and the pieces as one.
+
+Pure. The tokens so far become part of the prompt, in token ids, never as text; nothing that was
+handed in is changed. Stop tokens are token ids, so none can straddle a cut, and a piece that ends
+in one is the last. A greedy continuation equals the undisturbed run; one of a seeded request
+differs from it, for the generator starts again, with `continued_seed`, but is itself reproducible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
+    FinishReason,
+    GenerationRequest,
+    VersionRun,
+)
+
+
+def check_resumable(request: GenerationRequest) -> None:
+    """Refuse a ``resume_from`` that cannot be the beginning of this request's completion.
+
+    That prompt and tokens fit into the context is checked by the replica, as for any prompt.
+
+    Raises:
+        InvalidRequestError: what does not fit, in numbers.
+    """
+    so_far = request.resume_from
+    if so_far is None:
+        return
+    num_tokens = len(so_far.token_ids)
+    mistakes = []
+    if num_tokens > request.sampling.max_tokens:
+        mistakes.append(
+            f"it has {num_tokens} tokens, and sampling.max_tokens = {request.sampling.max_tokens}"
+        )
+    if len(so_far.logprobs) != num_tokens:
+        mistakes.append(f"it has {num_tokens} tokens and {len(so_far.logprobs)} logprobs")
+    starts = [run.start for run in so_far.version_runs]
+    is_in_order = all(a < b for a, b in pairwise(starts))
+    if num_tokens and (not starts or starts[0] != 0 or starts[-1] >= num_tokens or not is_in_order):
+        mistakes.append(f"its version runs start at {starts}, for {num_tokens} tokens")
+    if mistakes:
+        raise InvalidRequestError(
+            f"request {request.request_id!r} refused: resume_from is not the beginning of its "
+            f"completion: {'; '.join(mistakes)}"
+        )
+
+
+def remaining_request(
+    request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
+) -> GenerationRequest | None:
+    """What a replica is to sample behind ``so_far``; None where nothing is left.
+
+    ``attempt`` counts the pieces that were asked for before; each has an id of its own on the
+    engine. Nothing is left once a piece ended by itself or the budget is used up exactly.
+    """
+    request_id = f"{request.request_id}#{attempt}" if attempt else request.request_id
+    tokens = so_far.token_ids if so_far is not None else ()
+    if so_far is not None and so_far.finish_reason is not FinishReason.ABORT:
+        return None
+    sampling = request.sampling
+    if tokens:
+        if len(tokens) >= sampling.max_tokens:
+            return None
+        sampling = replace(
+            sampling,
+            max_tokens=sampling.max_tokens - len(tokens),
+            min_tokens=max(0, sampling.min_tokens - len(tokens)),
+            seed=None if sampling.seed is None else continued_seed(sampling.seed, tokens),
+        )
+    return replace(
+        request,
+        request_id=request_id,
+        prompt_token_ids=request.prompt_token_ids + tokens,
+        sampling=sampling,
+        resume_from=None,
+    )
+
+
+def continued_seed(seed: int, tokens: Sequence[int]) -> int:
+    """A seed from 0 to 2**63 - 1, the same on every machine for the same ``(seed, tokens)``."""
+    digest = hashlib.blake2b(digest_size=8)
+    for value in (seed, *tokens):
+        digest.update(value.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def join(request_id: str, pieces: Sequence[Completion]) -> Completion:
+    """The pieces in order as one completion; finish reason and replica are the last one's.
+
+    No piece at all is a completion without tokens, ended by an abort.
+    """
+    joined = Completion(
+        request_id=request_id,
+        token_ids=(),
+        logprobs=(),
+        version_runs=(),
+        finish_reason=FinishReason.ABORT,
+    )
+    for piece in pieces:
+        joined = _append(joined, piece)
+    return joined
+
+
+def used_up(so_far: Completion) -> Completion:
+    """``so_far`` as the end of its request, of which `remaining_request` left nothing."""
+    if so_far.finish_reason is not FinishReason.ABORT:
+        return so_far
+    return replace(so_far, finish_reason=FinishReason.LENGTH)
+
+
+def _append(joined: Completion, piece: Completion) -> Completion:
+    return Completion(
+        request_id=joined.request_id,
+        token_ids=joined.token_ids + piece.token_ids,
+        logprobs=joined.logprobs + piece.logprobs,
+        version_runs=_append_runs(joined, piece),
+        finish_reason=piece.finish_reason,
+        metrics=_append_metrics(joined, piece),
+        replica=piece.replica or joined.replica,
+    )
+
+
+def _append_runs(joined: Completion, piece: Completion) -> tuple[VersionRun, ...]:
+    runs = list(joined.version_runs)
+    if not piece.token_ids:
+        return tuple(runs)
+    for start, version in piece.version_runs:
+        if not runs or runs[-1].version != version:
+            runs.append(VersionRun(len(joined.token_ids) + start, version))
+    return tuple(runs)
+
+
+def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics | None:
+    """Times on replicas add up; what passes between two pieces is nobody's. The wait for a later
+    piece's first token is part of decoding."""
+    first, second = joined.metrics, piece.metrics
+    if first is None or second is None:
+        return second or first
+    decode_s, first_token_s = first.decode_s + second.decode_s, first.time_to_first_token_s
+    if not joined.token_ids:
+        first_token_s += second.time_to_first_token_s
+    elif piece.token_ids:
+        decode_s += second.time_to_first_token_s
+    num_intervals = len(joined.token_ids) + len(piece.token_ids) - 1
+    return CompletionMetrics(
+        queue_s=first.queue_s + second.queue_s,
+        time_to_first_token_s=first_token_s,
+        decode_s=decode_s,
+        inter_token_latency_s=decode_s / num_intervals if num_intervals > 0 else 0.0,
+        cached_tokens=first.cached_tokens if joined.token_ids else second.cached_tokens,
+        requests_in_flight=second.requests_in_flight,
+    )

@@ -1,0 +1,140 @@
+"""One replica for a while, at one version: how evaluation runs beside training.
+
+Invariants: while a lease lasts its replica holds exactly ``version``; when it ends, however it
+ends, the replica follows the newest weights at once. A replica has at most one lease at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from torchtitan_rl.errors import (
+    DeadlineError,
+    GenerationError,
+    ReplicaError,
+    WeightSyncError,
+)
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.weight_sync import WeightSync
+from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.weights.handle import WeightHandle
+
+CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
+
+
+class Lease:
+    """One leased replica; what `lease_replica` yields."""
+
+    def __init__(self, slot: Slot, complete_on: CompleteOn) -> None:
+        self._slot = slot
+        self._complete_on = complete_on
+        self._version = slot.version
+        self._has_ended = False
+
+    @property
+    def replica(self) -> str:
+        return self._slot.name
+
+    @property
+    def version(self) -> int:
+        """What every token is sampled under."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """A `GenerateFn` on this replica alone. Its calls are over before the lease ends.
+
+        Raises:
+            GenerationError: the replica is lost, the lease has ended, or the request wants a newer
+                version; and as `GeneratorRouter.generate`.
+        """
+        if self._has_ended:
+            raise GenerationError(
+                f"request {request.request_id}: the lease of {self.replica} has ended"
+            )
+        if request.min_version > self._version:
+            raise GenerationError(
+                f"request {request.request_id} wants version {request.min_version} or newer; the "
+                f"lease of {self.replica} stays at {self._version}"
+            )
+        return await self._complete_on(request, self._slot)
+
+    def end(self) -> None:
+        self._has_ended = True
+
+
+@asynccontextmanager
+async def lease_replica(
+    slots: Slots,
+    weights: WeightSync,
+    complete_on: CompleteOn,
+    *,
+    handle: WeightHandle | None,
+    timeout_s: float,
+) -> AsyncIterator[Lease]:
+    """See `GeneratorRouter.lease`."""
+    slot = await _take(slots, handle, timeout_s)
+    lease: Lease | None = None
+    try:
+        await _prepare(slots, weights, slot, handle)
+        lease = Lease(slot, complete_on)
+        yield lease
+    finally:
+        if lease is not None:
+            lease.end()
+        slot.is_leased = False
+        slots.notify()
+        weights.follow(slot)
+
+
+async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> Slot:
+    """Mark a free slot as leased, once there is one."""
+    free: Slot | None = None
+
+    def find() -> bool:
+        nonlocal free
+        slots.require_live()
+        free = _free_slot(slots, handle)
+        return free is not None
+
+    if not await slots.wait_until(find, timeout_s=timeout_s) or free is None:
+        states = {slot.name: (slot.state.value, slot.is_leased) for slot in slots.all}
+        raise DeadlineError(
+            f"no replica could be leased within {timeout_s:.0f} s; (state, is leased): {states}"
+        )
+    free.is_leased = True
+    return free
+
+
+def _free_slot(slots: Slots, handle: WeightHandle | None) -> Slot | None:
+    """The reserved replica while one lives, else of the newest replicas the least loaded.
+
+    A shared one has to serve what it has promised, so it never goes back to an older ``handle``.
+    """
+    candidates = slots.reserved() or slots.serving()
+    if handle is not None and not slots.reserved():
+        candidates = [slot for slot in candidates if slot.version <= handle.version]
+        if not candidates:
+            raise WeightSyncError(
+                f"version {handle.version} cannot be leased: all replicas hold newer ones"
+            )
+    free = [
+        slot for slot in candidates if not slot.is_leased and slot.state is ReplicaState.SERVING
+    ]
+    return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
+
+
+async def _prepare(
+    slots: Slots, weights: WeightSync, slot: Slot, handle: WeightHandle | None
+) -> None:
+    target = weights.newest if handle is None and slot.is_reserved else handle
+    if target is None:
+        return
+    try:
+        await weights.bring(slot, target)
+    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+        slots.bury(slot, error)
+        raise WeightSyncError(
+            f"{slot.name} could not be brought to version {target.version} for a lease: {error}"
+        ) from error

@@ -1,0 +1,127 @@
+"""What the router keeps about each replica, and how those who wait for a change hear of it.
+
+Invariants: everything here runs on one event loop and changes without awaiting, so what is read
+between two awaits is consistent and needs no lock; a dead replica stays dead, with its first cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torchtitan_rl.errors import ConfigError, GenerationError
+from torchtitan_rl.routing.replica import Replica, ReplicaState
+from torchtitan_rl.routing.strategies import ReplicaView
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One replica. ``version``: of the weights it is known to hold."""
+
+    replica: Replica
+    index: int
+    is_reserved: bool  # for leases alone
+    state: ReplicaState = ReplicaState.SERVING
+    version: int = 0
+    is_leased: bool = False  # kept out of pulls
+    is_lagging: bool = False  # a sync returned without it, and it still follows
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+    failure: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is not ReplicaState.DEAD
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state in (ReplicaState.SERVING, ReplicaState.SYNCING)
+
+    @property
+    def is_swapping(self) -> bool:
+        return self.state in (ReplicaState.SYNCING, ReplicaState.DRAINING)
+
+
+class Slots:
+    """All replicas of a router, in order."""
+
+    def __init__(self, replicas: Sequence[Replica], reserved: Collection[str] = ()) -> None:
+        names = [replica.name for replica in replicas]
+        unknown = sorted(set(reserved) - set(names))
+        if reserved and (unknown or set(reserved) == set(names)):
+            raise ConfigError(
+                f"reserved replicas {unknown or sorted(reserved)}: name some of {names}, not all"
+            )
+        self.all = [
+            Slot(replica, index, replica.name in reserved) for index, replica in enumerate(replicas)
+        ]
+        self._changed = asyncio.Event()
+
+    def live(self) -> list[Slot]:
+        return [slot for slot in self.all if slot.is_live]
+
+    def serving(self) -> list[Slot]:
+        """The live ones that ordinary requests may go to."""
+        return [slot for slot in self.all if slot.is_live and not slot.is_reserved]
+
+    def reserved(self) -> list[Slot]:
+        return [slot for slot in self.all if slot.is_live and slot.is_reserved]
+
+    def views(self) -> list[ReplicaView]:
+        return [
+            ReplicaView(
+                index=slot.index,
+                outstanding_tokens=slot.outstanding_tokens,
+                takes_requests=slot.takes_requests and not slot.is_reserved,
+                version=slot.version,
+            )
+            for slot in self.all
+        ]
+
+    def set_state(self, slot: Slot, state: ReplicaState) -> None:
+        if slot.is_live:
+            slot.state = state
+        self.notify()
+
+    def bury(self, slot: Slot, error: BaseException) -> None:
+        """It gets no further request."""
+        slot.state = ReplicaState.DEAD
+        slot.failure = slot.failure or error
+        self.notify()
+
+    def require_live(self) -> None:
+        """Raises `GenerationError`, with every cause, where no replica takes requests any more."""
+        if not self.serving():
+            raise GenerationError(f"no replica is left: {self.obituary()}")
+
+    def obituary(self) -> str:
+        return "; ".join(
+            f"{slot.name}: {type(slot.failure).__name__}: {slot.failure}"
+            for slot in self.all
+            if slot.failure is not None
+        )
+
+    def notify(self) -> None:
+        """Something has changed: everybody who waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_until(
+        self, predicate: Callable[[], bool], *, timeout_s: float | None = None
+    ) -> bool:
+        """True once ``predicate`` holds; False where it does not within ``timeout_s``.
+
+        The caller runs on without a break once it does, so that what it saw still is so.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not predicate():
+                    await self._changed.wait()
+        except TimeoutError:
+            return predicate()
+        return True

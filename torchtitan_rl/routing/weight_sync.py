@@ -1,0 +1,239 @@
+"""Brings published weights to the replicas, each of which follows the newest handle by itself.
+
+Invariants: a replica has at most one puller, and the newest handle wins; versions of a replica that
+serves requests never go down; a leased replica is not pulled; one that is slow is named and
+followed up in the background, and only one that fails, or takes longer than the time-out over one
+fetch or one swap, is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.types import PullReport
+from torchtitan_rl.weights.handle import WeightHandle
+
+SyncMode = Literal["hot_swap", "drain"]
+SyncOrder = Literal["together", "one_by_one"]
+
+_LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What a weight sync did until it returned. ``stage_s`` and ``pull_s`` are the slowest's.
+
+    ``pulls`` may be empty where ``lagging`` or ``held`` is not.
+    """
+
+    version: int
+    stage_s: float
+    pull_s: float
+    pulls: tuple[PullReport, ...]
+    lost: tuple[str, ...] = field(default=())  # replicas that are dead
+    lagging: tuple[str, ...] = ()  # did not hold the version in time, and still follow
+    held: tuple[str, ...] = ()  # leased: they follow when the lease ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pull:
+    report: PullReport
+    stage_s: float
+    pull_s: float
+
+
+class WeightSync:
+    """The pullers of all slots. ``timeout_s`` limits one fetch, and one swap, of one replica."""
+
+    def __init__(self, slots: Slots, *, timeout_s: float) -> None:
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self._newest: WeightHandle | None = None
+        self._mode: SyncMode = "hot_swap"
+        self._order: SyncOrder = "together"
+        self._lag_timeout_s: float | None = None
+        self._pullers: dict[int, asyncio.Task[None]] = {}  # by slot; those that run
+        self._pulls: dict[int, _Pull] = {}  # by slot, its newest
+        self._is_closed = False
+        self._crash: BaseException | None = None  # of a puller, for the next sync to raise
+
+    @property
+    def newest(self) -> WeightHandle | None:
+        """The newest handle that was asked for, whoever holds it by now."""
+        return self._newest
+
+    async def sync(
+        self,
+        handle: WeightHandle,
+        *,
+        mode: SyncMode,
+        order: SyncOrder,
+        lag_timeout_s: float | None,
+    ) -> SyncReport:
+        """Let all replicas follow ``handle``; see `GeneratorRouter.sync_weights`."""
+        if self._newest is None or handle.version >= self._newest.version:
+            self._newest = handle
+            self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
+        self._slots.notify()
+        for slot in self._slots.serving():
+            self.follow(slot)
+        await self._slots.wait_until(
+            lambda: self._is_settled(handle.version), timeout_s=lag_timeout_s
+        )
+        if self._crash is not None:
+            raise self._crash
+        if self._is_closed:
+            raise WeightSyncError(f"version {handle.version}: the router is closed")
+        if not self._slots.serving():
+            raise WeightSyncError(
+                f"no replica holds version {handle.version}: {self._slots.obituary()}"
+            )
+        return self._report(handle.version)
+
+    def follow(self, slot: Slot) -> None:
+        """Start the slot's puller where it has something to pull and none runs."""
+        if slot.index in self._pullers or self._wanted(slot) is None:
+            return
+        task = asyncio.create_task(self._follow(slot), name=f"weights of {slot.name}")
+        self._pullers[slot.index] = task
+        task.add_done_callback(lambda task: self._on_end(slot, task))
+
+    async def bring(self, slot: Slot, handle: WeightHandle) -> None:
+        """Make a leased slot hold exactly ``handle.version``.
+
+        Raises:
+            WeightSyncError, ReplicaError, DeadlineError, TimeoutError: it could not.
+        """
+        if slot.version != handle.version:
+            stage_s = await self._stage(slot, handle)
+            await self._swap(slot, handle, stage_s)
+
+    async def close(self) -> None:
+        """End all pullers, where they are; a sync that waits fails."""
+        self._is_closed = True
+        self._slots.notify()
+        tasks = list(self._pullers.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _is_settled(self, version: int) -> bool:
+        """Nobody is left to wait for: all but leased slots hold it, or a leased one where it is
+        the only kind there is."""
+        if self._is_closed or self._crash is not None:
+            return True
+        live = self._slots.serving()
+        if any(slot.version < version for slot in live if not slot.is_leased):
+            return False
+        return not live or any(slot.version >= version for slot in live)
+
+    def _report(self, version: int) -> SyncReport:
+        live = self._slots.serving()
+        behind = [slot for slot in live if slot.version < version]
+        is_waiting_for_lease = len(behind) == len(live) and all(slot.is_leased for slot in live)
+        lagging = [slot for slot in behind if is_waiting_for_lease or not slot.is_leased]
+        for slot in lagging:
+            slot.is_lagging = True
+        pulls = [
+            self._pulls[slot.index]
+            for slot in live
+            if slot.version >= version and slot.index in self._pulls
+        ]
+        return SyncReport(
+            version=version,
+            stage_s=max((pull.stage_s for pull in pulls), default=0.0),
+            pull_s=max((pull.pull_s for pull in pulls), default=0.0),
+            pulls=tuple(pull.report for pull in pulls),
+            lost=tuple(slot.name for slot in self._slots.all if not slot.is_live),
+            lagging=tuple(slot.name for slot in lagging),
+            held=tuple(slot.name for slot in behind if slot not in lagging),
+        )
+
+    def _wanted(self, slot: Slot) -> WeightHandle | None:
+        """What the slot has to pull next."""
+        handle = self._newest
+        if handle is None or slot.is_leased or slot.is_reserved or not slot.is_live:
+            return None
+        return handle if slot.version < handle.version else None
+
+    async def _follow(self, slot: Slot) -> None:
+        while (handle := self._wanted(slot)) is not None:
+            try:
+                stage_s = await self._stage(slot, handle)
+            except WeightSyncError as error:
+                if await self._is_superseded(slot, handle):
+                    continue
+                self._slots.bury(slot, error)
+                return
+            except _LOSSES as error:
+                self._slots.bury(slot, error)
+                return
+            if self._order == "one_by_one":
+                await self._turn(slot)
+            if slot.is_leased or not slot.is_live:
+                return  # it follows again when the lease ends
+            try:
+                await self._swap(slot, handle, stage_s)
+            except _LOSSES as error:
+                self._slots.bury(slot, error)
+
+    async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
+        """Fetch while decoding goes on; returns the seconds it took."""
+        started = _now()
+        async with asyncio.timeout(self._timeout_s):
+            await slot.replica.stage(handle)
+        return _now() - started
+
+    async def _is_superseded(self, slot: Slot, handle: WeightHandle) -> bool:
+        """Is a version that could not be read gone because there is a newer one?
+
+        The publisher may have removed what a lagging replica was about to read before the newer
+        handle is known here, so that one waits for it.
+        """
+        if slot.is_lagging:
+            await self._slots.wait_until(
+                lambda: self._newest is not handle, timeout_s=self._timeout_s
+            )
+        return self._newest is not handle
+
+    async def _turn(self, slot: Slot) -> None:
+        """Wait until no other replica is swapping; a stuck one is not waited for for ever."""
+        await self._slots.wait_until(
+            lambda: (
+                not any(other.is_swapping for other in self._slots.serving() if other is not slot)
+            ),
+            timeout_s=self._lag_timeout_s,
+        )
+
+    async def _swap(self, slot: Slot, handle: WeightHandle, stage_s: float) -> None:
+        started = _now()
+        if self._mode == "drain":
+            # No time-out: each request that is waited for has a deadline of its own.
+            self._slots.set_state(slot, ReplicaState.DRAINING)
+            await self._slots.wait_until(lambda: not slot.is_live or not slot.outstanding_requests)
+            if not slot.is_live:
+                return
+        self._slots.set_state(slot, ReplicaState.SYNCING)
+        async with asyncio.timeout(self._timeout_s):
+            report = await slot.replica.pull(handle.version)
+        slot.version, slot.is_lagging = report.version, False
+        self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
+        self._slots.set_state(slot, ReplicaState.SERVING)
+
+    def _on_end(self, slot: Slot, task: asyncio.Task[None]) -> None:
+        del self._pullers[slot.index]
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = task.exception()
+            self._slots.notify()
+        elif not task.cancelled():
+            self.follow(slot)  # a handle that came between its last look and its end
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
