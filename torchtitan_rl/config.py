@@ -123,10 +123,10 @@ class LossConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     anchor: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
-    weight: Literal["none", "token", "sequence"] = "none"
+    weight: Literal["none", "token", "sequence"] = "none"  # of the other two anchors
     weight_cap: float = 2.0
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    mask_low: float = 0.5
+    mask_low: float = 0.5  # of policy / behaviour
     mask_high: float = 5.0
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     constant_length: int = 0  # of `constant`, Dr. GRPO's: tokens that each sequence counts as

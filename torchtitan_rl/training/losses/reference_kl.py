@@ -19,9 +19,10 @@ def reference_kl(
     """[T]: with d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     On policy, k1 and k2 have the gradient of KL(policy || reference), k3 that of
-    KL(reference || policy). From Schulman 2020, "Approximating KL divergence"; k3 in the loss is GRPO's (Shao et al. 2024,
-    2402.03300). On tokens of older versions the mean is over the policy that sampled them; nothing
-    corrects for that. -d is clamped to ± ``max_log_ratio`` before k3's exponential.
+    KL(reference || policy); on tokens of older versions the mean is over the policy that sampled
+    them, and nothing corrects for that. From Schulman 2020, "Approximating KL divergence"; k3 in
+    the loss is GRPO's (Shao et al. 2024, 2402.03300). -d is clamped to ± ``max_log_ratio`` before
+    k3's exponential.
     """
     difference_T = logprobs_T - reference_T
     match estimator:
