@@ -6,96 +6,24 @@ import asyncio
 
 import pytest
 
-from tests.fast.resuming import Counter, Replaying, Saving, SeededGenerate, through_json
-from tests.fast.rollouts import PROBLEM, Factory, config
+from tests.fast.resuming import (
+    SIZE,
+    Counter,
+    Replaying,
+    Run,
+    Saving,
+    SeededGenerate,
+    contents,
+    stops,
+    through_json,
+)
+from tests.fast.rollouts import PROBLEM
 from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
-from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import FinishReason, RolloutStatus
-
-SIZE = 2
-RUBRIC = Rubric([RewardFunction(name="twice", function=lambda rollout, _: 2 * rollout.reward)])
-
-
-class Run:
-    """One process's share of a group; remembers what it was told."""
-
-    def __init__(self, *makers, rubric=RUBRIC, version=0, **limits) -> None:
-        self.generate = SeededGenerate(version=version)
-        self.factory = Factory(*makers)
-        self.records: dict[str, list] = {}
-        self.discarded: list[tuple[str, str, int]] = []
-        self.rollouter = Rollouter(
-            generate=self.generate,
-            environment=self.factory,
-            config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
-            rubric=rubric,
-        )
-
-    @property
-    def turns(self) -> list[tuple[str, int]]:
-        return [(id_, index) for id_, lines in self.records.items() for index, *_ in lines]
-
-    def on_turn(self, rollout_id, *line) -> None:
-        self.records.setdefault(rollout_id, []).append(line)
-
-    def start(self, recorded=(), **options):
-        return self.rollouter.run_group(
-            "g",
-            PROBLEM,
-            size=SIZE,
-            seed=7,
-            recorded={entry.rollout_id: entry for entry in recorded},
-            on_turn=self.on_turn,
-            on_discard=lambda *args: self.discarded.append(args),
-            **options,
-        )
-
-    def whole(self, recorded=(), **options):
-        return asyncio.run(self.start(recorded, **options))
-
-    def stopped_after(self, ticks: int):
-        """The snapshot after so many turns of the event loop; None where the group is over."""
-
-        async def scenario():
-            task = asyncio.create_task(self.start())
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            if task.done():
-                return None
-            recorded = self.rollouter.snapshot("g", self.generate.partials)
-            records = {key: list(lines) for key, lines in self.records.items()}
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            self.records = records  # siblings may go on for a tick
-            return recorded
-
-        recorded = asyncio.run(scenario())
-        return recorded and tuple(map(through_json, recorded))
-
-    def closed(self) -> bool:
-        return all(env.calls.count("close") == 1 for env in self.factory.made)
-
-
-def stops(*makers, **limits):
-    """A run and what it left behind, for every moment at which a group can be stopped."""
-    for ticks in range(1, 1000):
-        run = Run(*makers, **limits)
-        recorded = run.stopped_after(ticks)
-        if recorded is None:
-            assert ticks > 10
-            return
-        yield run, recorded
 
 
 def sampled_tokens(recorded) -> int:
     return sum(entry.num_tokens for entry in recorded)
-
-
-def contents(group):
-    """All of a group but who its requests were resumed by."""
-    return [(r.turns, r.status, r.reward, r.cause, r.messages, r.metrics) for r in group.rollouts]
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2}, {"max_total_tokens": 9}])
