@@ -149,6 +149,19 @@ class GeneratorRouter:
         """What each live replica holds, by name."""
         return {slot.name: slot.version for slot in self._slots.live()}
 
+    async def wait_for_version(self, version: int) -> None:
+        """Return when some live replica holds ``version`` or a newer one.
+
+        Raises:
+            GenerationError: no replica is left.
+        """
+
+        def holds() -> bool:
+            self.require_live()
+            return self.newest_version >= version
+
+        await self._slots.wait_until(holds)
+
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name."""
         live = self._slots.live()
