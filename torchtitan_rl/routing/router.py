@@ -150,7 +150,7 @@ class GeneratorRouter:
         return {slot.name: slot.version for slot in self._slots.live()}
 
     async def wait_for_version(self, version: int) -> None:
-        """Return when some live replica holds ``version`` or a newer one.
+        """Return when some replica that takes requests holds ``version`` or a newer one.
 
         Raises:
             GenerationError: no replica is left.
@@ -158,7 +158,7 @@ class GeneratorRouter:
 
         def holds() -> bool:
             self.require_live()
-            return self.newest_version >= version
+            return any(slot.version >= version for slot in self._slots.serving())
 
         await self._slots.wait_until(holds)
 
