@@ -87,7 +87,10 @@ def test_a_synchronous_step_is_shown_in_the_short_form(
 ) -> None:
     config = make_config(tmp_path, staleness=0)
     record_run(config, lambda recorder: recorder.record_step(asynchronous_record()))
-    assert "ready" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 8/9  reward 1.000" in out
+    assert "age" not in out
+    assert "ready" not in out
 
 
 def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(

@@ -231,9 +231,13 @@ def test_equal_waits_are_one_line_of_the_chain() -> None:
 
 
 def test_a_group_is_described_by_its_rollout_that_has_waited_longest() -> None:
-    activities = [activity("e0/p1/r0", since_s=5), activity("e0/p12/r1", since_s=1)]
+    activities = [
+        activity("e0/p1/r1", since_s=7),
+        activity("e0/p1/r0", since_s=5),
+        activity("e0/p12/r1", since_s=1),
+    ]
     text = describe_group("e0/p1", activities, 10)
-    assert text == "group e0/p1: 1 rollouts run; e0/p1/r0, turn 2, environment step for 5 s"
+    assert text == "group e0/p1: 2 rollouts run; e0/p1/r0, turn 2, environment step for 5 s"
     assert describe_group("e0/p2", activities, 10) == "group e0/p2 has no running rollout"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """One open wait. ``since_s`` is on the clock of its `Waits`."""
 
