@@ -186,7 +186,12 @@ _PARTS = {
     "on_time": "that none overtook, where some were",
 }
 _RUN = [
-    _row("tokens/generated", "tokens", "sum", "sampled; equals trained + all discarded"),
+    _row(
+        "tokens/generated",
+        "tokens",
+        "sum",
+        "sampled for the step's groups; equals trained + discarded",
+    ),
     _row("tokens/trained", "tokens", "sum", "that had loss in this step"),
     _row("tokens/discarded", "tokens", "sum", "masked or thrown away, for whatever cause"),
     _row("tokens/discarded/*", "tokens", "sum", "masked or thrown away for this cause"),
@@ -212,9 +217,11 @@ _RUN = [
     _row("engine/kv_use_mean", "share", "mean", "of a replica's KV cache, while one works"),
     _row("engine/kv_use_max", "share", "max", "the same"),
     _row("engine/tokens_per_second", "tokens/s", "mean of sums", "sampled, while one works"),
-    _row("time/rollout_s", "s", "last", "phase: groups are rolled out and scored"),
+    _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
-    _row("time/sync_s", "s", "last", "phase: weights published and pulled"),
+    _row(
+        "time/sync_s", "s", "last", "weights published, fetched and pulled (beside the next step)"
+    ),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),
     _row("overlap/trainer_idle_share", "share", "ratio", "of the step's time the trainer waits"),

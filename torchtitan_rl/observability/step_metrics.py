@@ -28,8 +28,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     metrics |= _token_metrics(record.tokens, wall_s)
     if record.trainer:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
+    sync_s = record.publish_s
     if record.sync is not None:
         metrics |= _sync_metrics(record.sync, record.publish_s)
+        sync_s += record.sync.stage_s + record.sync.pull_s
     if record.trainer_busy_s is not None:
         metrics[TRAINER_IDLE] = idle_share(wall_s=wall_s, busy_s=record.trainer_busy_s)
     if record.buffer is not None:
@@ -42,7 +44,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "policy/version": float(record.version),
         "time/rollout_s": record.rollout_s,
         "time/train_s": record.train_s,
-        "time/sync_s": record.sync_s,
+        "time/sync_s": sync_s,
         "time/step_s": wall_s,
     }
 

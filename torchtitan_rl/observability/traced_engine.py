@@ -44,6 +44,9 @@ class TracedEngine:
     def generated_lengths(self) -> dict[str, int]:
         return self._engine.generated_lengths()
 
+    def partial_outputs(self) -> list[EngineOutput]:
+        return self._engine.partial_outputs()
+
     def swap_weights(self, version: int) -> None:
         self._decoding.flush()
         with self._tracer.span("swap weights", track="engine", version=version):

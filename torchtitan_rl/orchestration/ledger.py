@@ -11,7 +11,7 @@ would break this raises and changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
@@ -134,16 +134,6 @@ class TokenLedger:
         self.generate(group_id, num_tokens)
         self.discard_tokens(group_id, cause, num_tokens)
 
-    def retract(self, group_id: str) -> None:
-        """Take back what was entered for a group whose tokens will be entered again (a resumed one,
-        rolled out again from its record).
-
-        Raises:
-            LedgerError: the group is not in the buffer.
-        """
-        self._generated -= self._held(group_id)
-        self._tokens_of[group_id] = 0
-
     def check(self, tokens_of: Mapping[str, int]) -> None:
         """Compare with the buffer itself.
 
@@ -183,11 +173,18 @@ class TokenLedger:
             groups_buffered=len(self._tokens_of),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+    def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """JSON-able.
+
+        Args:
+            without: groups whose tokens a resumed run will enter again (their rollouts go on from
+                a record); the state has the groups, but not those tokens.
+        """
+        tokens_of = {name: 0 if name in without else n for name, n in self._tokens_of.items()}
+        left_out = sum(self._tokens_of.values()) - sum(tokens_of.values())
         return {
-            "tokens_of": dict(self._tokens_of),
-            "generated": self._generated,
+            "tokens_of": tokens_of,
+            "generated": self._generated - left_out,
             "trained": self._trained,
             "masked": dict(self._masked),
             "discarded": dict(self._discarded),
