@@ -35,7 +35,7 @@ def admission(name: str, **sampling: object) -> Admission:
 
 
 def take(inbox: Inbox) -> LoopDecision:
-    return inbox.next_decision(may_sleep=False, sleep_s=None, max_steps=4, kv_policy=POLICY)[0]
+    return inbox.next_decision(is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY)[0]
 
 
 @given(st.lists(st.sampled_from(["admit", "abort", "pull", "take"]), max_size=40))
@@ -55,7 +55,7 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
             waiting_pull = put
         else:
             decision, waiters = inbox.next_decision(
-                may_sleep=False, sleep_s=None, max_steps=4, kv_policy=POLICY
+                is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY
             )
             told.extend(waiters)
             decisions.append(decision)
@@ -63,12 +63,12 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
             if waiting_pull is not None:
                 assert decision.version == waiting_pull
                 waiting_pull = None
-    told.extend(inbox.drain_pulls())
+    told.extend(inbox.drain())
     decisions.append(take(inbox))
     assert told == futures
     assert [a.request.request_id for d in decisions for a in d.admissions] == expected["admit"]
     assert [name for d in decisions for name in d.aborts] == expected["abort"]
-    assert inbox.is_empty()
+    assert not inbox.has_news()
 
 
 def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:

@@ -37,3 +37,6 @@ class GlooLockstep:
             rest.copy_(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
         dist.broadcast(rest, src=0, group=self._group)
         return received[8:] + rest.numpy().tobytes()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)

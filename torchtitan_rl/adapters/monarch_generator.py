@@ -25,6 +25,7 @@ from torchtitan_rl.adapters.monarch_runtime import (
 )
 from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -80,6 +81,18 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def pull(self, version: int) -> PullReport:
         return await self._generator.replica.pull(version)
+
+    @concurrent_endpoint
+    async def pause(self, mode: PauseMode) -> None:
+        await self._generator.replica.pause(mode)
+
+    @concurrent_endpoint
+    async def resume(self) -> None:
+        await self._generator.replica.resume()
+
+    @concurrent_endpoint
+    async def partials(self) -> dict[str, Completion]:
+        return await self._generator.replica.partials()
 
     @concurrent_endpoint
     async def discard_before(self, version: int) -> None:
@@ -151,6 +164,17 @@ class MonarchReplica:
         )
         await call(self._ranks.discard_before.call(version), what=f"{self.name}: discard")
         return report
+
+    async def pause(self, mode: PauseMode) -> None:
+        await call(self._leader.pause.call_one(mode), what=f"{self.name}: pause by {mode}")
+
+    async def resume(self) -> None:
+        await call(
+            self._leader.resume.call_one(), what=f"resume of {self.name}", timeout_s=_QUICK_CALL_S
+        )
+
+    async def partials(self) -> dict[str, Completion]:
+        return await call(self._leader.partials.call_one(), what=f"partials of {self.name}")
 
     async def stats(self) -> EngineStats:
         return await call(

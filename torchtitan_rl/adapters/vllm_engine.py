@@ -123,18 +123,8 @@ class VllmEngine:
             if internal_id is None:
                 continue
             # vLLM gives no output for an aborted request, so it is read before.
-            state = self._engine.output_processor.request_states[internal_id]
+            outputs.append(self._partial_output(request_id, internal_id))
             internal_ids.append(internal_id)
-            outputs.append(
-                _output(
-                    request_id,
-                    state.detokenizer.output_token_ids,
-                    state.logprobs_processor.logprobs,
-                    FinishReason.ABORT,
-                    cached_tokens=state.num_cached_tokens,
-                    stats=state.stats,
-                )
-            )
         if internal_ids:
             self._engine.abort_request(internal_ids, internal=True)
         return outputs
@@ -172,6 +162,20 @@ class VllmEngine:
             request_id: states[internal_id].detokenizer.num_output_tokens()
             for request_id, internal_id in self._internal_ids.items()
         }
+
+    def partial_outputs(self) -> list[EngineOutput]:
+        return [self._partial_output(*ids) for ids in self._internal_ids.items()]
+
+    def _partial_output(self, request_id: str, internal_id: str) -> EngineOutput:
+        state = self._engine.output_processor.request_states[internal_id]
+        return _output(
+            request_id,
+            state.detokenizer.output_token_ids,
+            state.logprobs_processor.logprobs,
+            FinishReason.ABORT,
+            cached_tokens=state.num_cached_tokens,
+            stats=state.stats,
+        )
 
     def swap_weights(self, version: int) -> None:
         if self._weights is None:

@@ -9,9 +9,14 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.engine import Admission
+
+PauseMode = Literal["keep", "abort", "wait"]
+"""What a pause does to running requests: they freeze with their KV, they end with the tokens they
+have, or they finish first. New ones queue in each case."""
 
 
 class Action(StrEnum):
@@ -19,6 +24,7 @@ class Action(StrEnum):
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache
+    PAUSE = "pause"  # end all requests if so decided, then meet the other ranks between two steps
     CLOSE = "close"  # leave the loop
 
 
@@ -63,7 +69,7 @@ class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
     STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``.
+    steps. PULL reads ``version`` and ``kv_policy``, PAUSE ``aborts_all``.
     """
 
     action: Action
@@ -72,6 +78,7 @@ class LoopDecision:
     num_steps: int = 0
     version: int = 0
     kv_policy: KvPolicy | None = None
+    aborts_all: bool = False
 
     def to_bytes(self) -> bytes:
         return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)

@@ -29,7 +29,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """One request that ended in a step or by an abort. Times are time.monotonic() seconds.
+    """One request that ended in a step or by an abort, or, with ABORT as its reason, what one that
+    still runs has so far. Times are time.monotonic() seconds.
 
     ``scheduled_s`` and ``first_token_s`` are None where it ended before.
     """
@@ -70,6 +71,10 @@ class Engine(Protocol):
 
     def generated_lengths(self) -> dict[str, int]:
         """Tokens sampled so far, for each unfinished request."""
+        ...
+
+    def partial_outputs(self) -> list[EngineOutput]:
+        """What each unfinished request has so far. Read on rank 0 alone: it changes nothing."""
         ...
 
     def swap_weights(self, version: int) -> None:

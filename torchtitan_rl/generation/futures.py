@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.versions import VersionLedger
-from torchtitan_rl.types import Completion, CompletionMetrics
+from torchtitan_rl.types import Completion, CompletionMetrics, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,15 @@ class OutstandingRequests:
         owed = self._owed.pop(output.request_id, None)
         if owed is None:
             return None
-        completion = Completion(
-            request_id=output.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            version_runs=runs,
-            finish_reason=output.finish_reason,
-            metrics=completion_metrics(output, submitted_s=owed.submitted_s, in_flight=in_flight),
-            replica=self._replica,
-        )
-        return owed.future, completion
+        return owed.future, self._completion(output, owed, runs, in_flight)
+
+    def so_far(self, output: EngineOutput, in_flight: int) -> Completion | None:
+        """What an unfinished request has; None where nobody waits for it any more."""
+        owed = self._owed.get(output.request_id)
+        if owed is None:
+            return None
+        runs = self._versions.so_far(output.request_id, len(output.token_ids))
+        return self._completion(output, owed, runs, in_flight)
 
     def refuse(self, request_id: str) -> Future[Completion] | None:
         """The future of a request that the engine did not take; None where nobody waits."""
@@ -79,6 +78,19 @@ class OutstandingRequests:
         futures = [owed.future for owed in self._owed.values()]
         self._owed.clear()
         return futures
+
+    def _completion(
+        self, output: EngineOutput, owed: _Owed, runs: tuple[VersionRun, ...], in_flight: int
+    ) -> Completion:
+        return Completion(
+            request_id=output.request_id,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            version_runs=runs,
+            finish_reason=output.finish_reason,
+            metrics=completion_metrics(output, submitted_s=owed.submitted_s, in_flight=in_flight),
+            replica=self._replica,
+        )
 
 
 def completion_metrics(

@@ -1,51 +1,78 @@
 """Where rank 0 queues what callers want, and how it is turned into the next decision.
 
 Invariants: what is put in leaves exactly once, in a decision; close goes before a pull, a pull
-before admissions and aborts; at most one pull waits (the latest). Waiting never spins.
+before a pause, a pause before admissions and aborts; at most one pull and one pause wait (the
+latest). While it is held (paused, or waiting to be) nothing is admitted, and while it is paused
+nothing is stepped; pulls and aborts go on. Waiting never spins.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision
+from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
-from torchtitan_rl.types import PullReport
+from torchtitan_rl.types import Completion, PullReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """What waits in an inbox at one moment."""
+    """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet."""
 
     must_close: bool = False
     pull_version: int | None = None
+    pause: PauseMode | None = None
+    is_paused: bool = False
     admissions: tuple[Admission, ...] = ()
     aborts: tuple[str, ...] = ()
 
     @property
-    def is_empty(self) -> bool:
-        return self == Queued()
+    def is_held(self) -> bool:
+        return self.is_paused or self.pause == "wait"
+
+    def pause_is_due(self, *, is_idle: bool) -> bool:
+        return self.pause is not None and (self.pause != "wait" or is_idle)
+
+    def has_news(self, *, is_idle: bool) -> bool:
+        """Is there something to decide beside going on as before?"""
+        return (
+            self.must_close
+            or self.pull_version is not None
+            or self.pause_is_due(is_idle=is_idle)
+            or bool(self.aborts)
+            or (bool(self.admissions) and not self.is_held)
+        )
 
 
-def decide(queued: Queued, *, max_steps: int, kv_policy: KvPolicy) -> tuple[LoopDecision, Queued]:
-    """The next decision, and what stays queued after it."""
+def decide(
+    queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool
+) -> tuple[LoopDecision, Queued]:
+    """The next decision, and what stays queued after it. ``is_idle``: nothing is unfinished."""
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
     if queued.pull_version is not None:
-        decision = LoopDecision(
-            action=Action.PULL, version=queued.pull_version, kv_policy=kv_policy
-        )
-        return decision, Queued(admissions=queued.admissions, aborts=queued.aborts)
-    decision = LoopDecision(
+        pull = LoopDecision(action=Action.PULL, version=queued.pull_version, kv_policy=kv_policy)
+        return pull, replace(queued, pull_version=None)
+    if queued.pause_is_due(is_idle=is_idle):
+        pause = LoopDecision(action=Action.PAUSE, aborts_all=queued.pause == "abort")
+        return pause, replace(queued, pause=None, is_paused=True)
+    admitted, kept = queued.admissions, queued.admissions[:0]
+    if queued.is_held:
+        # One that is to end at once is admitted all the same: the engine knows how to end it.
+        aborts = frozenset(queued.aborts)
+        admitted = tuple(a for a in queued.admissions if a.request.request_id in aborts)
+        kept = tuple(a for a in queued.admissions if a.request.request_id not in aborts)
+    step = LoopDecision(
         action=Action.STEP,
-        admissions=queued.admissions,
+        admissions=admitted,
         aborts=queued.aborts,
-        num_steps=max_steps,
+        num_steps=0 if queued.is_paused else max_steps,
     )
-    return decision, Queued()
+    return step, replace(queued, admissions=kept, aborts=())
 
 
 class Inbox:
@@ -53,11 +80,12 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._must_close = False
-        self._pull_version: int | None = None
-        self._pull_futures: list[Future[PullReport]] = []
+        self._queued = Queued()
         self._admissions: list[Admission] = []
         self._aborts: list[str] = []
+        self._pulls: list[Future[PullReport]] = []
+        self._pauses: list[Future[None]] = []
+        self._readers: list[Future[dict[str, Completion]]] = []
 
     def admit(self, admission: Admission) -> None:
         with self._changed:
@@ -73,55 +101,90 @@ class Inbox:
         """Ask for a pull. One that waits already is replaced; who waits for it waits on."""
         future: Future[PullReport] = uncancellable_future()
         with self._changed:
-            self._pull_version = version
-            self._pull_futures.append(future)
+            self._queued = replace(self._queued, pull_version=version)
+            self._pulls.append(future)
             self._changed.notify()
         return future
 
-    def drain_pulls(self) -> list[Future[PullReport]]:
-        """Give up the pull that waits, if any; returns the futures of those who wait for it."""
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Ask for a pause. One that waits already is replaced; who waits for it waits on."""
+        future: Future[None] = uncancellable_future()
         with self._changed:
-            futures, self._pull_futures, self._pull_version = self._pull_futures, [], None
+            # Running requests cannot finish while nothing is stepped.
+            is_paused = self._queued.is_paused and mode != "wait"
+            self._queued = replace(self._queued, pause=mode, is_paused=is_paused)
+            self._pauses.append(future)
+            self._changed.notify()
+        return future
+
+    def resume(self) -> list[Future[None]]:
+        """Go on; returns the futures of those who wait for a pause that is not to be."""
+        with self._changed:
+            self._queued = replace(self._queued, pause=None, is_paused=False)
+            pauses, self._pauses = self._pauses, []
+            self._changed.notify()
+        return pauses
+
+    def read(self) -> Future[dict[str, Completion]]:
+        """Ask what the unfinished requests have so far."""
+        future: Future[dict[str, Completion]] = uncancellable_future()
+        with self._changed:
+            self._readers.append(future)
+            self._changed.notify()
+        return future
+
+    def take_readers(self) -> list[Future[dict[str, Completion]]]:
+        with self._changed:
+            readers, self._readers = self._readers, []
+            return readers
+
+    def drain(self) -> list[Future[Any]]:
+        """Give up what was asked for beside requests; returns the futures of those who wait."""
+        with self._changed:
+            futures: list[Future[Any]] = [*self._pulls, *self._pauses, *self._readers]
+            self._pulls, self._pauses, self._readers = [], [], []
+            self._queued = replace(self._queued, pull_version=None, pause=None)
             return futures
 
     def close(self) -> None:
         with self._changed:
-            self._must_close = True
+            self._queued = replace(self._queued, must_close=True)
             self._changed.notify()
 
-    def is_empty(self) -> bool:
+    def has_news(self) -> bool:
+        """Is there something for an engine that is stepping to be interrupted for?"""
         with self._changed:
-            return self._queued().is_empty
+            return self._has_news(is_idle=False)
 
     def num_admissions(self) -> int:
         with self._changed:
             return len(self._admissions)
 
     def next_decision(
-        self, *, may_sleep: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
-    ) -> tuple[LoopDecision, list[Future[PullReport]]]:
-        """Take the next decision and, for a PULL, the futures that wait for it.
+        self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
+    ) -> tuple[LoopDecision, list[Future[Any]]]:
+        """Take the next decision and the futures that wait for it (of a PULL or a PAUSE).
 
-        With ``may_sleep`` (nothing to step) and nothing queued it sleeps until something is, or
-        for ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
+        With nothing to step (idle or paused) and no news it sleeps until there is some, or for
+        ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
         """
         with self._changed:
-            if may_sleep:
-                self._changed.wait_for(lambda: not self._queued().is_empty, timeout=sleep_s)
-            decision, rest = decide(self._queued(), max_steps=max_steps, kv_policy=kv_policy)
-            self._must_close = rest.must_close
-            self._pull_version = rest.pull_version
-            self._admissions = list(rest.admissions)
-            self._aborts = list(rest.aborts)
-            pull_futures: list[Future[PullReport]] = []
+            if is_idle or self._queued.is_paused:
+                self._changed.wait_for(lambda: self._has_news(is_idle=is_idle), timeout=sleep_s)
+            decision, rest = decide(
+                self._all_queued(), max_steps=max_steps, kv_policy=kv_policy, is_idle=is_idle
+            )
+            self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
+            self._queued = replace(rest, admissions=(), aborts=())
+            futures: list[Future[Any]] = []
             if decision.action is Action.PULL:
-                pull_futures, self._pull_futures = self._pull_futures, []
-            return decision, pull_futures
+                futures, self._pulls = [*self._pulls], []
+            elif decision.action is Action.PAUSE:
+                futures, self._pauses = [*self._pauses], []
+            return decision, futures
 
-    def _queued(self) -> Queued:
-        return Queued(
-            must_close=self._must_close,
-            pull_version=self._pull_version,
-            admissions=tuple(self._admissions),
-            aborts=tuple(self._aborts),
-        )
+    def _has_news(self, *, is_idle: bool) -> bool:
+        return bool(self._readers) or self._all_queued().has_news(is_idle=is_idle)
+
+    def _all_queued(self) -> Queued:
+        return replace(self._queued, admissions=tuple(self._admissions), aborts=tuple(self._aborts))

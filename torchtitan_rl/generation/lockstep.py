@@ -7,6 +7,7 @@ Invariant: the ranks of one channel receive the same bytes in the same order. Th
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Protocol
 
 
@@ -24,6 +25,14 @@ class LockstepChannel(Protocol):
         """
         ...
 
+    def barrier(self) -> None:
+        """Return once all ranks are here, each having applied the same decisions before.
+
+        Raises:
+            Exception: as `broadcast`.
+        """
+        ...
+
 
 class SoloChannel:
     """The channel of a replica with one rank: nothing is sent."""
@@ -35,13 +44,19 @@ class SoloChannel:
             raise ValueError("the only rank of a replica has nobody to hear from")
         return data
 
+    def barrier(self) -> None:
+        pass
+
 
 class ThreadedChannel:
     """A channel between threads of one process; `make_threaded_channels` gives one end per rank."""
 
-    def __init__(self, rank: int, mailboxes: list[queue.SimpleQueue[bytes]]) -> None:
+    def __init__(
+        self, rank: int, mailboxes: list[queue.SimpleQueue[bytes]], meeting: threading.Barrier
+    ) -> None:
         self._rank = rank
         self._mailboxes = mailboxes
+        self._meeting = meeting
 
     @property
     def world_size(self) -> int:
@@ -54,7 +69,11 @@ class ThreadedChannel:
             mailbox.put(data)
         return data
 
+    def barrier(self) -> None:
+        self._meeting.wait()
+
 
 def make_threaded_channels(world_size: int) -> list[ThreadedChannel]:
     mailboxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(world_size)]
-    return [ThreadedChannel(rank, mailboxes) for rank in range(world_size)]
+    meeting = threading.Barrier(world_size)
+    return [ThreadedChannel(rank, mailboxes, meeting) for rank in range(world_size)]

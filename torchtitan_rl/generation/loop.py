@@ -6,6 +6,7 @@ Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
 - Every future ends: with a completion, with `LoopFailedError` (its cause attached) once a step,
   broadcast or pull has failed, or with `LoopClosedError`. That holds for later calls, too.
+- A pause is acknowledged once every rank is between two steps; until `resume` none is run then.
 - With several ranks each runs exactly the decided steps, unless nothing is left to step: a rank
   that stopped alone would leave the others in a collective. With one rank it stops for the inbox.
 """
@@ -17,16 +18,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan_rl.errors import (
     DeadlineError,
+    GenerationError,
     InvalidRequestError,
     LoopClosedError,
     LoopFailedError,
     ReplicaError,
     WeightSyncError,
 )
-from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision
+from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
 from torchtitan_rl.generation.futures import (
     OutstandingRequests,
@@ -80,7 +83,7 @@ class EngineLoop:
         self._inbox = Inbox()
         self._lock = threading.Lock()  # guards the three below
         self._requests = OutstandingRequests(self._config.version, self._config.name)
-        self._pulls: list[Future[PullReport]] = []  # of the pull that is being applied
+        self._waiters: list[Future[Any]] = []  # of the decision that is being applied
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
         self._stats = engine.stats()
@@ -140,6 +143,39 @@ class EngineLoop:
                 return failed_future(self._ended)
             return self._inbox.pull(version)
 
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping; acknowledged once all ranks are between two steps.
+
+        Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
+        or finish first (``wait``); new ones queue, in each case, until `resume`. Pulls and aborts
+        go on. Where another pause still waits, the later mode holds for both; one that `resume`
+        overtakes fails with a `GenerationError`.
+        """
+        self._check_leader()
+        with self._lock:
+            if self._ended is not None:
+                return failed_future(self._ended)
+            return self._inbox.pause(mode)
+
+    def resume(self) -> None:
+        """Go on where a pause stopped; without one nothing happens."""
+        self._check_leader()
+        for future in self._inbox.resume():
+            fail_future(
+                future, GenerationError(f"{self._config.name}: resumed before it was paused")
+            )
+
+    def partials(self) -> Future[dict[str, Completion]]:
+        """What each request that the engine holds has so far, by id, read between two steps.
+
+        Exact in tokens, logprobs and versions; the finish reason says abort. It disturbs no step.
+        """
+        self._check_leader()
+        with self._lock:
+            if self._ended is not None:
+                return failed_future(self._ended)
+            return self._inbox.read()
+
     def stats(self) -> EngineStats:
         """A reading at most a few steps old; requests still in the inbox count as waiting."""
         return replace(self._stats, waiting=self._stats.waiting + self._inbox.num_admissions())
@@ -177,17 +213,18 @@ class EngineLoop:
     def _next_decision(self) -> LoopDecision:
         if not self._is_leader:
             return LoopDecision.from_bytes(self._channel.broadcast(None))
+        self._answer_readers()
         is_idle = self._engine.num_unfinished() == 0
         self._read_stats(is_due=is_idle)
         is_solo = self._channel.world_size == 1
-        decision, pulls = self._inbox.next_decision(
-            may_sleep=is_idle,
+        decision, waiters = self._inbox.next_decision(
+            is_idle=is_idle,
             sleep_s=None if is_solo else self._config.heartbeat_s,
             max_steps=self._config.max_steps_per_decision,
             kv_policy=self._config.kv_policy,
         )
         with self._lock:
-            self._pulls = pulls
+            self._waiters = waiters
         if not is_solo:
             self._channel.broadcast(decision.to_bytes())
         return decision
@@ -198,6 +235,8 @@ class EngineLoop:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
+        elif decision.action is Action.PAUSE:
+            self._pause(decision)
         else:
             self._step(decision)
         return True
@@ -213,7 +252,7 @@ class EngineLoop:
             if in_flight == 0:
                 break
             self._resolve(self._engine.step(), in_flight)
-            if self._channel.world_size == 1 and not self._inbox.is_empty():
+            if self._channel.world_size == 1 and self._inbox.has_news():
                 break
 
     def _admit(self, admission: Admission) -> None:
@@ -248,10 +287,33 @@ class EngineLoop:
             running_requests=running,
             recomputed=recomputed,
         )
+        self._answer(report)
+
+    def _pause(self, decision: LoopDecision) -> None:
+        if decision.aborts_all:
+            unfinished = self._engine.generated_lengths()
+            self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
+        self._channel.barrier()
+        if self._is_leader:
+            self._read_stats(is_due=True)
+            self._answer(None)
+
+    def _answer_readers(self) -> None:
         with self._lock:
-            pulls, self._pulls = self._pulls, []
-        for future in pulls:
-            future.set_result(report)
+            self._waiters = [*self._inbox.take_readers()]
+            if not self._waiters:
+                return
+        outputs = self._engine.partial_outputs()
+        with self._lock:
+            found = [self._requests.so_far(output, len(outputs)) for output in outputs]
+        self._answer({partial.request_id: partial for partial in found if partial is not None})
+
+    def _answer(self, result: Any) -> None:
+        """Tell those who wait for what has just been done."""
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for future in waiters:
+            future.set_result(result)
 
     def _refresh_kv(self, decision: LoopDecision, running: int) -> bool:
         """Apply the KV policy; True where running requests were recomputed."""
@@ -288,12 +350,10 @@ class EngineLoop:
                 self._ended = error
             ended = self._ended
             requests = self._requests.drain()
-            pulls = [*self._pulls, *self._inbox.drain_pulls()]
-            self._pulls = []
-        for request_future in requests:
-            fail_future(request_future, ended)
-        for pull_future in pulls:
-            fail_future(pull_future, ended)
+            waiters = [*self._waiters, *self._inbox.drain()]
+            self._waiters = []
+        for future in [*requests, *waiters]:
+            fail_future(future, ended)
 
     def _check_leader(self) -> None:
         if not self._is_leader:

@@ -113,6 +113,9 @@ class ScriptedEngine:
     def generated_lengths(self) -> dict[str, int]:
         return {name: len(state.tokens) for name, state in self._requests.items()}
 
+    def partial_outputs(self) -> list[EngineOutput]:
+        return [state.output(FinishReason.ABORT) for state in self._requests.values()]
+
     def swap_weights(self, version: int) -> None:
         if version == self._fail_at_pull:
             raise WeightSyncError(f"scripted failure at version {version}")

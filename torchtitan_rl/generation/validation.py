@@ -40,6 +40,8 @@ def _id_mistakes(request: GenerationRequest, outstanding: Container[str]) -> lis
         return ["request_id is empty: give each request an id of its own"]
     if request.request_id in outstanding:
         return ["request_id is still outstanding: wait for that request, or use another id"]
+    if request.resume_from is not None:
+        return ["resume_from is set: only GeneratorRouter.generate continues a completion"]
     return []
 
 

@@ -38,6 +38,10 @@ class VersionLedger:
         for request_id, length in lengths.items():
             self._runs[request_id] = add_run(self._runs[request_id], length=length, version=version)
 
+    def so_far(self, request_id: str, num_tokens: int) -> tuple[VersionRun, ...]:
+        """The runs of an unfinished request that has ``num_tokens``."""
+        return tuple(run for run in self._runs[request_id] if run.start < num_tokens)
+
     def finish(self, request_id: str, num_tokens: int) -> tuple[VersionRun, ...]:
         """The runs of a request that ended with ``num_tokens``; it is forgotten here."""
         return tuple(run for run in self._runs.pop(request_id) if run.start < num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -38,6 +39,15 @@ class LoopReplica:
         report = await asyncio.wrap_future(self._loop.pull(version))
         self._staging.discard_before(version)
         return report
+
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.wrap_future(self._loop.pause(mode))
+
+    async def resume(self) -> None:
+        self._loop.resume()
+
+    async def partials(self) -> dict[str, Completion]:
+        return await asyncio.wrap_future(self._loop.partials())
 
     async def stats(self) -> EngineStats:
         return self._loop.stats()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -37,6 +38,16 @@ class Replica(Protocol):
 
     async def pull(self, version: int) -> PullReport:
         """Swap the staged weights in, between two steps."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two steps on every rank; see `EngineLoop.pause`. Returns once it has."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def partials(self) -> dict[str, Completion]:
+        """What each request on the engine has so far, by id, without disturbing it."""
         ...
 
     async def stats(self) -> EngineStats: ...

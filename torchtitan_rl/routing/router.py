@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 
-from torchtitan_rl.errors import (
-    GenerationError,
-    GenerationTimeoutError,
-    InvalidRequestError,
-    ReplicaError,
-)
-from torchtitan_rl.routing.continuation import check_resumable, join, remaining_request, used_up
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.lease import Lease, lease_replica
+from torchtitan_rl.routing.pausing import pause_replicas, resume_replicas
 from torchtitan_rl.routing.replica import Replica, ReplicaState
+from torchtitan_rl.routing.running import RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
@@ -32,23 +28,6 @@ from torchtitan_rl.weights.handle import WeightHandle
 __all__ = ["GeneratorRouter", "SyncMode", "SyncOrder", "SyncReport"]
 
 _MAX_SESSIONS = 65_536  # homes remembered; the longest unused are forgotten first
-_ABORT_TIMEOUT_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request that is being completed. ``deadline`` is in the event loop's time."""
-
-    request: GenerationRequest
-    deadline: float
-    so_far: Completion  # of all pieces that are over
-    attempts: int = 0
-    piece_id: str | None = None  # on ``slot``, while a piece runs there
-    slot: Slot | None = None
-    is_abort_asked: bool = False
-
-
-_Choose = Callable[[GenerationRequest], Slot | None]
 
 
 class GeneratorRouter:
@@ -72,9 +51,8 @@ class GeneratorRouter:
         self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
         self._request_timeout_s = request_timeout_s
+        self._requests = RunningRequests(self._slots, timeout_s=request_timeout_s)
         self._homes: OrderedDict[str, int] = OrderedDict()
-        self._running: dict[str, _Running] = {}
-        self._is_closed = False
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Complete one request on some replica that holds its ``min_version``.
@@ -88,15 +66,35 @@ class GeneratorRouter:
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left.
         """
-        return await self._complete(request, self._choose)
+        return await self._requests.complete(request, self._choose)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
-        asked = [self._running[name] for name in request_ids if name in self._running]
-        for running in asked:
-            running.is_abort_asked = True
-        self._slots.notify()
-        await asyncio.gather(*(self._abort_piece(running) for running in asked))
+        await self._requests.abort(request_ids)
+
+    async def partials(self) -> dict[str, Completion]:
+        """What every request that runs has so far, by id: tokens, logprobs and exact versions.
+
+        For checkpoints: as ``resume_from`` of the same request it goes on from there. It disturbs
+        no decoding. Of a replica that does not answer in time, what was known before is given.
+        """
+        return await self._requests.snapshot()
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop all replicas, leased ones too; returns once each rank is between two steps.
+
+        Running requests freeze with their KV (``keep``), are cut and continued at `resume`
+        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here, under
+        their deadlines. Weights can be pulled meanwhile. A replica that does not stop is dead.
+
+        Raises:
+            GenerationError: `resume` was called before this was done.
+        """
+        await pause_replicas(self._slots, mode, timeout_s=self._request_timeout_s)
+
+    async def resume(self) -> None:
+        """Go on where a pause stopped; without one nothing happens."""
+        await resume_replicas(self._slots)
 
     async def sync_weights(
         self,
@@ -180,8 +178,7 @@ class GeneratorRouter:
 
     async def close(self) -> None:
         """Close every replica; requests that still wait here fail."""
-        self._is_closed = True
-        self._slots.notify()
+        self._requests.close()
         await self._weights.close()
         results = await asyncio.gather(
             *(slot.replica.close() for slot in self._slots.live()), return_exceptions=True
@@ -203,63 +200,7 @@ class GeneratorRouter:
                 )
             return slot if slot.takes_requests else None
 
-        return await self._complete(request, choose)
-
-    async def _complete(self, request: GenerationRequest, choose: _Choose) -> Completion:
-        request_id = request.request_id
-        if request_id in self._running:
-            raise InvalidRequestError(
-                f"request {request_id!r} refused: request_id is still outstanding: wait for that "
-                "request, or use another id"
-            )
-        check_resumable(request)
-        running = _Running(
-            request,
-            deadline=_now() + self._request_timeout_s,
-            so_far=join(request_id, [request.resume_from] if request.resume_from else []),
-        )
-        self._running[request_id] = running
-        try:
-            return await self._all_pieces(running, choose)
-        finally:
-            del self._running[request_id]
-
-    async def _all_pieces(self, running: _Running, choose: _Choose) -> Completion:
-        while True:
-            piece = remaining_request(running.request, running.so_far, attempt=running.attempts)
-            if piece is None:
-                return used_up(running.so_far)
-            slot = await self._slot_for(running, choose)
-            if slot is None:
-                return running.so_far
-            running.attempts += 1
-            try:
-                done = await self._call(slot, piece, running)
-            except ReplicaError as error:
-                self._slots.bury(slot, error)
-                continue
-            running.so_far = join(running.request.request_id, [running.so_far, done])
-            if running.is_abort_asked:
-                return running.so_far
-
-    async def _slot_for(self, running: _Running, choose: _Choose) -> Slot | None:
-        """The replica that is to serve the next piece, once there is one; None: abort instead."""
-        request, chosen = running.request, None
-
-        def find() -> bool:
-            nonlocal chosen
-            if self._is_closed:
-                raise GenerationError(f"request {request.request_id}: the router is closed")
-            chosen = None if running.is_abort_asked else choose(request)
-            return running.is_abort_asked or chosen is not None
-
-        if not await self._slots.wait_until(find, timeout_s=running.deadline - _now()):
-            raise GenerationTimeoutError(
-                f"request {request.request_id} waited {self._request_timeout_s:.0f} s for a "
-                f"replica that takes requests at version {request.min_version} or newer; "
-                f"states: {self.states()}, versions: {self.versions()}"
-            )
-        return chosen
+        return await self._requests.complete(request, choose)
 
     def _choose(self, request: GenerationRequest) -> Slot | None:
         index = self._strategy.choose(
@@ -271,43 +212,6 @@ class GeneratorRouter:
         self._remember(request.session_id, index)
         return self._slots.all[index]
 
-    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
-        tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
-        slot.outstanding_tokens += tokens
-        slot.outstanding_requests += 1
-        running.slot, running.piece_id = slot, piece.request_id
-        try:
-            async with asyncio.timeout_at(running.deadline):
-                return await slot.replica.generate(piece)
-        except TimeoutError as error:
-            await self._abort_piece(running)
-            raise GenerationTimeoutError(
-                f"request {running.request.request_id} was not completed by replica {slot.name} "
-                f"within {self._request_timeout_s:.0f} s"
-            ) from error
-        except asyncio.CancelledError:
-            await asyncio.shield(self._abort_piece(running))
-            raise
-        finally:
-            slot.outstanding_tokens -= tokens
-            slot.outstanding_requests -= 1
-            running.slot = running.piece_id = None
-            self._slots.notify()
-
-    async def _abort_piece(self, running: _Running) -> None:
-        """Free the replica of what it samples for a request that nobody waits for any more."""
-        slot, piece_id = running.slot, running.piece_id
-        if slot is None or piece_id is None:
-            return
-        try:
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await slot.replica.abort((piece_id,))
-        except ReplicaError as error:
-            self._slots.bury(slot, error)
-        except TimeoutError:
-            message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
-            self._slots.bury(slot, ReplicaError(message))
-
     def _home(self, session_id: str | None) -> int | None:
         return None if session_id is None else self._homes.get(session_id)
 
@@ -318,7 +222,3 @@ class GeneratorRouter:
         self._homes.move_to_end(session_id)
         if len(self._homes) > _MAX_SESSIONS:
             self._homes.popitem(last=False)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -25,6 +25,7 @@ class Slot:
     state: ReplicaState = ReplicaState.SERVING
     version: int = 0
     is_leased: bool = False  # kept out of pulls
+    is_emptied: bool = False  # by a pause; what it is given waits in its inbox
     is_lagging: bool = False  # a sync returned without it, and it still follows
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
@@ -60,6 +61,7 @@ class Slots:
         self.all = [
             Slot(replica, index, replica.name in reserved) for index, replica in enumerate(replicas)
         ]
+        self.is_paused = False  # no request is given to any of them
         self._changed = asyncio.Event()
 
     def live(self) -> list[Slot]:

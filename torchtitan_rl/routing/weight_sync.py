@@ -216,7 +216,9 @@ class WeightSync:
         if self._mode == "drain":
             # No time-out: each request that is waited for has a deadline of its own.
             self._slots.set_state(slot, ReplicaState.DRAINING)
-            await self._slots.wait_until(lambda: not slot.is_live or not slot.outstanding_requests)
+            await self._slots.wait_until(
+                lambda: slot.is_emptied or not slot.is_live or slot.outstanding_requests == 0
+            )
             if not slot.is_live:
                 return
         self._slots.set_state(slot, ReplicaState.SYNCING)

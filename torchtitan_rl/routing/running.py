@@ -1,0 +1,195 @@
+"""Requests that are being completed, each in as many pieces as it takes.
+
+Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
+continued unless its caller asked for the abort; what is known of a request's tokens never shrinks
+while it runs, and a lost replica costs the tokens since they were last read (`snapshot`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torchtitan_rl.errors import (
+    DeadlineError,
+    GenerationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    ReplicaError,
+)
+from torchtitan_rl.routing.continuation import check_resumable, join, remaining_request, used_up
+from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.types import Completion, GenerationRequest
+
+_ABORT_TIMEOUT_S = 5.0
+_SNAPSHOT_TIMEOUT_S = 30.0
+
+Choose = Callable[[GenerationRequest], Slot | None]
+"""A slot that may serve the request now, or None: ask again when something has changed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """``deadline`` is in the event loop's time; ``piece_id`` is the id on ``slot``'s engine."""
+
+    request: GenerationRequest
+    deadline: float
+    so_far: Completion  # all pieces that are over
+    known: Completion  # with what was read of the piece that runs
+    attempts: int = 0
+    piece_id: str | None = None
+    slot: Slot | None = None
+    is_abort_asked: bool = False
+
+    def keep(self, tokens: Completion) -> None:
+        self.so_far = self.known = tokens
+
+
+class RunningRequests:
+    """All requests of one router."""
+
+    def __init__(self, slots: Slots, *, timeout_s: float) -> None:
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self._running: dict[str, _Running] = {}
+        self._is_closed = False
+
+    async def complete(self, request: GenerationRequest, choose: Choose) -> Completion:
+        """Complete it on the slots that ``choose`` names; see `GeneratorRouter.generate`."""
+        request_id = request.request_id
+        if request_id in self._running:
+            raise InvalidRequestError(
+                f"request {request_id!r} refused: request_id is still outstanding: wait for that "
+                "request, or use another id"
+            )
+        check_resumable(request)
+        so_far = join(request_id, [request.resume_from] if request.resume_from else [])
+        running = _Running(request, _now() + self._timeout_s, so_far, so_far)
+        self._running[request_id] = running
+        try:
+            return await self._all_pieces(running, choose)
+        finally:
+            del self._running[request_id]
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        asked = [self._running[name] for name in request_ids if name in self._running]
+        for running in asked:
+            running.is_abort_asked = True
+        self._slots.notify()
+        await asyncio.gather(*(self._abort_piece(running) for running in asked))
+
+    async def snapshot(self) -> dict[str, Completion]:
+        """The tokens so far of every request that runs, by id.
+
+        Of a replica that does not answer in time, what was known before is given.
+        """
+        await asyncio.gather(*(self._read(slot) for slot in self._slots.live()))
+        return {name: running.known for name, running in self._running.items()}
+
+    def close(self) -> None:
+        """Requests that wait for a replica fail."""
+        self._is_closed = True
+        self._slots.notify()
+
+    async def _all_pieces(self, running: _Running, choose: Choose) -> Completion:
+        while True:
+            piece = remaining_request(running.request, running.so_far, attempt=running.attempts)
+            if piece is None:
+                return used_up(running.so_far)
+            slot = await self._slot_for(running, choose)
+            if slot is None:
+                return running.so_far
+            running.attempts += 1
+            try:
+                done = await self._call(slot, piece, running)
+            except ReplicaError as error:
+                self._slots.bury(slot, error)
+                running.keep(running.known)
+                continue
+            running.keep(join(running.request.request_id, [running.so_far, done]))
+            if running.is_abort_asked:
+                return running.so_far
+
+    async def _slot_for(self, running: _Running, choose: Choose) -> Slot | None:
+        """The replica that is to serve the next piece, once there is one; None: abort instead."""
+        request = running.request
+        chosen: Slot | None = None
+
+        def find() -> bool:
+            nonlocal chosen
+            if self._is_closed:
+                raise GenerationError(f"request {request.request_id}: the router is closed")
+            if running.is_abort_asked:
+                return True
+            chosen = None if self._slots.is_paused else choose(request)
+            return chosen is not None
+
+        if not await self._slots.wait_until(find, timeout_s=running.deadline - _now()):
+            what = (
+                "the router to resume"
+                if self._slots.is_paused
+                else f"a replica that takes requests at version {request.min_version} or newer"
+            )
+            states = {slot.name: (slot.state.value, slot.version) for slot in self._slots.all}
+            raise GenerationTimeoutError(
+                f"request {request.request_id} waited for {what} when its {self._timeout_s:.0f} s "
+                f"were over; (state, version) of replicas: {states}"
+            )
+        return chosen
+
+    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
+        tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
+        slot.outstanding_tokens += tokens
+        slot.outstanding_requests += 1
+        running.slot, running.piece_id = slot, piece.request_id
+        try:
+            async with asyncio.timeout_at(running.deadline):
+                return await slot.replica.generate(piece)
+        except TimeoutError as error:
+            await self._abort_piece(running)
+            raise GenerationTimeoutError(
+                f"request {running.request.request_id} was not completed by replica {slot.name} "
+                f"within {self._timeout_s:.0f} s"
+            ) from error
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_piece(running))
+            raise
+        finally:
+            slot.outstanding_tokens -= tokens
+            slot.outstanding_requests -= 1
+            running.slot = running.piece_id = None
+            self._slots.notify()
+
+    async def _abort_piece(self, running: _Running) -> None:
+        """Free the replica of what it samples for a request that nobody waits for any more."""
+        slot, piece_id = running.slot, running.piece_id
+        if slot is None or piece_id is None:
+            return
+        try:
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await slot.replica.abort((piece_id,))
+        except ReplicaError as error:
+            self._slots.bury(slot, error)
+        except TimeoutError:
+            message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
+            self._slots.bury(slot, ReplicaError(message))
+
+    async def _read(self, slot: Slot) -> None:
+        try:
+            async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
+                partials = await slot.replica.partials()
+        except ReplicaError as error:
+            self._slots.bury(slot, error)
+            return
+        except (TimeoutError, DeadlineError):
+            return  # busy with something long; less is known, and nothing is wrong
+        for running in self._running.values():
+            if running.slot is slot and running.piece_id in partials:
+                partial = partials[running.piece_id]
+                running.known = join(running.request.request_id, [running.so_far, partial])
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
