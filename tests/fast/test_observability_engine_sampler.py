@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from torchtitan_rl.errors import ReplicaError
-from torchtitan_rl.observability.engine_sampler import EngineSampler, engine_metrics
+from torchtitan_rl.observability.engine_sampler import EngineSampler, engine_metrics, idle_metrics
 from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.types import EngineStats
 
@@ -45,18 +45,22 @@ def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_
             "engine/kv_use_mean": 0.2,
             "engine/kv_use_max": 0.5,
             "engine/tokens_per_second": 100,
-            "overlap/generator_idle_share": 5 / 8,
         }
     )
 
 
 def test_engines_without_work_have_no_load_to_describe() -> None:
-    assert engine_metrics([{"a": IDLE}]) == {
-        "engine/replicas": 1,
-        "engine/preemptions": 3,
-        "overlap/generator_idle_share": 1,
-    }
+    assert engine_metrics([{"a": IDLE}]) == {"engine/replicas": 1, "engine/preemptions": 3}
     assert engine_metrics([]) == {}
+
+
+def test_a_replica_is_idle_while_it_has_no_request_and_a_reserved_one_does_not_count() -> None:
+    readings = [{"a": IDLE, "b": stats(2), "c": IDLE}, {"a": stats(0, waiting=1), "b": stats(1)}]
+    metrics = idle_metrics(readings)
+    check_names(metrics)
+    assert metrics == {"overlap/generator_idle_share": pytest.approx(2 / 5)}
+    assert idle_metrics(readings, {"c"}) == {"overlap/generator_idle_share": 1 / 4}
+    assert idle_metrics(readings, {"a", "b", "c"}) == idle_metrics([]) == {}
 
 
 def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> None:

@@ -60,6 +60,7 @@ def activity(rollout_id: str, *, since_s: float, turn: int = 2) -> RolloutActivi
 def test_a_quiet_period_is_reported_with_the_chain_of_waits() -> None:
     run = Run()
     run.activities = [activity("e0/p9/r0", since_s=1030), activity("e0/p12/r3", since_s=1002)]
+    run.watchdog.look()
     with run.waits.on("trainer waits for a full batch", details=lambda: "3 of 16 groups finished"):
         run.pass_time(20)
         with run.waits.on("dataset waits for room in the buffer"):
@@ -91,6 +92,15 @@ def test_progress_keeps_the_run_alive_however_long_one_wait_takes() -> None:
         for _ in range(50):
             run.pass_time(30)
             run.progress += 1
+    assert run.said == []
+
+
+def test_a_rollout_that_begins_something_new_is_progress() -> None:
+    run = Run()
+    run.activities = [activity("e0/p9/r0", since_s=0), activity("e0/p12/r3", since_s=900)]
+    run.pass_time(50)
+    run.activities[0] = activity("e0/p9/r0", since_s=run.now)
+    run.pass_time(50)
     assert run.said == []
 
 

@@ -4,7 +4,7 @@ when they are idle again."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -25,10 +25,13 @@ class EngineSampler:
         self,
         read: Callable[[], Awaitable[EngineReading]],
         *,
+        reserved: Collection[str] = (),
         interval_s: float = 0.25,
         timeout_s: float = 5.0,
     ) -> None:
+        """``reserved`` replicas, which only validate, do not count as idle generators."""
         self._read = read
+        self._reserved = frozenset(reserved)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._readings: list[EngineReading] = []
@@ -46,7 +49,8 @@ class EngineSampler:
         """Metrics of the time since the last call, which starts the next period."""
         readings, self._readings = self._readings, []
         num_failed, self._num_failed = self._num_failed, 0
-        return engine_metrics(readings) | {"engine/failed_readings": float(num_failed)}
+        metrics = engine_metrics(readings) | idle_metrics(readings, self._reserved)
+        return metrics | {"engine/failed_readings": float(num_failed)}
 
     async def _sample(self) -> None:
         while True:
@@ -58,17 +62,26 @@ class EngineSampler:
                 self._num_failed += 1
 
 
+def idle_metrics(
+    readings: Sequence[EngineReading], reserved: Collection[str] = ()
+) -> dict[str, float]:
+    """The share of replica time in which a replica that samples for training had no request."""
+    is_idle = [
+        stats.running + stats.waiting == 0
+        for reading in readings
+        for name, stats in reading.items()
+        if name not in reserved
+    ]
+    return {GENERATOR_IDLE: fmean(is_idle)} if is_idle else {}
+
+
 def engine_metrics(readings: Sequence[EngineReading]) -> dict[str, float]:
-    """Loads over the readings in which some engine had work, left out where none had; and the
-    share of replica time in which a replica had no request."""
+    """Loads over the readings in which some engine had work, left out where none had."""
     metrics: dict[str, float] = {}
     if readings:
         last = readings[-1].values()
         metrics["engine/replicas"] = float(len(last))
         metrics["engine/preemptions"] = float(sum(stats.preemptions for stats in last))
-        metrics[GENERATOR_IDLE] = fmean(
-            stats.running + stats.waiting == 0 for reading in readings for stats in reading.values()
-        )
     busy = [
         list(reading.values())
         for reading in readings

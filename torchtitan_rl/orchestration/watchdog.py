@@ -24,8 +24,9 @@ class Watchdog:
     """Run `run` beside the loops, in their task group.
 
     Args:
-        progress: a number that changes whenever anything moved (turns, groups, steps, pulls ...).
-        activities: what each unfinished rollout does (`Rollouter.activities`).
+        progress: a number that changes whenever anything moved (groups, steps, pulls ...).
+        activities: what each unfinished rollout does (`Rollouter.activities`); one that begins
+            something new is progress too.
         notes: further lines for the chain, such as `describe_replicas`.
         say: shows a message to the user.
     """
@@ -49,7 +50,7 @@ class Watchdog:
         self._say = say
         self._notes = notes
         self.tick_s = min(report_wait_s / 10, max_wait_s / 10, _MAX_TICK_S)
-        self._seen_progress: int | None = None
+        self._seen_progress: tuple[int, float | None] | None = None
         self._looked_s = 0.0
         self._quiet_s = 0.0
         self._reports = 0
@@ -101,7 +102,8 @@ class Watchdog:
         return f"{headline}:\n{self.chain() or '  nobody says what it waits for'}"
 
     def _note_quiet(self, now_s: float) -> None:
-        progress = self._progress()
+        newest_s = max((activity.since_s for activity in self._activities()), default=None)
+        progress = (self._progress(), newest_s)
         if progress != self._seen_progress:
             self._seen_progress = progress
             self._quiet_s, self._reports = 0.0, 0
