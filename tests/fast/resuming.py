@@ -154,25 +154,25 @@ class Run:
     def whole(self, recorded=(), **options):
         return asyncio.run(self.start(recorded, **options))
 
-    def stopped_after(self, ticks: int):
+    def stopped_after(self, ticks: int, recorded=()):
         """The snapshot after so many turns of the event loop; None where the group is over."""
 
         async def scenario():
-            task = asyncio.create_task(self.start())
+            task = asyncio.create_task(self.start(recorded))
             for _ in range(ticks):
                 await asyncio.sleep(0)
             if task.done():
                 return None
-            recorded = self.rollouter.snapshot("g", self.generate.partials)
+            snapshot = self.rollouter.snapshot("g", self.generate.partials)
             records = {key: list(lines) for key, lines in self.records.items()}
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             self.records = records  # siblings may go on for a tick
-            return recorded
+            return snapshot
 
-        recorded = asyncio.run(scenario())
-        return recorded and tuple(map(through_json, recorded))
+        snapshot = asyncio.run(scenario())
+        return snapshot and tuple(map(through_json, snapshot))
 
     def closed(self) -> bool:
         return all(env.calls.count("close") == 1 for env in self.factory.made)

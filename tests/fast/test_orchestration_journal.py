@@ -82,7 +82,7 @@ def test_a_rollout_of_the_checkpoint_without_later_turns_is_as_it_was(tmp_path):
 
 
 def test_a_turn_that_comes_again_replaces_the_old_one_and_all_behind_it(tmp_path):
-    again = turn((1, 2), (8, 8))
+    again = turn((*SECOND.prompt_token_ids, 5, 9), (8, 8))
     write(tmp_path / "1", ("a", 0, FIRST, STATE), ("a", 1, SECOND, None), ("a", 0, again, None))
     assert read_journals([tmp_path / "1"])["a"] == RecordedRollout(rollout_id="a", turns=(again,))
 

@@ -278,6 +278,20 @@ def test_an_environment_that_hangs_and_ignores_its_cancellation_is_left_behind(m
     assert sound.status is RolloutStatus.COMPLETED
 
 
+def test_an_environment_that_hangs_is_cancelled_and_may_clean_up_before_it_is_closed():
+    class Tidy(CountingEnv):
+        async def step(self, completion):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                self.calls.append("tidied")
+
+    factory = Factory(Tidy)
+    assert only(factory, step_timeout_s=0.05).status is RolloutStatus.STEP_TIMEOUT
+    assert factory.made[0].calls == ["reset", "tidied", "close"]
+
+
 def test_problems_that_are_all_solved_give_a_group_that_says_it_teaches_nothing():
     group = run_rollouts(Factory(CountingEnv), size=4)
     advantages = group_advantages([rollout.reward for rollout in group], "std")

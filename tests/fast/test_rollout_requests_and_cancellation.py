@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,15 @@ def test_misaligned_logprobs_never_reach_an_episode():
     rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([misaligned]))
     assert rollout.status is RolloutStatus.GENERATION_ERROR
     assert "lengths (2, 1, 2)" in rollout.cause
+
+
+def test_the_completion_of_another_request_is_not_taken():
+    def others(request):
+        return complete(replace(request, request_id="g/r7/t0"), (1,))
+
+    rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([others]))
+    assert rollout.status is RolloutStatus.GENERATION_ERROR
+    assert "g/r7/t0" in rollout.cause
 
 
 def test_a_cancelled_group_closes_every_environment_and_reports_each_rollout_once():

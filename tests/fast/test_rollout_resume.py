@@ -251,6 +251,67 @@ def test_a_snapshot_while_a_rollout_is_brought_back_is_what_it_is_brought_back_t
             assert entry.num_tokens == before.num_tokens
 
 
+def test_a_snapshot_inside_on_turn_can_be_resumed():
+    run, snapshots = Run(Replaying), []
+
+    def on_turn(*_):
+        snapshots.append(tuple(map(through_json, run.rollouter.snapshot("g"))))
+
+    group = asyncio.run(run.rollouter.run_group("g", PROBLEM, size=SIZE, seed=7, on_turn=on_turn))
+    assert len(snapshots) == 6
+    for recorded in snapshots:
+        after = Run(Replaying)
+        assert contents(after.whole(recorded)) == contents(group)
+        assert after.discarded == []
+
+
+def test_tokens_of_a_resumed_request_that_still_waits_for_a_replica_are_in_the_snapshot():
+    recorded = next(
+        entries for _, entries in stops(Replaying) if entries[0].partial and entries[0].turns
+    )
+
+    async def waits(request):
+        await asyncio.Event().wait()
+
+    async def scenario():
+        after = Run(Replaying)
+        task = asyncio.create_task(after.start(recorded, generate=waits))
+        for _ in range(30):
+            await asyncio.sleep(0)
+        snapshot = after.rollouter.snapshot("g", {})
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return snapshot
+
+    assert asyncio.run(scenario())[0].partial == recorded[0].partial
+
+
+def test_a_rollout_may_be_stopped_again_right_after_it_was_brought_back():
+    recorded = middle_of(Saving, turns=2)
+    again = Run(Saving).stopped_after(6, recorded)
+    assert [entry.env_state for entry in again] == [entry.env_state for entry in recorded]
+    after = Run(Saving)
+    after.whole(again)
+    assert after.discarded == []
+
+
+def test_a_group_that_is_started_again_has_its_snapshot_when_the_first_one_ends():
+    async def scenario():
+        run = Run(Replaying)
+        first = asyncio.create_task(run.start())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(run.start(attempt=1))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        snapshot = run.rollouter.snapshot("g")
+        await second
+        return snapshot
+
+    assert len(asyncio.run(scenario())) == SIZE
+
+
 def test_a_group_that_does_not_run_has_no_snapshot():
     with pytest.raises(KeyError):
         Run(Replaying).rollouter.snapshot("g")

@@ -106,6 +106,7 @@ def test_a_saved_conversation_goes_on_with_its_messages_its_tools_and_its_secret
             assert rollout.reward == 2.0 * secret
             texts = ["".join(map(chr, turn.prompt_token_ids)) for turn in rollout.turns]
             assert [f" {secret} {i}$" in text for i, text in enumerate(texts)] == [True] * 3
+            assert texts[1].startswith(texts[0])
             assert texts[2].startswith("Tu:anew")
             assert len(rollout.messages) == 2
     assert loaded
