@@ -81,11 +81,10 @@ class Run:
         return found
 
     def process_of(self, rank: str) -> psutil.Process:
-        """The process of ``rank`` (such as "trainer-rank0"), by the log file that it prints to."""
+        """The process of ``rank`` (such as "trainer-rank0")."""
         for process in self.processes():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{process.pid}/fd/1").readlink().name == f"{rank}.log":
-                    return process
+            if printing_to(process) == f"{rank}.log":
+                return process
         raise LookupError(f"no process of the run prints to {rank}.log")
 
     def left_behind(self, grace_s: float = 20.0) -> list[str]:
@@ -99,6 +98,14 @@ class Run:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def printing_to(process: psutil.Process) -> str:
+    """Name of the log file of a process, which names its rank; "" when it is gone."""
+    try:
+        return Path(f"/proc/{process.pid}/fd/1").readlink().name
+    except OSError:
+        return ""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
