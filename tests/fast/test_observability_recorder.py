@@ -35,6 +35,10 @@ def asynchronous_record() -> StepRecord:
     )
 
 
+def record_one(recorder: RunRecorder) -> None:
+    recorder.record_step(asynchronous_record())
+
+
 async def busy() -> dict[str, EngineStats]:
     stats = EngineStats(
         version=0,
@@ -49,17 +53,18 @@ async def busy() -> dict[str, EngineStats]:
     return {"replica0": stats}
 
 
-def record_run(config: RunConfig, act: Callable[[RunRecorder], None]) -> list[dict[str, Any]]:
-    """A recorder whose engines were read at least once; returns metrics.jsonl."""
+def record_run(config: RunConfig, *acts: Callable[[RunRecorder], None]) -> list[dict[str, Any]]:
+    """A recorder whose engines were read at least once before each act; returns metrics.jsonl."""
 
     async def run() -> None:
         async with (
             RunRecorder(config, resume_step=None) as recorder,
             EngineSampler(busy, interval_s=0.0) as sampler,
         ):
-            await asyncio.sleep(0.001)
             recorder.watch_engines(sampler)
-            act(recorder)
+            for act in acts:
+                await asyncio.sleep(0.001)
+                act(recorder)
         recorder.merge_traces()
 
     asyncio.run(run())
@@ -71,7 +76,7 @@ def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, staleness=2)
-    [row] = record_run(config, lambda recorder: recorder.record_step(asynchronous_record()))
+    row, *_ = record_run(config, *[record_one] * 6)
     assert row["overlap/trainer_idle_share"] == pytest.approx(0.6)
     assert row["overlap/generator_idle_share"] == 0.0
     assert row["overlap/efficiency"] == 1.0
@@ -86,7 +91,7 @@ def test_a_synchronous_step_is_shown_in_the_short_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, staleness=0)
-    record_run(config, lambda recorder: recorder.record_step(asynchronous_record()))
+    record_run(config, record_one)
     out = capsys.readouterr().out
     assert "step 8/9  reward 1.000" in out
     assert "age" not in out

@@ -21,6 +21,7 @@ GENERATOR_IDLE = "overlap/generator_idle_share"
 EFFICIENCY = "overlap/efficiency"
 
 _SATURATED = 0.9  # busy share from which on a part is the limit
+_FEW_STEPS = 5  # tell nothing yet, the first one least of all
 _EVEN = 0.15  # difference of idle shares up to which the two count as even
 
 
@@ -119,8 +120,10 @@ class Advisor:
         return advice(mean, staleness=self._staleness)
 
     def conclude(self) -> str | None:
-        """The sentence for the end; None where no step was seen since the last one."""
-        return advice(_mean(self._seen), staleness=self._staleness) if self._seen else None
+        """The sentence for the end; None where hardly a step was seen since the last one."""
+        if len(self._seen) < min(_FEW_STEPS, self._every_steps):
+            return None
+        return advice(_mean(self._seen), staleness=self._staleness)
 
 
 def idle_share(*, wall_s: float, busy_s: float) -> float:
