@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,13 +25,15 @@ class SeededGenerate:
     """Samples a token a tick from nothing but the request's seed and prompt; can be resumed."""
 
     version: int = 0
+    vocabulary: Sequence[int] = range(1, 100)
     requests: list[GenerationRequest] = field(default_factory=list)
     partials: dict[str, Completion] = field(default_factory=dict)
 
     async def __call__(self, request: GenerationRequest, /) -> Completion:
         self.requests.append(request)
         rng = random.Random(f"{request.sampling.seed} {request.prompt_token_ids}")
-        wanted = [rng.randrange(1, 100) for _ in range(rng.randint(1, request.sampling.max_tokens))]
+        count = rng.randint(1, request.sampling.max_tokens)
+        wanted = [rng.choice(self.vocabulary) for _ in range(count)]
         kept = request.resume_from.token_ids if request.resume_from else ()
         assert tuple(wanted[: len(kept)]) == kept
         for end in range(max(len(kept), 1), len(wanted) + 1):
@@ -156,14 +160,22 @@ class Run:
 
     def stopped_after(self, ticks: int, recorded=()):
         """The snapshot after so many turns of the event loop; None where the group is over."""
+        return self._stopped(lambda tick, _: tick == ticks, recorded)
 
+    def stopped_at(self, num_tokens: int):
+        """The snapshot when so many tokens are there; None where the group ends before."""
+        return self._stopped(lambda _, so_far: sampled_tokens(so_far) >= num_tokens, ())
+
+    def _stopped(self, is_moment: Callable, recorded):
         async def scenario():
             task = asyncio.create_task(self.start(recorded))
-            for _ in range(ticks):
+            for tick in itertools.count(1):
                 await asyncio.sleep(0)
-            if task.done():
-                return None
-            snapshot = self.rollouter.snapshot("g", self.generate.partials)
+                if task.done():
+                    return None
+                snapshot = self.rollouter.snapshot("g", self.generate.partials)
+                if is_moment(tick, snapshot):
+                    break
             records = {key: list(lines) for key, lines in self.records.items()}
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -187,6 +199,21 @@ def stops(*makers, **limits):
             assert ticks > 10
             return
         yield run, recorded
+
+
+def stops_by_tokens(new_run, every: int = 1):
+    """The same by progress, where threads make the moments of the event loop uncertain."""
+    for num_tokens in itertools.count(1, every):
+        run = new_run()
+        recorded = run.stopped_at(num_tokens)
+        if recorded is None:
+            assert num_tokens > 5
+            return
+        yield run, recorded
+
+
+def sampled_tokens(recorded) -> int:
+    return sum(entry.num_tokens for entry in recorded)
 
 
 def contents(group):

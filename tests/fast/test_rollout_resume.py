@@ -14,16 +14,13 @@ from tests.fast.resuming import (
     Saving,
     SeededGenerate,
     contents,
+    sampled_tokens,
     stops,
     through_json,
 )
 from tests.fast.rollouts import PROBLEM
 from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
 from torchtitan_rl.types import FinishReason, RolloutStatus
-
-
-def sampled_tokens(recorded) -> int:
-    return sum(entry.num_tokens for entry in recorded)
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2}, {"max_total_tokens": 9}])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from experiments.alphabet_sort.env import AlphabetSortEnv
-from tests.fast.resuming import Run, contents, stops
+from tests.fast.resuming import Run, contents, stops_by_tokens
 from tests.fast.test_rollout_message_env import LetterRenderer
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
@@ -82,7 +82,7 @@ class SavedSecret(Secret):
 def test_alphabet_sort_is_replayed_and_goes_on_from_any_moment_as_if_undisturbed():
     undisturbed = Run(alphabet_sort, **LIMITS).whole()
     replayed = 0
-    for _, recorded in stops(alphabet_sort, **LIMITS):
+    for _, recorded in stops_by_tokens(lambda: Run(alphabet_sort, **LIMITS)):
         after = Run(alphabet_sort, **LIMITS)
         assert contents(after.whole(recorded)) == contents(undisturbed)
         assert after.discarded == []
@@ -94,7 +94,7 @@ def test_alphabet_sort_is_replayed_and_goes_on_from_any_moment_as_if_undisturbed
 def test_a_saved_conversation_goes_on_with_its_messages_its_tools_and_its_secret():
     """The prompts of an edited history come from the messages, extensions from the last prompt."""
     loaded = 0
-    for _, recorded in stops(lambda: Watched(SavedSecret()), **LIMITS):
+    for _, recorded in stops_by_tokens(lambda: Run(lambda: Watched(SavedSecret()), **LIMITS)):
         after = Run(lambda: Watched(SavedSecret()), **LIMITS)
         group = after.whole(recorded)
         for entry, rollout in zip(recorded, group.rollouts, strict=True):
@@ -113,7 +113,7 @@ def test_a_saved_conversation_goes_on_with_its_messages_its_tools_and_its_secret
 
 
 def test_a_conversation_without_state_or_declaration_is_not_replayed():
-    for _, recorded in stops(lambda: Watched(Secret()), **LIMITS):
+    for _, recorded in stops_by_tokens(lambda: Run(lambda: Watched(Secret()), **LIMITS)):
         if all(entry.turns and not entry.ended for entry in recorded):
             after = Run(lambda: Watched(Secret()), **LIMITS)
             after.whole(recorded)
