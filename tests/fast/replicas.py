@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import (
     Completion,
     EngineStats,
@@ -14,33 +15,61 @@ from torchtitan_rl.types import (
     SamplingParams,
     VersionRun,
 )
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 
 def request(
-    request_id: str, *, session: str | None = None, prompt_len: int = 4, max_tokens: int = 4
+    request_id: str,
+    *,
+    session: str | None = None,
+    prompt_len: int = 4,
+    max_tokens: int = 4,
+    min_version: int = 0,
+    resume_from: Completion | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tuple(range(1, prompt_len + 1)),
         sampling=SamplingParams(max_tokens=max_tokens),
         session_id=session,
+        min_version=min_version,
+        resume_from=resume_from,
     )
 
 
+def handle(version: int) -> SharedMemoryHandle:
+    return SharedMemoryHandle(version=version, path="/nowhere", num_bytes=0)
+
+
+async def settle() -> None:
+    """Let everything happen that needs no time."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 class GatedReplica:
-    """Completes a request when its gate is open; can be told to be dead or to refuse weights."""
+    """Completes a request when its gate is open; can be told to be dead or to refuse weights.
+
+    It fetches and swaps weights while ``stage_gate`` and ``pull_gate`` are open.
+    """
 
     def __init__(self, name: str, *, is_open: bool = True) -> None:
         self._name = name
         self.gate = asyncio.Event()
         if is_open:
             self.gate.set()
+        self.stage_gate, self.pull_gate = asyncio.Event(), asyncio.Event()
+        self.stage_gate.set()
+        self.pull_gate.set()
+        self.staged: list[int] = []
+        self.pulled: list[int] = []
+        self.unreadable: set[int] = set()
         self.is_dead = False
         self.refuses_weights = False
         self.version = 0
         self.served: list[str] = []
         self.aborted: list[str] = []
+        self.pauses: list[str] = []
         self.running = 0
         self.running_at_pull: list[int] = []
         self.is_closed = False
@@ -74,15 +103,28 @@ class GatedReplica:
         self.aborted.extend(request_ids)
 
     async def stage(self, handle: WeightHandle) -> None:
-        if self.refuses_weights:
+        self.staged.append(handle.version)
+        await self.stage_gate.wait()
+        if self.refuses_weights or handle.version in self.unreadable:
             raise WeightSyncError(f"{self.name} cannot read version {handle.version}")
 
     async def pull(self, version: int) -> PullReport:
         self.running_at_pull.append(self.running)
+        self.pulled.append(version)
+        await self.pull_gate.wait()
         self.version = version
         return PullReport(
             version=version, stall_s=0.0, running_requests=self.running, recomputed=False
         )
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.pauses.append(mode)
+
+    async def resume(self) -> None:
+        self.pauses.append("resume")
+
+    async def partials(self) -> dict[str, Completion]:
+        return {}
 
     async def stats(self) -> EngineStats:
         return EngineStats(

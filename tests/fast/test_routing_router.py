@@ -6,20 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fast.replicas import GatedReplica, request
-from torchtitan_rl.errors import GenerationError, GenerationTimeoutError, WeightSyncError
+from tests.fast.replicas import GatedReplica, handle, request, settle
+from torchtitan_rl.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    WeightSyncError,
+)
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.weights.handle import SharedMemoryHandle
-
-
-def handle(version: int) -> SharedMemoryHandle:
-    return SharedMemoryHandle(version=version, path="/nowhere", num_bytes=0)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def test_turns_of_a_session_go_to_one_replica():
@@ -182,6 +177,57 @@ def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
         await running
         assert replica.is_closed
         assert replica.running_at_pull == []
+
+    asyncio.run(scenario())
+
+
+def test_a_request_goes_only_to_replicas_that_hold_its_version():
+    async def scenario():
+        old, new = GatedReplica("old"), GatedReplica("new")
+        old.stage_gate.clear()
+        router = GeneratorRouter([old, new])
+        await router.generate(request("a", session="s"))
+        assert old.served == ["a"]
+        report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=0.01)
+        assert report.lagging == ("old",)
+        assert router.versions() == {"old": 0, "new": 1}
+        fresh = await router.generate(request("b", session="s", min_version=1))
+        assert (fresh.replica, fresh.versions[0]) == ("new", 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_for_a_version_that_nobody_holds_waits_for_it():
+    async def scenario():
+        replica = GatedReplica("r")
+        router = GeneratorRouter([replica], request_timeout_s=5.0)
+        waiting = asyncio.create_task(router.generate(request("a", min_version=2)))
+        await router.sync_weights(handle(1), mode="hot_swap")
+        await settle()
+        assert replica.served == []
+        await router.sync_weights(handle(2), mode="hot_swap")
+        assert (await waiting).versions[0] == 2
+        hasty = GeneratorRouter([replica], request_timeout_s=0.01)
+        with pytest.raises(
+            GenerationTimeoutError, match=r"at version 3 or newer.*\('serving', 0\)"
+        ):
+            await hasty.generate(request("b", min_version=3))
+
+    asyncio.run(scenario())
+
+
+def test_trap_10_an_id_that_is_still_running_is_refused_and_not_run_twice():
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+        router = GeneratorRouter(replicas)
+        first = asyncio.create_task(router.generate(request("a")))
+        await settle()
+        with pytest.raises(InvalidRequestError, match="still outstanding"):
+            await router.generate(request("a"))
+        for replica in replicas:
+            replica.gate.set()
+        await first
+        assert (await router.generate(request("a"))).request_id == "a"
 
     asyncio.run(scenario())
 

@@ -45,6 +45,17 @@ def test_round_robin_takes_turns_and_skips_those_that_take_none():
     assert [strategy.choose(views(1, None, 1), None) for _ in range(4)] == [0, 2, 0, 2]
 
 
+def test_a_session_leaves_a_home_that_lags_and_waits_where_all_lag():
+    lagging, newest = (
+        ReplicaView(index=i, outstanding_tokens=i, takes_requests=True, version=i + 1)
+        for i in range(2)
+    )
+    for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
+        assert strategy.choose([lagging, newest], 0, 2) == 1
+        assert strategy.choose([lagging, newest], 0, 1) == 0
+        assert strategy.choose([lagging, newest], 0, 3) is None
+
+
 @given(loads=some_views, home=st.none() | st.integers(0, 11))
 def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, home):
     home = home if home is not None and home < len(loads) else None
