@@ -245,6 +245,18 @@ def test_messages_that_are_none_are_left_out_and_said(messages):
     assert "messages: " in rollout.cause
 
 
+def test_messages_are_a_copy_in_the_types_of_json():
+    message = {"role": "user", "content": ({1}, b"x", float), 3: None}
+
+    class Talks(CountingEnv):
+        messages = (message,)
+
+    rollout = only(Factory(Talks))
+    message["role"] = "changed"
+    (kept,) = rollout.messages
+    assert kept == {"role": "user", "content": ["{1}", "b'x'", "<class 'float'>"], "3": None}
+
+
 @pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
 def test_an_environment_that_hangs_and_ignores_its_cancellation_is_left_behind(method):
     class Deaf(CountingEnv):

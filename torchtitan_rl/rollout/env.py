@@ -41,6 +41,7 @@ class TokenEnv(Protocol):
     Each method may be ``async`` or plain; plain ones run in a worker thread and may block.
     An exception ends this rollout with ``RolloutStatus.ENV_ERROR``, and nothing else. Methods are
     called one after another; only `close` may come while a call that took too long still runs.
+    A run that is resumed continues an environment that is `Stateful` or `Replayable`, too.
     """
 
     def reset(self) -> Any:
@@ -80,7 +81,8 @@ class Replayable(Protocol):
 
 @runtime_checkable
 class Conversation(Protocol):
-    """An environment that can show its conversation; it goes into ``Rollout.messages``."""
+    """An environment that can show its conversation; it goes into ``Rollout.messages``, as a copy
+    in JSON's types."""
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]: ...

@@ -35,6 +35,7 @@ from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.env import Conversation, Observation, Terminal, TokenEnv
 from torchtitan_rl.rollout.env_calls import EnvCalls, RolloutEnded
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.records import plain
 from torchtitan_rl.rollout.seeds import request_seed
 from torchtitan_rl.types import (
     Completion,
@@ -352,7 +353,7 @@ class RolloutRun:
                 messages = tuple(env.messages)
                 if not all(isinstance(message, Mapping) for message in messages):
                     return "messages: not all are mappings"
-                self._messages = messages
+                self._messages = tuple(plain(message) for message in messages)
         except Exception as error:
             return f"messages: {summary(error)}"
         return None
