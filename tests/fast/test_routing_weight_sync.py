@@ -174,6 +174,27 @@ def test_a_leased_replica_is_kept_out_of_pulls_and_catches_up_at_the_end():
     asyncio.run(scenario())
 
 
+def test_a_lease_taken_during_a_fetch_keeps_the_version_it_found():
+    async def scenario():
+        replicas = [GatedReplica(f"r{i}") for i in range(2)]
+        replicas[0].stage_gate.clear()
+        router = GeneratorRouter(replicas)
+        busy = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
+        replicas[1].pull_gate.clear()
+        await settle()
+        async with router.lease() as lease:
+            assert (lease.replica, lease.version) == ("r0", 0)
+            replicas[0].stage_gate.set()
+            await settle()
+            assert replicas[0].pulled == []
+            replicas[1].pull_gate.set()
+            assert (await busy).held == ("r0",)
+        await settle()
+        assert replicas[0].pulled == [1]
+
+    asyncio.run(scenario())
+
+
 def test_with_one_replica_a_sync_waits_for_the_lease_or_lags():
     async def scenario():
         router = GeneratorRouter([GatedReplica("only")])

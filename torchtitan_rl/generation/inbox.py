@@ -169,8 +169,10 @@ class Inbox:
         ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
         """
         with self._changed:
-            if is_idle or self._queued.is_paused:
-                self._changed.wait_for(lambda: self._has_news(is_idle=is_idle), timeout=sleep_s)
+            self._changed.wait_for(
+                lambda: self._has_news(is_idle=is_idle) or not (is_idle or self._queued.is_paused),
+                timeout=sleep_s,
+            )
             decision, rest = decide(
                 self._all_queued(), max_steps=max_steps, kv_policy=kv_policy, is_idle=is_idle
             )
