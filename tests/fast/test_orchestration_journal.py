@@ -11,7 +11,7 @@ import pytest
 from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
-from torchtitan_rl.types import Completion, FinishReason, Turn, VersionRun
+from torchtitan_rl.types import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionRun
 
 
 def turn(prompt, token_ids, *, versions=None, index=0) -> Turn:
@@ -183,6 +183,21 @@ def test_the_tokens_of_a_running_turn_are_whole_or_gone():
     assert usable_turns(entry, restored_version=4, admitted_version=0) == (entry, 0)
     usable, lost = usable_turns(entry, restored_version=3, admitted_version=0)
     assert (usable.turns, usable.partial, lost) == ((FIRST,), None, 2)
+
+
+def test_a_rollout_that_had_ended_goes_on_where_one_of_its_turns_is_dropped():
+    ended = Rollout(
+        rollout_id="a",
+        group_id="g",
+        problem_id="p",
+        turns=(FIRST, turn((1, 2), (3,), versions=[2])),
+        status=RolloutStatus.COMPLETED,
+        reward=1.0,
+    )
+    entry = recorded(*ended.turns, ended=ended)
+    assert usable_turns(entry, restored_version=2, admitted_version=0) == (entry, 0)
+    expected = (recorded(FIRST), 1)
+    assert usable_turns(entry, restored_version=1, admitted_version=0) == expected
 
 
 def test_a_completion_without_tokens_is_of_every_version():
