@@ -39,6 +39,10 @@ class ProcessPlan:
         return "\n".join(lines)
 
 
+def replica_name(index: int) -> str:
+    return f"replica{index}"
+
+
 def num_devices_needed(config: RunConfig) -> int:
     """CUDA devices of a run: one for each rank, generators first."""
     generator = config.generator
@@ -60,7 +64,7 @@ def plan_processes(config: RunConfig, *, num_cuda_devices: int) -> ProcessPlan:
 
     replicas = tuple(
         ProcessGroup(
-            name=f"replica{index}",
+            name=replica_name(index),
             ranks=config.generator.tensor_parallel,
             threads=config.generator.threads,
             devices=take(config.generator.tensor_parallel),

@@ -11,6 +11,7 @@ import psutil
 
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.plan import ProcessPlan, plan_processes
 from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.validation import MachineFacts, find_mistakes, read_policy_facts
@@ -21,6 +22,7 @@ class PreparedRun:
     config: RunConfig
     policy_dir: Path
     plan: ProcessPlan
+    capacity: Capacity
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
@@ -30,6 +32,7 @@ class PreparedRun:
                 f"policy: {self.policy_dir}",
                 f"outputs: {self.config.run_dir}",
                 self.plan.describe(),
+                self.capacity.describe(),
             ]
         )
 
@@ -54,6 +57,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         config=config,
         policy_dir=policy_dir,
         plan=plan_processes(config, num_cuda_devices=machine.num_cuda_devices),
+        capacity=derive_capacity(
+            groups_per_step=config.rollout.groups_per_step,
+            staleness=config.schedule.staleness,
+            window=config.schedule.window,
+        ),
     )
 
 

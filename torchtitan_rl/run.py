@@ -18,12 +18,15 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.orchestration.sync_controller import (
-    LoopSettings,
-    StopRequested,
-    SyncController,
-)
+from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.consumer import ConsumerSettings, StopRequested
+from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.evaluation import EvaluationSettings
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.weight_feed import FeedSettings
+from torchtitan_rl.plan import replica_name
 from torchtitan_rl.prepare import PreparedRun
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -44,7 +47,7 @@ def run_training(prepared: PreparedRun) -> int:
 class _Signals:
     """The first SIGINT or SIGTERM asks the run to stop in order, a second one ends it at once."""
 
-    controller: SyncController | None = None
+    controller: Controller | None = None
     received: list[int] = field(default_factory=list)
 
     def install(self) -> None:
@@ -95,9 +98,13 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                         run_processes(prepared, trace_dir=recorder.trace_dir)
                     )
                 router = _router(config, processes)
-                recorder.watch_engines(await stack.enter_async_context(EngineSampler(router.stats)))
+                recorder.watch_engines(
+                    await stack.enter_async_context(
+                        EngineSampler(router.stats, reserved=reserved_replicas(config))
+                    )
+                )
                 controller = _controller(
-                    config, processes.trainer, router, tokenizer, recorder, checkpoints
+                    prepared, processes.trainer, router, tokenizer, recorder, checkpoints
                 )
                 signals.controller = controller
                 await controller.run(resume=is_resumed)
@@ -113,49 +120,88 @@ def _router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
         processes.replicas,
         request_timeout_s=config.generator.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
+        reserved=reserved_replicas(config),
     )
 
 
 def _controller(
-    config: RunConfig,
+    prepared: PreparedRun,
     trainer: Trainer,
     router: GeneratorRouter,
     tokenizer: Any,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
-) -> SyncController:
-    rollouter = Rollouter(
-        generate=router.generate,
-        environment=partial(config.task.environment, tokenizer=tokenizer, limits=config.rollout),
-        config=config.rollout,
-        rubric=config.task.rubric(),
+) -> Controller:
+    config = prepared.config
+    return Controller(
+        controller_settings(config, prepared.capacity),
+        Parts(
+            dataset=config.task.dataset("train", seed=config.seed),
+            validation_problems=_validation_problems(config),
+            rollouter=Rollouter(
+                generate=router.generate,
+                environment=partial(
+                    config.task.environment, tokenizer=tokenizer, limits=config.rollout
+                ),
+                config=config.rollout,
+                rubric=config.task.rubric(),
+            ),
+            batcher=EpisodeBatcher(
+                advantage=config.rollout.advantage,
+                row_len=config.trainer.row_len,
+                temperature=config.rollout.sampling.temperature,
+            ),
+            trainer=trainer,
+            router=router,
+            recorder=recorder,
+            checkpoints=checkpoints,
+            journals=JournalDirectory(config.run_dir.absolute() / "journal"),
+        ),
     )
-    return SyncController(
-        LoopSettings(
-            num_steps=config.num_steps,
-            groups_per_step=config.rollout.groups_per_step,
-            group_size=config.rollout.group_size,
-            temperature=config.rollout.sampling.temperature,
+
+
+def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSettings:
+    """Each loop's share of the configuration."""
+    schedule, rollout = config.schedule, config.rollout
+    return ControllerSettings(
+        capacity=capacity,
+        producer=ProducerSettings(
+            num_groups=config.num_steps * rollout.groups_per_step,
+            surplus=max(0, capacity.buffer - rollout.groups_per_step)
+            if capacity.staleness == 0
+            else 0,
+            group_size=rollout.group_size,
+            temperature=rollout.sampling.temperature,
             seed=config.seed,
-            sync_mode=config.weight_sync.mode,
-            validate_every=config.validation.every,
-            validation_samples=config.validation.samples_per_problem,
-            validation_temperature=config.validation.temperature,
+            zero_variance=schedule.zero_variance,
+            max_resamples=schedule.max_resamples,
+            max_skipped=schedule.max_empty_batches * rollout.groups_per_step,
+        ),
+        consumer=ConsumerSettings(
+            num_steps=config.num_steps,
+            capacity=capacity.buffer,
             checkpoint_every=config.checkpoint.every,
-            checkpoints_kept=config.checkpoint.keep,
+            parked=schedule.parked,
+            max_empty_batches=schedule.max_empty_batches,
+            step_timeout_s=config.trainer.step_timeout_s,
         ),
-        dataset=config.task.dataset("train", seed=config.seed),
-        validation_problems=_validation_problems(config),
-        rollouter=rollouter,
-        batcher=EpisodeBatcher(
-            advantage=config.rollout.advantage,
-            row_len=config.trainer.row_len,
-            temperature=config.rollout.sampling.temperature,
+        evaluation=EvaluationSettings(
+            every=config.validation.every,
+            num_steps=config.num_steps,
+            samples=config.validation.samples_per_problem,
+            temperature=config.validation.temperature,
+            seed=config.seed,
+            success_reward=config.task.success_reward(),
         ),
-        trainer=trainer,
-        router=router,
-        recorder=recorder,
-        checkpoints=checkpoints,
+        feed=FeedSettings(
+            mode=config.weight_sync.mode,
+            order=config.weight_sync.order,
+            lag_timeout_s=config.weight_sync.lag_timeout_s,
+            parked=schedule.parked,
+        ),
+        checkpoints_kept=config.checkpoint.keep,
+        report_wait_s=schedule.report_wait_s,
+        max_wait_s=schedule.max_wait_s,
     )
 
 
@@ -163,6 +209,12 @@ def _load_tokenizer(prepared: PreparedRun) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(prepared.policy_dir)
+
+
+def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
+    """The last replica, where validation keeps one for itself."""
+    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
 
 
 def _last_step(checkpoints: CheckpointDirectory) -> int | None:

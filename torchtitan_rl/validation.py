@@ -15,7 +15,9 @@ from pathlib import Path
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_mistakes
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.orchestration.capacity import capacity_mistakes
 from torchtitan_rl.plan import num_devices_needed
+from torchtitan_rl.training.loss_mistakes import loss_mistakes
 
 _ENGINE_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
 
@@ -64,6 +66,7 @@ def find_mistakes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
         *_sampling(config),
         *_lengths(config, policy),
         *_parallelism(config, policy, machine),
+        *_schedule(config),
         *_weight_sync(config),
         *_memory(config, policy, machine),
         *_paths(config),
@@ -74,7 +77,6 @@ def find_mistakes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
 def _amounts(config: RunConfig) -> list[str]:
     at_least = {
         "num_steps": (config.num_steps, 0),
-        "rollout.groups_per_step": (config.rollout.groups_per_step, 1),
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
         "rollout.sampling.max_tokens_per_turn": (config.rollout.sampling.max_tokens_per_turn, 1),
@@ -88,6 +90,8 @@ def _amounts(config: RunConfig) -> list[str]:
         "trainer.data_parallel_shard": (config.trainer.data_parallel_shard, 1),
         "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
         "trainer.rows_per_microbatch": (config.trainer.rows_per_microbatch, 1),
+        "schedule.max_resamples": (config.schedule.max_resamples, 0),
+        "schedule.max_empty_batches": (config.schedule.max_empty_batches, 1),
         "validation.num_problems": (config.validation.num_problems, 0),
         "validation.samples_per_problem": (config.validation.samples_per_problem, 1),
         "validation.every": (config.validation.every, 0),
@@ -107,6 +111,9 @@ def _amounts(config: RunConfig) -> list[str]:
         "generator.collective_timeout_s": config.generator.collective_timeout_s,
         "generator.request_timeout_s": config.generator.request_timeout_s,
         "generator.start_timeout_s": config.generator.start_timeout_s,
+        "schedule.report_wait_s": config.schedule.report_wait_s,
+        "schedule.max_wait_s": config.schedule.max_wait_s,
+        "weight_sync.lag_timeout_s": config.weight_sync.lag_timeout_s,
         "weight_sync.timeout_s": config.weight_sync.timeout_s,
         "trainer.step_timeout_s": config.trainer.step_timeout_s,
         "trainer.optimizer.learning_rate": config.trainer.optimizer.learning_rate,
@@ -208,6 +215,27 @@ def _parallelism(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) 
             f"generator.tensor_parallel {config.generator.tensor_parallel} and "
             f"{config.trainer.world_size} trainer ranks the run needs {needed} CUDA devices, and "
             f"{machine.num_cuda_devices} are visible; give fewer"
+        )
+    return mistakes
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    schedule = config.schedule
+    mistakes = capacity_mistakes(
+        groups_per_step=config.rollout.groups_per_step,
+        staleness=schedule.staleness,
+        window=schedule.window,
+    )
+    mistakes += loss_mistakes(config.trainer.loss, staleness=schedule.staleness)
+    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    if is_reserved and config.generator.replicas < 2:
+        mistakes.append(
+            "validation.placement is reserved: give at least 2 generator.replicas, or shared"
+        )
+    if schedule.max_wait_s <= schedule.report_wait_s:
+        mistakes.append(
+            f"schedule.max_wait_s is {schedule.max_wait_s}: give more than schedule.report_wait_s "
+            f"({schedule.report_wait_s}), so that a wait is reported before it ends the run"
         )
     return mistakes
 

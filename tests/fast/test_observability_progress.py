@@ -62,7 +62,7 @@ def test_plain_progress_is_one_line_a_step_a_validation_and_a_message() -> None:
     state = ProgressState(50, clock=clock)
     progress = PlainProgress(state, stream)
     state.start_steps()
-    state.end_validation(0.25)
+    state.end_validation(0, 0.25)
     progress.validation_ended()
     state.phase = "train"
     progress.phase_changed()
@@ -115,7 +115,7 @@ def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
 ) -> None:
     clock = Clock()
     state = ProgressState(500, step=399, clock=clock)
-    state.end_validation(0.512)
+    state.end_validation(3, 0.512)
     clock.now += 100
     state.end_step(400, reward=0.512, tokens_per_second=1234.5, **ASYNCHRONOUS)
     plain, rich = io.StringIO(), Terminal()

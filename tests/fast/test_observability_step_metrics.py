@@ -35,7 +35,7 @@ def make_record(trainer: dict[str, float]) -> StepRecord:
         publish_s=0.5,
         rollout_s=4.0,
         train_s=3.0,
-        sync_s=1.0,
+        wall_s=8.0,
     )
 
 
@@ -68,7 +68,11 @@ def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
     record = make_record(trainer_metrics())
     check_names(step_metrics(record))
     check_names(
-        validation_metrics(ValidationRecord(step=8, version=8, groups=record.groups, seconds=2.0))
+        validation_metrics(
+            ValidationRecord(
+                step=8, version=8, groups=record.groups, seconds=2.0, success_reward=1.0
+            )
+        )
     )
 
 
@@ -116,7 +120,7 @@ def test_what_only_an_asynchronous_run_knows_is_in_the_table_and_adds_up() -> No
 
 def test_a_validation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
     groups = (make_group(make_rollout(1.0)), make_group(make_rollout(0.0)))
-    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0)
+    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
     metrics = validation_metrics(record)
     check_names(metrics)
     assert metrics["validation/pass_at_k/1"] == 0.5

@@ -28,6 +28,7 @@ class ProgressState:
         self.step = step
         self.phase = "start"
         self.reward: float | None = None
+        self.validation_step = 0
         self.validation_reward: float | None = None
         self.tokens_per_second: float | None = None
         self.staleness: float | None = None
@@ -75,8 +76,8 @@ class ProgressState:
         self.buffer = buffer
         self.overlap = overlap
 
-    def end_validation(self, reward: float | None) -> None:
-        self.validation_reward = reward
+    def end_validation(self, step: int, reward: float | None) -> None:
+        self.validation_step, self.validation_reward = step, reward
 
 
 class Progress(Protocol):
@@ -123,8 +124,7 @@ class PlainProgress:
         self.say(describe_step(self._state))
 
     def validation_ended(self) -> None:
-        state = self._state
-        self.say(f"validation after step {state.step}: reward {_number(state.validation_reward)}")
+        self.say(_describe_validation(self._state))
 
     def say(self, message: str) -> None:
         print(f"[{format_seconds(self._state.elapsed_s)}] {message}", file=self._stream, flush=True)
@@ -166,8 +166,7 @@ class RichProgress:
         self._show()
 
     def validation_ended(self) -> None:
-        state = self._state
-        self.say(f"validation after step {state.step}: reward {_number(state.validation_reward)}")
+        self.say(_describe_validation(self._state))
         self._show()
 
     def say(self, message: str) -> None:
@@ -224,6 +223,11 @@ def describe_step(state: ProgressState) -> str:
     if state.eta_s is not None:
         parts.append(f"ETA {format_seconds(state.eta_s)}")
     return "  ".join(parts)
+
+
+def _describe_validation(state: ProgressState) -> str:
+    reward = _number(state.validation_reward)
+    return f"validation after step {state.validation_step}: reward {reward}"
 
 
 def format_seconds(seconds: float) -> str:

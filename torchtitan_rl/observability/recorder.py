@@ -102,7 +102,7 @@ class RunRecorder:
         metrics = validation_metrics(record)
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
-        self._state.end_validation(metrics.get("validation/reward_mean"))
+        self._state.end_validation(record.step, metrics.get("validation/reward_mean"))
         self._progress.validation_ended()
 
     @contextmanager

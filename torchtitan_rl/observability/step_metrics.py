@@ -22,10 +22,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     """Everything that its record tells of one step."""
     metrics = rollout_metrics(record.groups, Split.TRAIN)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
-    wall_s = record.wall_s
-    if wall_s is None:
-        wall_s = record.rollout_s + record.train_s + record.sync_s
-    metrics |= _token_metrics(record.tokens, wall_s)
+    metrics |= _token_metrics(record.tokens, record.wall_s)
     if record.trainer:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
     sync_s = record.publish_s
@@ -33,7 +30,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= _sync_metrics(record.sync, record.publish_s)
         sync_s += record.sync.stage_s + record.sync.pull_s
     if record.trainer_busy_s is not None:
-        metrics[TRAINER_IDLE] = idle_share(wall_s=wall_s, busy_s=record.trainer_busy_s)
+        metrics[TRAINER_IDLE] = idle_share(wall_s=record.wall_s, busy_s=record.trainer_busy_s)
     if record.buffer is not None:
         metrics |= buffer_metrics(record.buffer) | overtaken_metrics(
             record.groups, record.overtaken
@@ -45,7 +42,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "time/rollout_s": record.rollout_s,
         "time/train_s": record.train_s,
         "time/sync_s": sync_s,
-        "time/step_s": wall_s,
+        "time/step_s": record.wall_s,
     }
 
 

@@ -54,7 +54,7 @@ class LedgerTotals:
 class StepRecord:
     """One step of the loop. ``version`` is of the weights after it; durations are in seconds.
 
-    ``wall_s``: since the previous step was done; None is the sum of the three phases.
+    ``wall_s``: since the previous step was done. ``rollout_s``: the trainer waited for the batch.
     ``trainer_busy_s``: the share of it in which the trainer trained, published or wrote a
     checkpoint. ``overtaken``: ids of those groups that younger ones were trained before.
     """
@@ -68,8 +68,7 @@ class StepRecord:
     publish_s: float
     rollout_s: float
     train_s: float
-    sync_s: float
-    wall_s: float | None = None
+    wall_s: float
     trainer_busy_s: float | None = None
     buffer: BufferStates | None = None
     overtaken: frozenset[str] = frozenset()
@@ -85,7 +84,7 @@ class ValidationRecord:
     version: int
     groups: tuple[RolloutGroup, ...]
     seconds: float
-    success_reward: float = 1.0 - 1e-9
+    success_reward: float
 
 
 class Recorder(Protocol):

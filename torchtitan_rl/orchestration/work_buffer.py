@@ -74,6 +74,11 @@ class WorkBuffer:
     def has_room(self) -> bool:
         return len(self._entries) < self._capacity.buffer
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether `take` would give one."""
+        return self._next_batch() is not None
+
     def counts(self) -> dict[GroupState, int]:
         """Groups in each state; trained and discarded ones since the beginning."""
         live = Counter(entry.state for entry in self._entries.values())
@@ -132,6 +137,14 @@ class WorkBuffer:
             else:
                 entry.overtaken += younger
         return tuple(entry.group for entry in chosen if entry.group is not None)
+
+    def overtaken_in_batch(self) -> frozenset[str]:
+        """Ids of those groups in the batch that others were trained before."""
+        return frozenset(
+            entry.group_id
+            for entry in self.entries
+            if entry.state is GroupState.BATCHED and (entry.overtaken or entry.restarts)
+        )
 
     def finish_batch(self) -> tuple[str, ...]:
         """The batch has been trained: its slots are free. At S = 0 all other groups are too old

@@ -56,6 +56,10 @@ class Task:
         """None where the environment's own reward is all."""
         return None
 
+    def success_reward(self) -> float:
+        """A rollout with at least this reward has solved its problem (pass@k)."""
+        return 1.0 - 1e-9
+
     def mistakes(self) -> list[str]:
         """Validation of the task's own fields: one message each, naming field, value and fix."""
         return []

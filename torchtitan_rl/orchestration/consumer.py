@@ -1,0 +1,220 @@
+"""The training side: full batches in, optimizer steps and published weights out.
+
+Invariants: a batch is trained at the version that its age was checked for; its groups leave the
+buffer when it has been trained, and the weights are published before anything can change them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.orchestration.producer import Producer
+from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.saving import RunSaver
+from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.watchdog import describe_group
+from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.types import RolloutGroup
+
+_PAST = (GroupState.TRAINED, GroupState.DISCARDED)
+
+
+class StopRequested(TorchtitanRLError):
+    """Somebody asked the run to stop; it did so in order and can be resumed."""
+
+
+class Batcher(Protocol):
+    """Groups in, packed rows out; None where there is nothing to train on."""
+
+    def __call__(
+        self, groups: Sequence[RolloutGroup]
+    ) -> tuple[TrainingBatch | None, TokenCounts]: ...
+
+
+class Pausable(Protocol):
+    """See `GeneratorRouter`."""
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def require_live(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerSettings:
+    num_steps: int
+    capacity: int  # of the buffer
+    checkpoint_every: int
+    parked: Literal["running", "aborted"]
+    max_empty_batches: int
+    step_timeout_s: float
+
+
+class Consumer:
+    """Takes one batch after another until all steps are done."""
+
+    def __init__(
+        self,
+        settings: ConsumerSettings,
+        state: RunState,
+        *,
+        batcher: Batcher,
+        trainer: Trainer,
+        router: Pausable,
+        producer: Producer,
+        feed: WeightFeed,
+        saver: RunSaver,
+        recorder: Recorder,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._batcher = batcher
+        self._trainer = trainer
+        self._router = router
+        self._producer = producer
+        self._feed = feed
+        self._saver = saver
+        self._recorder = recorder
+        self._empty_batches = 0
+        self._step_ended_s = time.monotonic()
+        self._saving_s = 0.0  # of a checkpoint since then
+
+    async def run(self) -> None:
+        """All steps that are left.
+
+        Raises:
+            StopRequested: the run is to stop; nothing is half done.
+            DivergedError, TrainerLostError: what is saved is from before.
+            GenerationError: no replica is left.
+        """
+        self._step_ended_s = time.monotonic()
+        while self._state.step < self._settings.num_steps:
+            await self._one_step(await self._next_batch())
+            if _is_due(self._state.step, self._settings.checkpoint_every):
+                await self._saver.save()
+                self._saving_s = time.monotonic() - self._step_ended_s
+
+    async def _next_batch(self) -> tuple[RolloutGroup, ...]:
+        state = self._state
+        with self._recorder.phase("rollout"):
+            await state.until(
+                lambda: state.is_stopping or state.buffer.has_batch,
+                f"the trainer waits for the batch of step {state.step + 1}",
+                details=self._describe_buffer,
+            )
+        groups = None if state.is_stopping else state.buffer.take(state.version)
+        if groups is None:
+            raise StopRequested(f"stopped on request after step {state.step}")
+        return groups
+
+    async def _one_step(self, groups: tuple[RolloutGroup, ...]) -> None:
+        state, started = self._state, time.monotonic()
+        counts = state.buffer.counts()
+        if self._settings.parked == "aborted":
+            await self._router.pause("abort")
+        with self._recorder.phase("train"), self._on_step():
+            batch, tokens = await asyncio.to_thread(self._batcher, groups)
+            output = await self._train(batch)
+        trained = time.monotonic()
+        handle = None
+        if output is not None:
+            with self._recorder.phase("publish"), state.waits.on("the trainer publishes"):
+                handle = await self._trainer.publish(self._feed.needed_versions)
+            state.version = output.version
+        elif self._settings.parked == "aborted":
+            await self._router.resume()
+        published = time.monotonic()
+        state.step += 1
+        state.ledger.train(
+            [group.group_id for group in groups], tokens, masked_by_loss=_masked(output, tokens)
+        )
+        overtaken = state.buffer.overtaken_in_batch()
+        late = state.buffer.finish_batch()
+        if late:
+            await self._producer.restart(late)
+        self._feed.put(
+            FinishedStep(
+                handle=handle,
+                record=StepRecord(
+                    step=state.step,
+                    version=state.version,
+                    groups=groups,
+                    tokens=tokens,
+                    trainer=output.metrics if output is not None else {},
+                    sync=None,
+                    publish_s=published - trained,
+                    rollout_s=started - self._step_ended_s,
+                    train_s=trained - started,
+                    wall_s=published - self._step_ended_s,
+                    trainer_busy_s=published - started + self._saving_s,
+                    buffer=BufferStates(
+                        waiting=counts[GroupState.WAITING],
+                        running=counts[GroupState.RUNNING],
+                        finished=counts[GroupState.FINISHED],
+                        batched=counts[GroupState.BATCHED],
+                        capacity=self._settings.capacity,
+                    ),
+                    overtaken=overtaken,
+                    totals=state.ledger.totals(),
+                ),
+            )
+        )
+        self._step_ended_s, self._saving_s = published, 0.0
+        state.changed()
+
+    async def _train(self, batch: TrainingBatch | None) -> StepOutput | None:
+        step = self._state.step + 1
+        if batch is not None:
+            self._empty_batches = 0
+            if not batch.advantages.any():
+                self._recorder.say(f"step {step}: no group has rewards that differ")
+            return await self._trainer.train_step(batch)
+        self._router.require_live()
+        self._empty_batches += 1
+        self._recorder.say(f"step {step} has no token to train on; its weights stay")
+        if self._empty_batches >= self._settings.max_empty_batches:
+            raise TorchtitanRLError(
+                f"{self._empty_batches} steps in a row had no token to train on; see the endings "
+                "by status in metrics.jsonl and the causes in rollouts.jsonl"
+            )
+        return None
+
+    def _on_step(self) -> AbstractContextManager[None]:
+        # The trainer's own deadline comes first, and says more.
+        limit_s = 2 * self._settings.step_timeout_s
+        return self._state.waits.on(
+            f"the trainer takes step {self._state.step + 1}", limit_s=limit_s
+        )
+
+    def _describe_buffer(self) -> str:
+        counts = self._state.buffer.counts()
+        live = [one for one in GroupState if counts[one] and one not in _PAST]
+        text = ", ".join(f"{counts[one]} groups {one.value}" for one in live)
+        oldest = next((e for e in self._state.buffer.entries if e.group is None), None)
+        if oldest is None:
+            return text
+        now_s = self._state.waits.now_s()
+        activities = self._producer.activities()
+        return f"{text}; {describe_group(oldest.group_id, activities, now_s)}"
+
+
+def _masked(output: StepOutput | None, tokens: TokenCounts) -> dict[str, int]:
+    """Trained tokens that a rule of the loss left out."""
+    share = 0.0 if output is None else output.metrics.get("masked_share", 0.0)
+    number = round(share * tokens.trained)
+    return {"loss_mask": number} if number else {}
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,230 @@
+"""The run: loops that meet in a buffer of groups, from staleness 0 (synchronous) upwards.
+
+- `Producer`: problems in, groups rolled out, as many as the buffer has room for;
+- `Consumer`: full batches in, optimizer steps and published weights out;
+- `WeightFeed`: published weights to the replicas, evaluations pinned;
+- `Watchdog`: ends a run in which nothing moves.
+
+Invariants: a loop that fails ends the run, in order, with its own error; what a checkpoint holds is
+all that is needed to go on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DivergedError,
+    TorchtitanRLError,
+    TrainerLostError,
+)
+from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.consumer import (
+    Batcher,
+    Consumer,
+    ConsumerSettings,
+)
+from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.producer import GroupRunner, Producer, ProducerSettings
+from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.saving import RunSaver
+from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
+from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
+from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.task import Dataset
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.types import Problem
+
+_SAVE_TIMEOUT_S = 120.0  # for the trainer to end its step and to save, where another loop failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """Each loop's share of the configuration."""
+
+    capacity: Capacity
+    producer: ProducerSettings
+    consumer: ConsumerSettings
+    evaluation: EvaluationSettings
+    feed: FeedSettings
+    checkpoints_kept: int
+    report_wait_s: float
+    max_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the controller brings together."""
+
+    dataset: Dataset
+    validation_problems: Sequence[Problem]
+    rollouter: GroupRunner
+    batcher: Batcher
+    trainer: Trainer
+    router: GeneratorRouter
+    recorder: Recorder
+    checkpoints: CheckpointDirectory
+    journals: JournalDirectory
+
+
+class Controller:
+    """Runs the loops to the end, to a stop request or to an error."""
+
+    def __init__(self, settings: ControllerSettings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._state = RunState(settings.capacity)
+        self._saver = RunSaver(
+            self._state,
+            dataset=parts.dataset,
+            trainer=parts.trainer,
+            rollouter=parts.rollouter,
+            router=parts.router,
+            checkpoints=parts.checkpoints,
+            journals=parts.journals,
+            recorder=parts.recorder,
+            keep=settings.checkpoints_kept,
+        )
+        self._evaluator = Evaluator(
+            settings.evaluation,
+            self._state,
+            problems=parts.validation_problems,
+            rollouter=parts.rollouter,
+            router=parts.router,
+            recorder=parts.recorder,
+        )
+        self._feed = WeightFeed(
+            settings.feed,
+            self._state,
+            router=parts.router,
+            evaluator=self._evaluator,
+            recorder=parts.recorder,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self._state.step
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups by state."""
+        return self._state.buffer.counts()
+
+    def request_stop(self) -> None:
+        """End in order: an optimizer step is finished, what rollouts have so far is saved."""
+        self._state.is_stopping = True
+        self._state.changed()
+
+    async def run(self, *, resume: bool) -> None:
+        """Run all steps that are left.
+
+        Raises:
+            StopRequested: `request_stop` was called; a checkpoint is written.
+            DivergedError, TrainerLostError: the newest checkpoint is from before.
+            GenerationError, WeightSyncError: no replica is left; a checkpoint is written.
+            DeadlineError: nothing moved for too long.
+        """
+        with self._parts.recorder.phase("restore"):
+            recorded = await self._saver.restore(resume=resume)
+            if self._state.version > 0:
+                await self._feed.sync(await self._parts.trainer.publish())
+        producer = Producer(
+            self._settings.producer,
+            self._state,
+            dataset=self._parts.dataset,
+            rollouter=self._parts.rollouter,
+            router=self._parts.router,
+            recorded=recorded,
+            on_turn=self._parts.journals.append,
+        )
+        try:
+            await self._run_loops(producer)
+        finally:
+            self._parts.journals.close()
+
+    async def _run_loops(self, producer: Producer) -> None:
+        consumer = Consumer(
+            self._settings.consumer,
+            self._state,
+            batcher=self._parts.batcher,
+            trainer=self._parts.trainer,
+            router=self._parts.router,
+            producer=producer,
+            feed=self._feed,
+            saver=self._saver,
+            recorder=self._parts.recorder,
+        )
+        training = asyncio.create_task(self._train(consumer), name="consumer")
+        beside = [
+            _named_task("weight feed", self._feed.run()),
+            _named_task("producer", producer.run()),
+            _named_task("watchdog", self._watchdog().run()),
+        ]
+        try:
+            await asyncio.wait({training, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task for task in beside if task.done()), None)
+            if failed is None:
+                await training
+                return
+            self.request_stop()  # so that the step that is being taken is saved too
+            await asyncio.wait({training}, timeout=_SAVE_TIMEOUT_S)
+            raise _only_error(failed)
+        finally:
+            await _cancel([training, *beside])
+            await self._evaluator.close()
+
+    async def _train(self, consumer: Consumer) -> None:
+        try:
+            await consumer.run()
+            await self._feed.flush()
+        except (DivergedError, TrainerLostError, CheckpointError):
+            raise
+        except TorchtitanRLError:
+            await self._save()
+            raise
+        await self._save()
+
+    async def _save(self) -> None:
+        await self._saver.save()
+        await self._saver.finish()
+
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(
+            self._state.waits,
+            progress=lambda: self._state.progress,
+            report_wait_s=self._settings.report_wait_s,
+            max_wait_s=self._settings.max_wait_s,
+            activities=self._parts.rollouter.activities,
+            say=self._parts.recorder.say,
+            notes=self._describe_replicas,
+        )
+
+    def _describe_replicas(self) -> list[str]:
+        router = self._parts.router
+        return [describe_replicas(router.states(), router.outstanding_tokens())]
+
+
+def _named_task(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.create_task(work, name=name)
+
+
+def _only_error(task: asyncio.Task[None]) -> BaseException:
+    """What ended a loop: the first error, out of the groups it came in."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error or RuntimeError(f"{task.get_name()} ended by itself")
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,146 @@
+"""Brings each published version to the replicas while the next step runs, and closes the step.
+
+Invariant: steps are recorded, and evaluations pinned, in order. A version is passed over only where
+a newer one waits already and nobody evaluates it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.records import Recorder, StepRecord
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.published import PublishedVersions
+
+
+class WeightReceiver(Protocol):
+    """See `GeneratorRouter`."""
+
+    async def sync_weights(
+        self,
+        handle: WeightHandle,
+        *,
+        mode: SyncMode,
+        order: SyncOrder,
+        lag_timeout_s: float | None,
+    ) -> SyncReport: ...
+
+    async def resume(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSettings:
+    mode: SyncMode
+    order: SyncOrder
+    lag_timeout_s: float
+    parked: Literal["running", "aborted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """``handle`` is None where the step had nothing to train on."""
+
+    record: StepRecord
+    handle: WeightHandle | None
+
+
+class WeightFeed:
+    """A queue between trainer and replicas, and the loop behind it."""
+
+    def __init__(
+        self,
+        settings: FeedSettings,
+        state: RunState,
+        *,
+        router: WeightReceiver,
+        evaluator: Evaluator,
+        recorder: Recorder,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._router = router
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._queue: asyncio.Queue[FinishedStep] = asyncio.Queue()
+        self._unfinished = 1  # steps, and the evaluation before the first
+        self._has_failed = False
+        self._lost_replicas: set[str] = set()
+        self._published = PublishedVersions()
+        self._releases: dict[int, Callable[[], None]] = {}  # of queued versions
+
+    @property
+    def needed_versions(self) -> frozenset[int]:
+        """Published versions that replicas have not been brought to; keep them readable."""
+        return self._published.kept()
+
+    def put(self, step: FinishedStep) -> None:
+        """Queue a step whose weights, if any, have just been published."""
+        self._unfinished += 1
+        if step.handle is not None:
+            self._published.advance(step.handle.version)
+            self._releases[step.handle.version] = self._published.pin(step.handle.version)
+        self._queue.put_nowait(step)
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            WeightSyncError: no replica is left.
+        """
+        try:
+            if self._evaluator.is_due(self._state.step):
+                await self._evaluator.start(self._state.step)
+            while True:
+                self._unfinished -= 1
+                self._state.changed()
+                await self._close_step(await self._queue.get())
+        except BaseException:
+            self._has_failed = True
+            self._state.changed()
+            raise
+
+    async def flush(self) -> None:
+        """Wait until every step that was put is recorded and every evaluation has ended; or until
+        `run` has failed."""
+        await self._state.until(
+            lambda: self._unfinished == 0 or self._has_failed,
+            "the end waits for the last weights to reach the replicas",
+        )
+        await self._evaluator.finish()
+
+    async def _close_step(self, finished: FinishedStep) -> None:
+        is_evaluated = self._evaluator.is_due(finished.record.step)
+        sync = None
+        if finished.handle is not None and (is_evaluated or self._queue.empty()):
+            sync = await self.sync(finished.handle)
+        self._recorder.record_step(replace(finished.record, sync=sync))
+        if is_evaluated:
+            await self._evaluator.start(finished.record.step)
+        if finished.handle is not None:
+            self._releases.pop(finished.handle.version)()
+
+    async def sync(self, handle: WeightHandle) -> SyncReport:
+        """Bring a version to the replicas now."""
+        with (
+            self._recorder.phase("sync"),
+            self._state.waits.on(f"version {handle.version} waits for the replicas to pull it"),
+        ):
+            report = await self._router.sync_weights(
+                handle,
+                mode=self._settings.mode,
+                order=self._settings.order,
+                lag_timeout_s=self._settings.lag_timeout_s,
+            )
+            if self._settings.parked == "aborted":
+                await self._router.resume()
+        for name in sorted(set(report.lost) - self._lost_replicas):
+            self._recorder.say(f"{name} is lost; the others go on")
+        self._lost_replicas.update(report.lost)
+        self._state.changed()
+        return report
