@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.real.models import hf_logprobs
+from tests.real.pause_scenarios import FREEZE_STEP
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,54 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(solo: dict[str, Any]) 
         has_stopped = ending.finish_reason is FinishReason.STOP
         assert (258 in ending.token_ids) == has_stopped  # <|im_end|>
         assert 258 not in ending.token_ids[:-1]
+
+
+def test_a_frozen_engine_keeps_its_requests_and_goes_on_bit_for_bit(solo: dict[str, Any]) -> None:
+    seen, undisturbed = solo["paused"]["frozen"], solo["paused"]["undisturbed"]
+    assert seen["steps-while-paused"] == FREEZE_STEP
+    for name, partial in seen["partials"].items():
+        assert len(partial.token_ids) == FREEZE_STEP
+        assert partial.token_ids == undisturbed[name].token_ids[:FREEZE_STEP]
+        assert partial.logprobs == undisturbed[name].logprobs[:FREEZE_STEP]
+        assert partial.versions == (0,) * FREEZE_STEP
+        assert seen["done"][name].token_ids == undisturbed[name].token_ids
+        assert seen["done"][name].logprobs == undisturbed[name].logprobs
+    assert (seen["cut"].finish_reason, len(seen["cut"].token_ids)) == ("abort", FREEZE_STEP)
+    assert seen["unfinished"] == 0
+
+
+def test_trap_6_greedy_requests_cut_ten_times_equal_the_undisturbed_ones(
+    solo: dict[str, Any],
+) -> None:
+    seen, undisturbed = solo["paused"]["cut"], solo["paused"]["undisturbed"]
+    num_cuts = 0
+    for done in seen["done"]:
+        whole = undisturbed[done.request_id]
+        assert done.token_ids == whole.token_ids
+        assert done.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE)
+        assert done.finish_reason is whole.finish_reason
+        assert set(done.versions) <= set(seen["versions"])
+        assert list(done.versions) == sorted(done.versions)
+        num_cuts += len(done.version_runs) - 1
+        for partials in seen["partials"]:
+            if partial := partials.get(done.request_id):
+                size = len(partial.token_ids)
+                assert partial.token_ids == done.token_ids[:size]
+                assert partial.versions == done.versions[:size]
+    assert num_cuts > 10
+    first = seen["resumed"]
+    assert first.token_ids == undisturbed[first.request_id].token_ids
+
+
+def test_trap_1_tensor_parallel_ranks_are_paused_together(tp: dict[str, Any]) -> None:
+    seen = tp["frozen"]
+    for name, partial in seen["partials"].items():
+        assert FREEZE_STEP <= len(partial.token_ids) < FREEZE_STEP + 3
+        assert partial.token_ids == tp["updated"][name].token_ids[: len(partial.token_ids)]
+        assert seen["done"][name].token_ids == tp["updated"][name].token_ids
+        assert seen["done"][name].logprobs == tp["updated"][name].logprobs
+    assert seen["cut"].finish_reason is FinishReason.ABORT
+    assert seen["unfinished"] == 0
 
 
 def test_incomplete_weights_fail_the_pull_and_the_loop(solo: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ os.environ.update(engine_environment(1))
 import torch
 
 from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.pause_scenarios import frozen, paused_by_abort
 from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
@@ -239,6 +240,26 @@ def stops(engine: TriggeredEngine) -> dict[str, Any]:
     return {"whole": whole, **play(engine, limited)}
 
 
+def paused(engine: TriggeredEngine) -> dict[str, Any]:
+    """The same greedy requests undisturbed, frozen and cut, on weights that stay the same."""
+    few = [item for item in mixed_requests() if item.request_id in ("greedy", "seeded")]
+    many = [
+        request(
+            f"r{n}",
+            60 + 20 * n,
+            tuple(40 + (n + i) % 97 for i in range(5 + 20 * n)),
+            temperature=0.0,
+        )
+        for n in range(12)
+    ]
+    seen = {"undisturbed": play(engine, [*few, *many])}
+    loop = make_loop(engine, max_steps_per_decision=1, name="frozen")
+    seen["frozen"] = frozen(loop, engine, few)
+    loop.close()
+    seen["cut"] = paused_by_abort(make_loop(engine, name="cut"), many)
+    return seen
+
+
 def broken_pull(path: Path) -> Any:
     loop = make_loop(build(path, Partial()))
     loop.start()
@@ -292,6 +313,7 @@ def solo(root: Path) -> dict[str, Any]:
         [request("seeded", seed=11)],
         triggers=lambda loop: {PULL_STEP: lambda: loop.pull(0)},
     )["seeded"]
+    seen["paused"] = paused(tied)
     seen["kept"] = kept_kv(tied)
     seen["idle-report"] = idle_pull(tied, 0)
     seen["mixed"] = mixed(tied)
@@ -326,6 +348,15 @@ def tp(root: Path) -> dict[str, Any]:
     if futures:
         loop.close()
     loop.join(WAIT_S)
+    loop = make_loop(engine, channel, version=1, max_steps_per_decision=3)
+    if int(os.environ["RANK"]) == 0:
+        items = [request("greedy", temperature=0.0), request("seeded", seed=21)]
+        seen["frozen"] = frozen(loop, engine, items)
+        loop.close()
+    else:
+        loop.start()
+    loop.join(WAIT_S)
+    assert loop.failure is None, loop.failure
     return seen
 
 

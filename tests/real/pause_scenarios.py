@@ -1,0 +1,84 @@
+"""Pauses of a vLLM engine, part of `vllm_scenarios`: what requests looked like, and became."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+WAIT_S = 120.0
+FREEZE_STEP = 12
+ROUNDS = 10
+
+
+class NothingToStage:
+    """The engine of these scenarios finds its weights by itself."""
+
+    def stage(self, handle: SharedMemoryHandle) -> None: ...
+
+    def discard_before(self, version: int) -> None: ...
+
+
+def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> dict[str, Any]:
+    """On rank 0: freeze with KV in mid-flight, read, empty by abort, go on with the last one."""
+    is_paused = threading.Event()
+    seen: dict[str, Any] = {}
+
+    def pause() -> None:
+        seen["acknowledged"] = loop.pause("keep")
+        is_paused.set()
+
+    engine.triggers = {FREEZE_STEP: pause}
+    futures = {item.request_id: loop.submit(item) for item in requests}
+    loop.start()
+    assert is_paused.wait(WAIT_S)
+    seen.pop("acknowledged").result(WAIT_S)
+    seen["partials"] = loop.partials().result(WAIT_S)
+    seen["steps-while-paused"] = engine.steps
+    loop.resume()
+    seen["done"] = {name: future.result(WAIT_S) for name, future in futures.items()}
+
+    engine.steps, engine.triggers = 0, {FREEZE_STEP: lambda: seen.update(ack=loop.pause("abort"))}
+    cut = loop.submit(replace(requests[0], request_id="cut"))
+    seen["cut"] = cut.result(WAIT_S)
+    seen.pop("ack").result(WAIT_S)
+    seen["unfinished"] = engine.num_unfinished()
+    loop.resume()
+    return seen
+
+
+def paused_by_abort(loop: EngineLoop, requests: list[GenerationRequest]) -> dict[str, Any]:
+    """Requests through the router, whose engine is emptied, and pulls, ten times."""
+
+    async def scenario() -> dict[str, Any]:
+        loop.start()
+        router = GeneratorRouter([LoopReplica("r", loop, NothingToStage())])  # type: ignore[arg-type]
+        calls = [asyncio.create_task(router.generate(item)) for item in requests]
+        partials: list[dict[str, Completion]] = []
+        versions = [0]
+        for number in range(ROUNDS):
+            await asyncio.sleep(0.08)
+            running = asyncio.create_task(router.partials())
+            await router.pause(mode="abort")
+            partials += [await running, await router.partials()]
+            version = 2 * number + 2  # even versions are the same weights
+            handle = SharedMemoryHandle(version=version, path="", num_bytes=0)
+            mode = "drain" if number % 2 else "hot_swap"
+            await router.sync_weights(handle, mode=mode)  # type: ignore[arg-type]
+            versions.append(version)
+            await router.resume()
+        done = await asyncio.gather(*calls)
+        resumed = await router.generate(
+            replace(requests[0], resume_from=partials[2][requests[0].request_id])
+        )
+        await router.close()
+        return {"done": done, "partials": partials, "versions": versions, "resumed": resumed}
+
+    return asyncio.run(scenario())
