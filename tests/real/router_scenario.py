@@ -1,0 +1,129 @@
+"""64 greedy requests on two replicas in processes of their own, while weights are pulled 20 times
+and all replicas are emptied 10 times; then a lease. ``python -m tests.real.router_scenario DIR``
+prints one JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.real.models import hf_tensors, tiny_qwen3
+from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
+from torchtitan_rl.adapters.monarch_runtime import supervise
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+NUM_PULLS = 20
+
+
+async def spawn(root: Path, index: int) -> MonarchReplica:
+    spec = GeneratorSpec(
+        name=f"replica{index}",
+        model=root / "model",
+        device="cpu",
+        dtype="float32",
+        seed=index,
+        generator=GeneratorConfig(max_model_len=512, kv_cache_bytes=32 << 20),
+        weight_sync=WeightSyncConfig(),
+        log_dir=root,
+        trace_dir=None,
+    )
+    group = ProcessGroup(name=spec.name, ranks=1, threads=1)
+    return await MonarchReplica.spawn(group, spec, engine_environment(1))
+
+
+def requests() -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=f"r{n}",
+            prompt_token_ids=tuple(40 + (7 * n + i) % 97 for i in range(4 + 3 * n)),
+            sampling=SamplingParams(max_tokens=100 + n, temperature=0.0, ignore_eos=True),
+            session_id=f"s{n % 16}",
+        )
+        for n in range(64)
+    ]
+
+
+async def disturbed(
+    router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any
+) -> dict[str, Any]:
+    calls = [asyncio.create_task(router.generate(item)) for item in requests()]
+    partials: dict[str, Completion] = {}
+    lagging = 0
+    for version in range(1, NUM_PULLS + 1):
+        await asyncio.sleep(0.05)
+        handle = await asyncio.to_thread(publisher.publish, version, tensors)
+        partials |= await router.partials()
+        if version % 2:
+            await router.pause(mode="abort")
+        report = await router.sync_weights(
+            handle, mode="hot_swap", order="one_by_one", lag_timeout_s=30.0
+        )
+        lagging += len(report.lagging)
+        await router.resume()
+    done = {one.request_id: one for one in await asyncio.gather(*calls)}
+    return {
+        "done": done,
+        "lagging": lagging,
+        "num_boundaries": sum(len(one.version_runs) - 1 for one in done.values()),
+        "partials_fit": all(
+            part.token_ids == done[name].token_ids[: len(part.token_ids)]
+            and part.versions == done[name].versions[: len(part.token_ids)]
+            for name, part in partials.items()
+        ),
+        "partial_tokens": sum(len(part.token_ids) for part in partials.values()),
+    }
+
+
+async def leased(
+    router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any
+) -> dict[str, Any]:
+    async with router.lease() as lease:
+        handle = await asyncio.to_thread(publisher.publish, NUM_PULLS + 1, tensors)
+        report = await router.sync_weights(handle, mode="hot_swap")
+        done = await lease.generate(requests()[0])
+        seen = {
+            "version": lease.version,
+            "sampled_under": sorted(set(done.versions)),
+            "is_held": report.held == (lease.replica,),
+            "others": sorted(router.versions().values()),
+        }
+    await asyncio.sleep(1.0)
+    return seen | {"after": sorted(router.versions().values())}
+
+
+async def scenario(root: Path) -> dict[str, Any]:
+    supervise()
+    tiny_qwen3(root / "model", tied=True, seed=0)
+    tensors = dict(hf_tensors(root / "model"))
+    publisher = SharedMemoryPublisher("router-scenario", root)
+    replicas = [await spawn(root, index) for index in range(2)]
+    router = GeneratorRouter(replicas, request_timeout_s=120.0)
+    try:
+        await asyncio.gather(*(replica.start() for replica in replicas))
+        alone = await asyncio.gather(*(router.generate(item) for item in requests()))
+        seen = await disturbed(router, publisher, tensors)
+        done = seen.pop("done")
+        return {
+            **seen,
+            "num_done": len(done),
+            "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone),
+            "replicas": sorted({one.replica for one in done.values()}),
+            "states": sorted(router.states().values()),
+            "outstanding": sum(router.outstanding_tokens().values()),
+            "lease": await leased(router, publisher, tensors),
+        }
+    finally:
+        await router.close()
+        publisher.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(scenario(Path(sys.argv[1])))))

@@ -1,0 +1,34 @@
+"""The router over replicas in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_pull_and_no_pause_changes_loses_or_repeats_a_greedy_request(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.real.router_scenario", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert (seen["num_done"], seen["num_equal"]) == (64, 64)
+    assert seen["partials_fit"]
+    assert seen["partial_tokens"] > 64
+    assert seen["num_boundaries"] > 64
+    assert seen["replicas"] == ["replica0", "replica1"]
+    assert seen["states"] == ["serving", "serving"]
+    assert (seen["outstanding"], seen["lagging"]) == (0, 0)
+    lease = seen["lease"]
+    assert lease["sampled_under"] == [lease["version"]]
+    assert lease["is_held"]
+    assert lease["others"] == [lease["version"], lease["version"] + 1]
+    assert lease["after"] == [lease["version"] + 1] * 2
