@@ -30,7 +30,7 @@ from torchtitan_rl.plan import replica_name
 from torchtitan_rl.prepare import PreparedRun
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -87,12 +87,15 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
     config = prepared.config
     is_resumed = config.checkpoint.resume
     checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
-    recorder = RunRecorder(config, resume_step=_last_step(checkpoints) if is_resumed else None)
+    found = checkpoints.newest(checksums=True) if is_resumed else NewestCheckpoint()
+    recorder = RunRecorder(config, resume_step=found.step)
     try:
         async with recorder:
             tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
             async with AsyncExitStack() as stack:
                 recorder.say(f"starting; outputs and logs are in {config.run_dir}")
+                for damage in found.passed_over:
+                    recorder.say(damage)
                 with recorder.phase("start"):
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
@@ -107,7 +110,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     prepared, processes.trainer, router, tokenizer, recorder, checkpoints
                 )
                 signals.controller = controller
-                await controller.run(resume=is_resumed)
+                await controller.run(resume_from=found if is_resumed else None)
                 if config.checkpoint.export_hf:
                     with recorder.phase("export"):
                         await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
@@ -215,11 +218,6 @@ def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     """The last replica, where validation keeps one for itself."""
     is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
     return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
-
-
-def _last_step(checkpoints: CheckpointDirectory) -> int | None:
-    steps = checkpoints.steps()
-    return steps[-1] if steps else None
 
 
 def _validation_problems(config: RunConfig) -> list[Problem]:

@@ -110,6 +110,7 @@ class SimReplica:
         self.pull_s = 0.05
         self.is_dead = False
         self.sampled = 0
+        self.requested: list[str] = []
 
     @property
     def name(self) -> str:
@@ -120,6 +121,7 @@ class SimReplica:
         logprobs: list[float] = []
         runs: list[VersionRun] = []
         name, sampling = request.request_id, request.sampling
+        self.requested.append(name)
         self._running[name] = (tokens, logprobs, runs)
         reason = FinishReason.LENGTH
         try:
@@ -203,7 +205,10 @@ class SimEnv:
 
     replays = True
 
-    def __init__(self, problem: Problem, plan: Plan, chance: random.Random) -> None:
+    def __init__(
+        self, problem: Problem, plan: Plan, chance: random.Random, answered: list[Completion]
+    ) -> None:
+        self._answered = answered
         self._prompt: tuple[int, ...] = (1, problem.data["seed"] % VOCAB)
         self._plan = plan
         self._chance = chance
@@ -219,6 +224,7 @@ class SimEnv:
             raise RuntimeError("the environment failed by chance")
         self._prompt = (*self._prompt, *completion.token_ids, 0)
         self._turns += 1
+        self._answered.append(completion)
         if self._turns == self._plan.turns:
             return self._terminal()
         return Observation(prompt_token_ids=self._prompt)
@@ -370,6 +376,7 @@ class Simulation:
         ]
         self.router = GeneratorRouter(self.replicas, request_timeout_s=5_000.0)
         self.recorder = Memory()
+        self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = SimDataset()
         self.config = RolloutConfig(
             groups_per_step=plan.groups_per_step,
@@ -382,7 +389,7 @@ class Simulation:
         )
         self.rollouter = Rollouter(
             generate=self.router.generate,
-            environment=lambda problem: SimEnv(problem, plan, chance),
+            environment=lambda problem: SimEnv(problem, plan, chance, self.answered),
             config=self.config,
         )
         self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
@@ -404,6 +411,15 @@ class Simulation:
                 journals=JournalDirectory(root / "journal"),
             ),
         )
+
+    async def run(self, *, resume: bool = False) -> None:
+        found = self.checkpoints.newest(checksums=True) if resume else None
+        await self.controller.run(resume_from=found)
+
+    @property
+    def requested(self) -> list[str]:
+        """Ids of all requests that replicas were given, in order."""
+        return [name for replica in self.replicas for name in replica.requested]
 
 
 def settings(plan: Plan) -> ControllerSettings:

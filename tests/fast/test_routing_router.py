@@ -11,10 +11,12 @@ from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ReplicaError,
     WeightSyncError,
 )
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 
 def test_turns_of_a_session_go_to_one_replica():
@@ -263,5 +265,96 @@ def test_load_is_zero_once_every_call_has_ended(events):
             except (GenerationError, asyncio.CancelledError):
                 continue
         assert set(router.outstanding_tokens().values()) == {0}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_drain_does_not_wait_for_what_queues_at_a_replica_that_a_pause_emptied(mode):
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        queued = asyncio.create_task(router.generate(request("a")))
+        await settle()
+        await router.pause(mode=mode)
+        await router.sync_weights(handle(1), mode="drain")
+        await router.resume()
+        assert replica.pauses == [mode, "resume"]
+        replica.gate.set()
+        await queued
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_waits_while_requests_are_frozen():
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica], sync_timeout_s=0.01)
+        running = asyncio.create_task(router.generate(request("a")))
+        await settle()
+        await router.pause(mode="keep")
+        report = await router.sync_weights(handle(1), mode="drain", lag_timeout_s=0.05)
+        assert (report.lagging, report.lost, replica.pulled) == (("r",), (), [])
+        await router.resume()
+        replica.gate.set()
+        await running
+        await router.wait_for_version(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_waits_for_a_paused_router_times_out_and_says_so():
+    async def scenario():
+        replica = GatedReplica("r")
+        router = GeneratorRouter([replica], request_timeout_s=0.01)
+        await router.pause(mode="keep")
+        with pytest.raises(GenerationTimeoutError, match="waited for the router to resume"):
+            await router.generate(request("a"))
+        assert replica.served == []
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
+    async def scenario():
+        stuck, good = GatedReplica("stuck"), GatedReplica("good")
+
+        async def lost(mode: str) -> None:
+            raise ReplicaError(f"stuck cannot {mode}")
+
+        stuck.pause = lost  # type: ignore[method-assign]
+        router = GeneratorRouter([stuck, good])
+        await router.pause(mode="keep")
+        await router.resume()
+        assert router.states()["stuck"] is ReplicaState.DEAD
+        assert (await router.generate(request("a"))).replica == "good"
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+    async def scenario():
+        dying, other = GatedReplica("dying", is_open=False), GatedReplica("other")
+        read = Completion(
+            request_id="a",
+            token_ids=(5, 6),
+            logprobs=(-1.0, -2.0),
+            version_runs=(VersionRun(0, 0),),
+            finish_reason=FinishReason.ABORT,
+        )
+
+        async def partials() -> dict[str, Completion]:
+            return {"a": read}
+
+        dying.partials = partials  # type: ignore[method-assign]
+        router = GeneratorRouter([dying, other])
+        call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
+        await settle()
+        assert (await router.partials())["a"].token_ids == (5, 6)
+        dying.is_dead = True
+        dying.gate.set()
+        done = await call
+        assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
+        assert other.served == ["a#1"]
 
     asyncio.run(scenario())

@@ -47,7 +47,7 @@ class JsonLines:
     def _write(self, row: Mapping[str, Any]) -> None:
         self.last = dict(row)
         line = json.dumps(_finite(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        self._file.write(line.encode(errors="backslashreplace") + b"\n")
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:

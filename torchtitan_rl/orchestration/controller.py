@@ -40,7 +40,7 @@ from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.types import Problem
 
 _SAVE_TIMEOUT_S = 120.0  # for the trainer to end its step and to save, where another loop failed
@@ -123,8 +123,12 @@ class Controller:
         self._state.is_stopping = True
         self._state.changed()
 
-    async def run(self, *, resume: bool) -> None:
+    async def run(self, *, resume_from: NewestCheckpoint | None) -> None:
         """Run all steps that are left.
+
+        Args:
+            resume_from: what `CheckpointDirectory.newest` found, which may be nothing; None starts
+                anew.
 
         Raises:
             StopRequested: `request_stop` was called; a checkpoint is written.
@@ -133,7 +137,7 @@ class Controller:
             DeadlineError: nothing moved for too long.
         """
         with self._parts.recorder.phase("restore"):
-            recorded = await self._saver.restore(resume=resume)
+            recorded = await self._saver.restore(resume_from)
             if self._state.version > 0:
                 await self._feed.sync(await self._parts.trainer.publish())
         producer = Producer(

@@ -86,6 +86,10 @@ class RecordedGroups:
         """All that may be used."""
         return {name: one for group in self._groups.values() for name, one in group.items()}
 
+    def waiting(self, group_id: str) -> tuple[RecordedRollout, ...]:
+        """What a group has not asked for yet."""
+        return tuple(self._groups.get(group_id, {}).values())
+
     def take(
         self, group_id: str, *, admitted_version: int
     ) -> tuple[Mapping[str, RecordedRollout], int]:

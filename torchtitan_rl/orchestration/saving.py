@@ -23,7 +23,11 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.task import Dataset
-from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
+from torchtitan_rl.training.checkpoints import (
+    CheckpointDirectory,
+    NewestCheckpoint,
+    load_attachment,
+)
 from torchtitan_rl.types import Completion
 
 _GROUPS = "groups.jsonl"
@@ -54,34 +58,32 @@ class RunSaver:
         self._journals = journals
         self._recorder = recorder
         self._keep = keep
+        self._recorded = RecordedGroups()
         self._saved_step: int | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    async def restore(self, *, resume: bool) -> RecordedGroups:
-        """Go on from the newest whole checkpoint; without one, from the beginning, but with the
-        turns that were finished then. Returns what the groups go on with."""
-        if not resume:
+    async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
+        """Go on from a checkpoint; where there is none, from the beginning, but with the turns that
+        were finished then. None starts anew. Returns what the groups go on with."""
+        if resume_from is None:
             self._journals.begin(0)
-            return RecordedGroups()
-        found = await asyncio.to_thread(self._checkpoints.newest, checksums=True)
-        for damage in found.passed_over:
-            self._recorder.say(damage)
+            return self._recorded
         groups = SavedGroups()
-        if found.path is not None:
-            document = await self._trainer.load_checkpoint(found.path)
+        if resume_from.path is not None:
+            document = await self._trainer.load_checkpoint(resume_from.path)
             groups = groups_from_bytes(
-                await asyncio.to_thread(load_attachment, found.path, _GROUPS)
+                await asyncio.to_thread(load_attachment, resume_from.path, _GROUPS)
             )
             self._load(document, groups)
-            self._recorder.say(f"resumed after step {self._state.step} from {found.path}")
+            self._recorder.say(f"resumed after step {self._state.step} from {resume_from.path}")
         step = self._state.step
-        recorded = RecordedGroups(
+        self._recorded = RecordedGroups(
             self._journals.restore(step, groups.rollouts),
             restored_version=self._state.version,
             admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
         )
-        self._journals.restart(step, recorded.rollouts, groups.rollouts)
-        return recorded
+        self._journals.restart(step, self._recorded.rollouts, groups.rollouts)
+        return self._recorded
 
     async def save(self) -> None:
         """Take the run as it is now; returns when training may go on. The files are complete after
@@ -132,12 +134,14 @@ class RunSaver:
         entries = [
             entry for entry in self._state.buffer.entries if entry.state is not GroupState.BATCHED
         ]
-        running = {
+        unfinished = {
             entry.group_id: self._rollouter.snapshot(entry.group_id, partials)
-            for entry in entries
             if entry.state is GroupState.RUNNING
+            else self._recorded.waiting(entry.group_id)
+            for entry in entries
+            if entry.group is None
         }
-        return groups_to_bytes(entries, running)
+        return groups_to_bytes(entries, unfinished)
 
     def _load(self, document: Mapping[str, Any], groups: SavedGroups) -> None:
         state = self._state

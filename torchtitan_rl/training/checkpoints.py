@@ -43,10 +43,11 @@ _NAME = re.compile(r"step-(?P<step>\d{6,})(?P<suffix>\.\w+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """Where to go on from. ``path`` is None where there is no complete checkpoint;
+    """Where to go on from. ``path`` and ``step`` are None where there is no complete checkpoint;
     ``passed_over`` says of each newer one what is wrong with it."""
 
-    path: Path | None
+    path: Path | None = None
+    step: int | None = None
     passed_over: tuple[str, ...] = ()
 
 
@@ -88,8 +89,8 @@ class CheckpointDirectory:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             else:
-                return NewestCheckpoint(path=path, passed_over=tuple(passed_over))
-        return NewestCheckpoint(path=None, passed_over=tuple(passed_over))
+                return NewestCheckpoint(path=path, step=step, passed_over=tuple(passed_over))
+        return NewestCheckpoint(passed_over=tuple(passed_over))
 
     def prune(self, keep: int) -> list[int]:
         """Remove all but the newest ``keep`` complete checkpoints, and what is torn and older than

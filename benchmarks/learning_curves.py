@@ -1,0 +1,91 @@
+"""Validation reward over steps and over seconds, for several stalenesses and seeds.
+
+    python -m benchmarks.learning_curves [--staleness 0 2] [--seeds 0 1 2] [--output-dir DIR]
+
+Runs that are in the output directory already are only read. Writes ``docs/async_learning.json`` and
+``docs/async_learning.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.report import machine, print_table, write_report
+from benchmarks.training_runs import ROOT, FinishedRun, train
+
+CONFIG = ROOT / "configs" / "alphabet_sort_tiny.py"
+
+
+def curve(run: FinishedRun) -> list[tuple[int, float, float]]:
+    """(step, seconds since the first validation ended, reward) of each validation."""
+    rows = [row for row in run.rows if "validation/reward_mean" in row]
+    start = rows[0]["wall_time_s"]
+    return [(r["step"], r["wall_time_s"] - start, r["validation/reward_mean"]) for r in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning_curves"))
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    given = parser.parse_args()
+    facts = machine()
+    runs: dict[tuple[int, int], FinishedRun] = {}
+    for seed in given.seeds:
+        for staleness in given.staleness:
+            options = ["--seed", str(seed), "--schedule.staleness", str(staleness)]
+            folder = given.output_dir / f"s{staleness}-seed{seed}"
+            runs[staleness, seed] = train(CONFIG, options, run_dir=folder)
+    rows = []
+    for (staleness, seed), run in sorted(runs.items()):
+        points = curve(run)
+        rows.append(
+            [
+                f"S={staleness} seed {seed}",
+                f"{points[0][2]:.3f}",
+                f"{points[-1][2]:.3f}",
+                f"{run.seconds:.0f}",
+                f"{max(run.column('policy/staleness_max')):.0f}",
+            ]
+        )
+    print_table(["run", "reward at start", "at end", "seconds in all", "oldest token"], rows)
+    curves = {f"S={s} seed {seed}": curve(run) for (s, seed), run in sorted(runs.items())}
+    write_report(
+        given.docs / "async_learning.json",
+        {
+            "machine": facts,
+            "columns": ["step", "seconds", "validation reward"],
+            "curves": curves,
+            "seconds_in_all": {
+                f"S={s} seed {seed}": run.seconds for (s, seed), run in runs.items()
+            },
+        },
+    )
+    draw(runs, given.docs / "async_learning.png")
+
+
+def draw(runs: dict[tuple[int, int], FinishedRun], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (over_steps, over_seconds) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    colours = {s: f"C{i}" for i, s in enumerate(sorted({s for s, _ in runs}))}
+    for (staleness, seed), run in sorted(runs.items()):
+        steps, seconds, rewards = zip(*curve(run), strict=True)
+        label = f"S = {staleness}" if seed == min(s for _, s in runs) else None
+        over_steps.plot(steps, rewards, color=colours[staleness], alpha=0.7, label=label)
+        over_seconds.plot(seconds, rewards, color=colours[staleness], alpha=0.7)
+    over_steps.set(xlabel="optimizer steps", ylabel="validation reward")
+    over_seconds.set(xlabel="seconds after the first validation")
+    over_steps.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"drawn to {path}")
+
+
+if __name__ == "__main__":
+    main()
