@@ -136,3 +136,10 @@ def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:
 
 def test_a_step_without_an_update_has_no_staleness() -> None:
     assert "policy/staleness_mean" not in step_metrics(make_record({}))
+
+
+def test_a_sync_in_which_every_replica_lagged_has_no_stall():
+    record = replace(make_record({}), sync=SyncReport(version=8, stage_s=0.0, pull_s=0.0, pulls=()))
+    metrics = step_metrics(record)
+    assert metrics["sync/publish_s"] == 0.5
+    assert "sync/pull_stall_ms_max" not in metrics

@@ -68,12 +68,15 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
 
 def _sync_metrics(sync: SyncReport, publish_s: float) -> dict[str, float]:
     stalls_ms = [1000 * pull.stall_s for pull in sync.pulls]
-    return {
-        "sync/publish_s": publish_s,
-        "sync/stage_s": sync.stage_s,
-        "sync/pull_s": sync.pull_s,
-        "sync/pull_stall_ms_mean": fmean(stalls_ms),
-        "sync/pull_stall_ms_max": max(stalls_ms),
+    metrics = {"sync/publish_s": publish_s}
+    if stalls_ms:  # else every replica lagged behind
+        metrics |= {
+            "sync/stage_s": sync.stage_s,
+            "sync/pull_s": sync.pull_s,
+            "sync/pull_stall_ms_mean": fmean(stalls_ms),
+            "sync/pull_stall_ms_max": max(stalls_ms),
+        }
+    return metrics | {
         "sync/running_requests": float(sum(pull.running_requests for pull in sync.pulls)),
         "sync/lost_replicas": float(len(sync.lost)),
     }
