@@ -25,7 +25,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not soak" tests
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not soak" tests/fast
+	$(BIN)/python -m pytest -m "not soak and not slow" tests/fast
 
 soak: setup
 	$(BIN)/python -m pytest -m soak tests

@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from tests.fast.simulation import Plan, Simulation, run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutStatus
 
@@ -283,55 +277,3 @@ def test_trap_28_a_turn_that_was_finished_is_not_sampled_again_after_a_kill(tmp_
     assert len(finished) > 10
     resumed = run(plan, tmp_path, resume=True)
     assert not finished & set(resumed.requested)
-
-
-@hypothesis_settings(max_examples=200, deadline=None)
-@given(
-    plan=st.builds(
-        Plan,
-        num_steps=st.integers(1, 5),
-        groups_per_step=st.integers(1, 4),
-        group_size=st.integers(2, 3),
-        staleness=st.integers(0, 3),
-        window=st.sampled_from([0.0, 0.25, 0.5]),
-        parked=st.sampled_from(["running", "aborted"]),
-        zero_variance=st.sampled_from(["train", "skip", "resample"]),
-        replicas=st.integers(1, 3),
-        turns=st.integers(1, 3),
-        env_fails=st.sampled_from([0.0, 0.1]),
-        env_hangs=st.sampled_from([0.0, 0.05]),
-        train_s=st.sampled_from([0.0, 1.0, 20.0]),
-        order=st.sampled_from(["together", "one_by_one"]),
-        validate_every=st.integers(0, 2),
-        validation_problems=st.integers(0, 2),
-        chance=st.integers(0, 10**6),
-    ),
-    dies_after=st.none() | st.floats(0.0, 20.0),
-)
-def test_whatever_happens_the_bound_holds_the_account_adds_up_and_the_run_ends(
-    plan: Plan, dies_after: float | None
-) -> None:
-    async def work() -> Simulation:
-        with TemporaryDirectory() as root:
-            simulation = Simulation(plan, Path(root))
-            running = asyncio.create_task(simulation.run())
-            if dies_after is not None and plan.replicas > 1:
-                await asyncio.wait({running}, timeout=dies_after)
-                simulation.replicas[0].is_dead = True
-            await running
-            return simulation
-
-    simulation = run_virtually(work())
-    for record in simulation.recorder.steps:
-        assert record.totals is not None
-        require_sums(record.totals)
-    consumed_at = -1
-    for batch in simulation.trainer.batches:
-        consumed_at += 1
-        ages = consumed_at - batch.versions[batch.loss_mask]
-        assert ages.max() <= plan.staleness
-    assert [record.step for record in simulation.recorder.steps] == list(
-        range(1, plan.num_steps + 1)
-    )
-    counts = simulation.controller.counts()
-    assert counts[GroupState.TRAINED] == plan.num_steps * plan.groups_per_step

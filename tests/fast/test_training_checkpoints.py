@@ -47,7 +47,9 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
     for step in (20, 9, 1_000_000):
         write(checkpoints.path(step))
     assert checkpoints.steps() == [9, 20, 1_000_000]
-    assert checkpoints.newest(checksums=True) == NewestCheckpoint(path=checkpoints.path(1_000_000))
+    assert checkpoints.newest(checksums=True) == NewestCheckpoint(
+        path=checkpoints.path(1_000_000), step=1_000_000
+    )
     assert read_document(checkpoints.path(9)) == {"version": 1}
     assert load_attachment(checkpoints.path(9), "groups") == b"3 groups"
     with pytest.raises(CheckpointError, match="step-000009 has no attachment turns"):
@@ -181,7 +183,7 @@ def test_a_writer_that_is_killed_leaves_a_checkpoint_to_go_on_from(
         with pytest.raises(KeyboardInterrupt):
             write(checkpoints.path(1), b"new")
     found = checkpoints.newest(checksums=True)
-    assert found == NewestCheckpoint(path=checkpoints.path(1))
+    assert found == NewestCheckpoint(path=checkpoints.path(1), step=1)
     assert (checkpoints.path(1) / "data").read_bytes() == b"old"
     assert names(tmp_path) == ["step-000001"]
 
