@@ -116,14 +116,14 @@ class WeightFeed:
 
     async def _close_step(self, finished: FinishedStep) -> None:
         is_evaluated = self._evaluator.is_due(finished.record.step)
-        sync = None
-        if finished.handle is not None and (is_evaluated or self._queue.empty()):
-            sync = await self.sync(finished.handle)
+        handle, sync = finished.handle, None
+        if handle is not None and (is_evaluated or handle.version == self._published.current):
+            sync = await self.sync(handle)
         self._recorder.record_step(replace(finished.record, sync=sync))
         if is_evaluated:
             await self._evaluator.start(finished.record.step)
-        if finished.handle is not None:
-            self._releases.pop(finished.handle.version)()
+        if handle is not None:
+            self._releases.pop(handle.version)()
 
     async def sync(self, handle: WeightHandle) -> SyncReport:
         """Bring a version to the replicas now."""
