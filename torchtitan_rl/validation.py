@@ -250,14 +250,16 @@ def _weight_sync(config: RunConfig) -> list[str]:
 
 
 def _memory(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:
-    """CPU runs only: float32 weights in every engine, four copies in the trainer, two published."""
+    """CPU runs only: float32 weights in every engine, four copies in the trainer, one more for a
+    reference policy, two published."""
     if machine.num_cuda_devices:
         return []
     weights = 2 * policy.num_bytes  # bfloat16 files become float32
     engines = config.generator.replicas * config.generator.tensor_parallel
+    copies = 5 if config.trainer.loss.kl_coefficient > 0 else 4
     needed = (
         engines * (weights + config.generator.kv_cache_bytes + _ENGINE_OVERHEAD_BYTES)
-        + 4 * weights * config.trainer.data_parallel_replicate
+        + copies * weights * config.trainer.data_parallel_replicate
         + config.trainer.world_size * _ENGINE_OVERHEAD_BYTES
         + 2 * weights
     )

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.fast.simulation import Plan, Simulation, run_virtually
+from tests.fast.simulation import Plan, Simulation
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.orchestration.work_buffer import GroupState
 

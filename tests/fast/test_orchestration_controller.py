@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.simulation import Plan, Simulation, run_virtually
+from tests.fast.simulation import Plan, Simulation
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch

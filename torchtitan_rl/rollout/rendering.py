@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.remembering_tokenizer import RememberingTokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
 TokenIds = tuple[int, ...]
@@ -96,7 +97,7 @@ def make_renderer(
     if kind == "library":
         from renderers import create_renderer
 
-        return LibraryRenderer(tokenizer, create_renderer(tokenizer))
+        return LibraryRenderer(tokenizer, create_renderer(RememberingTokenizer(tokenizer)))
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"tokenizer {_name(tokenizer)}: no chat template and no <|im_start|> token; "
@@ -105,7 +106,9 @@ def make_renderer(
     from renderers import DefaultRendererConfig
     from renderers.default import DefaultRenderer
 
-    return LibraryRenderer(tokenizer, DefaultRenderer(tokenizer, DefaultRendererConfig()))
+    return LibraryRenderer(
+        tokenizer, DefaultRenderer(RememberingTokenizer(tokenizer), DefaultRendererConfig())
+    )
 
 
 class LibraryRenderer:
@@ -281,7 +284,7 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
         enable_thinking=thinking != "off",
         thinking_retention="all" if thinking == "keep" else None,
     )
-    return LibraryRenderer(tokenizer, Qwen3Renderer(tokenizer, config))
+    return LibraryRenderer(tokenizer, Qwen3Renderer(RememberingTokenizer(tokenizer), config))
 
 
 def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:

@@ -1,0 +1,314 @@
+"""Replicas, environments, a dataset, a trainer and a recorder for simulated runs: small, and real
+in what the controller sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import zlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.generation.scripted import scripted_token
+from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.checkpoint_files import (
+    fingerprint,
+    list_files,
+    publish,
+    read_document,
+    seal,
+    temporary_path,
+    write_attachments,
+)
+from torchtitan_rl.types import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    Problem,
+    PullReport,
+    RolloutStatus,
+    VersionRun,
+)
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
+
+VOCAB = 50
+
+
+class SimReplica:
+    """Samples `scripted_token` one by one; each takes ``token_s`` times the chance's whim."""
+
+    def __init__(
+        self, name: str, *, chance: random.Random, trainer: SimTrainer, token_s: float = 0.1
+    ) -> None:
+        self._name = name
+        self._trainer = trainer
+        self._chance = chance
+        self._token_s = token_s
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._running: dict[str, tuple[list[int], list[float], list[VersionRun]]] = {}
+        self._aborted: set[str] = set()
+        self.version = 0
+        self.pull_s = 0.05
+        self.is_dead = False
+        self.sampled = 0
+        self.requested: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        runs: list[VersionRun] = []
+        name, sampling = request.request_id, request.sampling
+        self.requested.append(name)
+        self._running[name] = (tokens, logprobs, runs)
+        reason = FinishReason.LENGTH
+        try:
+            while len(tokens) < sampling.max_tokens:
+                await asyncio.sleep(self._token_s * self._chance.uniform(0.1, 2.0))
+                await self._is_open.wait()
+                if self.is_dead:
+                    raise ReplicaError(f"{self.name} is dead")
+                if name in self._aborted:
+                    reason = FinishReason.ABORT
+                    break
+                token, logprob = scripted_token(
+                    (*request.prompt_token_ids, *tokens),
+                    seed=sampling.seed,
+                    version=self.version,
+                    vocab_size=VOCAB,
+                )
+                if not runs or runs[-1].version != self.version:
+                    runs.append(VersionRun(len(tokens), self.version))
+                tokens.append(token)
+                logprobs.append(logprob)
+                self.sampled += 1
+                if token < VOCAB // 8:
+                    reason = FinishReason.STOP
+                    break
+        finally:
+            del self._running[name]
+            self._aborted.discard(name)
+        return _completion(name, tokens, logprobs, runs, reason)
+
+    async def partials(self) -> dict[str, Completion]:
+        return {
+            name: _completion(name, *parts, FinishReason.ABORT)
+            for name, parts in self._running.items()
+        }
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        self._aborted.update(name for name in request_ids if name in self._running)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._aborted.update(self._running)
+        if mode == "keep":
+            self._is_open.clear()
+        else:
+            while self._running:
+                await asyncio.sleep(0.01)
+
+    async def resume(self) -> None:
+        self._is_open.set()
+
+    async def stage(self, handle: WeightHandle) -> None:
+        await asyncio.sleep(self.pull_s)
+        if handle.version not in self._trainer.readable:
+            raise WeightSyncError(f"version {handle.version} is gone")
+
+    async def pull(self, version: int) -> PullReport:
+        await asyncio.sleep(self.pull_s)
+        self.version = version
+        return PullReport(
+            version=version, stall_s=0.0, running_requests=len(self._running), recomputed=False
+        )
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=len(self._running),
+            waiting=0,
+            kv_use=0.0,
+            preemptions=0,
+            generated_tokens=self.sampled,
+            tokens_per_second=0.0,
+            steps=0,
+        )
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Of an environment; shares are of its calls."""
+
+    turns: int = 2
+    reward_levels: int = 5
+    env_fails: float = 0.0
+    env_hangs: float = 0.0
+    env_delay_s: float = 1.0
+
+
+class SimEnv:
+    """A turn is the prompt so far and a separator; the reward is a hash of what was sampled."""
+
+    replays = True
+
+    def __init__(
+        self, problem: Problem, habits: Habits, chance: random.Random, answered: list[Completion]
+    ) -> None:
+        self._answered = answered
+        self._prompt: tuple[int, ...] = (1, problem.data["seed"] % VOCAB)
+        self._habits = habits
+        self._chance = chance
+        self._turns = 0
+
+    async def reset(self) -> Observation:
+        await self._delay()
+        return Observation(prompt_token_ids=self._prompt)
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        await self._delay()
+        if self._chance.random() < self._habits.env_fails:
+            raise RuntimeError("the environment failed by chance")
+        self._prompt = (*self._prompt, *completion.token_ids, 0)
+        self._turns += 1
+        self._answered.append(completion)
+        if self._turns == self._habits.turns:
+            return self._terminal()
+        return Observation(prompt_token_ids=self._prompt)
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return self._terminal()
+
+    async def close(self) -> None: ...
+
+    def _terminal(self) -> Terminal:
+        levels = self._habits.reward_levels
+        return Terminal(reward=float(zlib.crc32(bytes(self._prompt)) % levels))
+
+    async def _delay(self) -> None:
+        if self._chance.random() < self._habits.env_hangs:
+            await asyncio.sleep(10_000.0)
+        await asyncio.sleep(self._chance.uniform(0.0, self._habits.env_delay_s))
+
+
+class SimDataset:
+    """Problems 0 .. ``size`` - 1, epoch after epoch, in another order each."""
+
+    def __init__(self, size: int = 7) -> None:
+        self._size = size
+        self._position = 0
+
+    @property
+    def epoch(self) -> int:
+        return (self._position - 1) // self._size
+
+    def next(self) -> Problem:
+        self._position += 1
+        order = list(range(self._size))
+        random.Random(self.epoch).shuffle(order)
+        index = order[(self._position - 1) % self._size]
+        return Problem(problem_id=f"p{index}", data={"seed": index})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+
+class SimTrainer:
+    """Weights are a checksum over every batch, in order: equal only where all of them are."""
+
+    def __init__(self, *, chance: random.Random, step_s: float = 0.0) -> None:
+        self._chance = chance
+        self._step_s = step_s
+        self.weights = 0
+        self.version = 0
+        self.batches: list[TrainingBatch] = []
+        self.readable: set[int] = set()
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        await asyncio.sleep(self._step_s * self._chance.uniform(0.5, 2.0))
+        for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
+            self.weights = zlib.crc32(rows.tobytes(), self.weights)
+        self.batches.append(batch)
+        self.version += 1
+        return StepOutput(version=self.version)
+
+    async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+        self.readable &= {max(self.readable, default=0), *keep}
+        self.readable.add(self.version)
+        return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
+
+    async def save_checkpoint(
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> None:
+        folder = temporary_path(path)
+        folder.mkdir(parents=True)
+        (folder / "weights.json").write_text(json.dumps([self.weights, self.version]))
+        write_attachments(folder, attachments or {})
+        files = {name: fingerprint(folder / name) for name in list_files(folder)}
+        seal(folder, state, files)
+        publish(path)
+
+    async def finish_checkpoint(self) -> None: ...
+
+    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        self.weights, self.version = json.loads((path / "weights.json").read_text())
+        return read_document(path)
+
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Memory:
+    """A recorder that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.validations: list[ValidationRecord] = []
+        self.said: list[str] = []
+
+    def record_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def record_validation(self, record: ValidationRecord) -> None:
+        self.validations.append(record)
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def _completion(
+    name: str,
+    tokens: list[int],
+    logprobs: list[float],
+    runs: list[VersionRun],
+    reason: FinishReason,
+) -> Completion:
+    return Completion(
+        request_id=name,
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs),
+        version_runs=tuple(runs),
+        finish_reason=reason,
+    )
