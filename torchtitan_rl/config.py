@@ -209,6 +209,7 @@ class RunConfig:
     output_dir: Path = Path("outputs")
     seed: int = 0
     num_steps: int = 50
+    pin_cores: bool = False  # CPU: each replica and the trainer compute on cores of their own
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

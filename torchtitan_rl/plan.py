@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ class ProcessGroup:
     ranks: int
     threads: int  # OMP threads of each rank
     devices: tuple[int, ...] = ()  # CUDA devices, one a rank; empty on the CPU
+    cores: tuple[int, ...] = ()  # CPU cores that nobody else computes on; empty: any
     seed: int = 0
 
 
@@ -26,12 +28,16 @@ class ProcessPlan:
     device: Literal["cpu", "cuda"]
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup
+    controller_cores: tuple[int, ...] = ()  # empty: any
 
     def describe(self) -> str:
         """The plan as lines for a person."""
-        lines = [f"device: {self.device}", "controller: 1 process"]
+        lines = [
+            f"device: {self.device}",
+            f"controller: 1 process on {_describe_place((), self.controller_cores)}",
+        ]
         for group in (*self.replicas, self.trainer):
-            where = f"cuda:{','.join(map(str, group.devices))}" if group.devices else "cpu"
+            where = _describe_place(group.devices, group.cores)
             lines.append(
                 f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on {where}, "
                 f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
@@ -49,35 +55,69 @@ def num_devices_needed(config: RunConfig) -> int:
     return generator.replicas * generator.tensor_parallel + config.trainer.world_size
 
 
-def plan_processes(config: RunConfig, *, num_cuda_devices: int) -> ProcessPlan:
-    """Generators take the first devices, the trainer the next; without CUDA all share the CPU."""
-    on_cuda = num_cuda_devices > 0
-    next_device = 0
+def num_threads_needed(config: RunConfig) -> int:
+    """Threads that compute on the CPU, in all processes but the controller."""
+    generator, trainer = config.generator, config.trainer
+    generating = generator.replicas * generator.tensor_parallel * generator.threads
+    return generating + trainer.world_size * trainer.threads
 
-    def take(ranks: int) -> tuple[int, ...]:
-        nonlocal next_device
-        if not on_cuda:
-            return ()
-        devices = tuple(range(next_device, next_device + ranks))
-        next_device += ranks
-        return devices
+
+def plan_processes(
+    config: RunConfig, *, num_cuda_devices: int, cores: Sequence[int] = ()
+) -> ProcessPlan:
+    """Generators take the first devices, the trainer the next; without CUDA all share the CPU.
+
+    ``cores`` are those that this process may use. With ``config.pin_cores`` each group gets its
+    own, and the controller stays off the trainer's.
+    """
+    on_cuda = num_cuda_devices > 0
+    free_devices = list(range(num_cuda_devices))
+    free_cores = list(cores) if config.pin_cores and not on_cuda else []
+
+    def group(name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
+        return ProcessGroup(
+            name=name,
+            ranks=ranks,
+            threads=threads,
+            devices=_take(free_devices, ranks),
+            cores=_take(free_cores, ranks * threads),
+            seed=seed,
+        )
 
     replicas = tuple(
-        ProcessGroup(
-            name=replica_name(index),
+        group(
+            replica_name(index),
             ranks=config.generator.tensor_parallel,
             threads=config.generator.threads,
-            devices=take(config.generator.tensor_parallel),
             # Replicas with equal seeds would share their noise.
             seed=config.seed * 1000 + index,
         )
         for index in range(config.generator.replicas)
     )
-    trainer = ProcessGroup(
-        name="trainer",
+    trainer = group(
+        "trainer",
         ranks=config.trainer.world_size,
         threads=config.trainer.threads,
-        devices=take(config.trainer.world_size),
         seed=config.seed,
     )
-    return ProcessPlan(device="cuda" if on_cuda else "cpu", replicas=replicas, trainer=trainer)
+    return ProcessPlan(
+        device="cuda" if on_cuda else "cpu",
+        replicas=replicas,
+        trainer=trainer,
+        controller_cores=tuple(core for core in cores if core not in trainer.cores)
+        if trainer.cores
+        else (),
+    )
+
+
+def _take(free: list[int], number: int) -> tuple[int, ...]:
+    """The first ``number``, which are free no longer; none where there are none."""
+    taken = tuple(free[:number])
+    del free[:number]
+    return taken
+
+
+def _describe_place(devices: tuple[int, ...], cores: tuple[int, ...]) -> str:
+    if devices:
+        return f"cuda:{','.join(map(str, devices))}"
+    return f"cpu cores {','.join(map(str, cores))}" if cores else "cpu"

@@ -3,6 +3,7 @@ every mistake reported. Starts nothing."""
 
 from __future__ import annotations
 
+import os
 import pprint
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             f"policy.checkpoint is {config.policy.checkpoint}: no usable Hugging Face checkpoint "
             f"({error}); give a directory with config.json, tokenizer.json and *.safetensors"
         ) from error
+    cores = sorted(os.sched_getaffinity(0))
     machine = MachineFacts(
-        num_cuda_devices=_num_cuda_devices(), memory_bytes=psutil.virtual_memory().total
+        num_cuda_devices=_num_cuda_devices(),
+        num_cores=len(cores),
+        memory_bytes=psutil.virtual_memory().total,
     )
     mistakes = find_mistakes(config, policy, machine)
     if mistakes:
@@ -56,7 +60,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
-        plan=plan_processes(config, num_cuda_devices=machine.num_cuda_devices),
+        plan=plan_processes(config, num_cuda_devices=machine.num_cuda_devices, cores=cores),
         capacity=derive_capacity(
             groups_per_step=config.rollout.groups_per_step,
             staleness=config.schedule.staleness,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config import RunConfig
+from torchtitan_rl.cpu_cores import stay_on_cores
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 def run_training(prepared: PreparedRun) -> int:
     """Runs to the end, to a signal or to an error; no process is left behind."""
     prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
+    stay_on_cores(prepared.plan.controller_cores)
     return asyncio.run(_run(prepared))
 
 

@@ -16,7 +16,7 @@ from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_mistakes
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_mistakes
-from torchtitan_rl.plan import num_devices_needed
+from torchtitan_rl.plan import num_devices_needed, num_threads_needed
 from torchtitan_rl.training.loss_mistakes import loss_mistakes
 
 _ENGINE_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
@@ -38,6 +38,7 @@ class MachineFacts:
     """What the machine has."""
 
     num_cuda_devices: int
+    num_cores: int
     memory_bytes: int
 
 
@@ -208,6 +209,12 @@ def _parallelism(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) 
                 f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
                 f"{policy.num_kv_heads} key/value heads"
             )
+    threads = num_threads_needed(config)
+    if config.pin_cores and not machine.num_cuda_devices and threads > machine.num_cores:
+        mistakes.append(
+            f"pin_cores is True: replicas and trainer compute in {threads} threads, and there are "
+            f"{machine.num_cores} cores; give fewer threads or replicas, or --no-pin-cores"
+        )
     needed = num_devices_needed(config)
     if 0 < machine.num_cuda_devices < needed:
         mistakes.append(

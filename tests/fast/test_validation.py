@@ -27,7 +27,7 @@ from torchtitan_rl.validation import (
 POLICY = PolicyFacts(
     num_heads=9, num_kv_heads=3, max_positions=1024, vocab_size=100, num_bytes=2 << 20
 )
-LAPTOP = MachineFacts(num_cuda_devices=0, memory_bytes=24 << 30)
+LAPTOP = MachineFacts(num_cuda_devices=0, num_cores=2, memory_bytes=24 << 30)
 
 
 @pytest.fixture
@@ -144,3 +144,20 @@ def test_replicas_have_different_engine_seeds(config):
     plan = plan_processes(config, num_cuda_devices=0)
     assert len({replica.seed for replica in plan.replicas}) == 2
     assert all(replica.devices == () for replica in plan.replicas)
+
+
+def test_pinned_processes_get_cores_of_their_own_and_the_controller_stays_off_the_trainers(
+    config,
+):
+    config = replace(config, pin_cores=True, generator=GeneratorConfig(replicas=2))
+    plan = plan_processes(config, num_cuda_devices=0, cores=[0, 1, 2, 3, 4])
+    assert [group.cores for group in plan.replicas] == [(0,), (1,)]
+    assert plan.trainer.cores == (2, 3)
+    assert plan.controller_cores == (0, 1, 4)
+    unpinned = plan_processes(replace(config, pin_cores=False), num_cuda_devices=0, cores=[0, 1])
+    assert unpinned.trainer.cores == unpinned.controller_cores == ()
+
+
+def test_pinning_more_threads_than_there_are_cores_is_refused(config):
+    config = replace(config, pin_cores=True, generator=GeneratorConfig(replicas=2))
+    assert any(line.startswith("pin_cores") for line in find_mistakes(config, POLICY, LAPTOP))

@@ -20,6 +20,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError, ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.cpu_cores import stay_on_cores
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.plan import ProcessGroup
 
@@ -70,17 +71,18 @@ async def spawn_processes(
     log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
     mesh = this_host().spawn_procs(
         per_host={"ranks": group.ranks},
-        bootstrap=functools.partial(_prepare_process, dict(environment), log_file),
+        bootstrap=functools.partial(_prepare_process, dict(environment), log_file, group.cores),
         name=group.name,
     )
     await setup_torch_elastic_env_async(mesh, *_free_endpoint())
     return mesh
 
 
-def _prepare_process(environment: dict[str, str], log_file: str) -> None:
+def _prepare_process(environment: dict[str, str], log_file: str, cores: tuple[int, ...]) -> None:
     """Runs first in each process. Its own process group keeps a terminal's Ctrl-C from it: the
     controller decides how to end."""
     os.environ.update(environment)
+    stay_on_cores(cores)
     os.setpgid(0, 0)
     path = log_file.format(rank=current_rank().rank)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
