@@ -41,6 +41,7 @@ class Plan(Habits):
     order: str = "together"
     validate_every: int = 0
     validation_problems: int = 0
+    reserves: bool = False  # the last replica, for validation
     checkpoint_every: int = 0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
@@ -58,7 +59,11 @@ class Simulation:
         self.replicas = [
             SimReplica(f"r{i}", chance=chance, trainer=self.trainer) for i in range(plan.replicas)
         ]
-        self.router = GeneratorRouter(self.replicas, request_timeout_s=5_000.0)
+        self.router = GeneratorRouter(
+            self.replicas,
+            request_timeout_s=5_000.0,
+            reserved=[self.replicas[-1].name] if plan.reserves else [],
+        )
         self.recorder = Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = SimDataset()

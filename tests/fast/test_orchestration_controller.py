@@ -83,6 +83,17 @@ def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Pa
         assert versions == {record.version}
 
 
+def test_a_reserved_replica_answers_validations_alone_at_their_versions(tmp_path: Path) -> None:
+    plan = Plan(num_steps=6, staleness=1, validate_every=2, validation_problems=4, reserves=True)
+    simulation = run(plan, tmp_path)
+    validated = simulation.recorder.validations
+    assert [record.step for record in validated] == [0, 2, 4, 6]
+    assert [record.version for record in validated] == [0, 2, 4, 6]
+    training, reserved = simulation.replicas
+    assert all(name.startswith("validation/") for name in reserved.requested)
+    assert not any(name.startswith("validation/") for name in training.requested)
+
+
 def test_generation_overlaps_training_from_staleness_1_on(tmp_path: Path) -> None:
     def seconds(plan: Plan) -> float:
         async def work() -> float:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
 from torchtitan_rl.orchestration.run_state import RunState
@@ -23,32 +22,16 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.weights.handle import WeightHandle
 
 _PAST = (GroupState.TRAINED, GroupState.DISCARDED)
 
 
 class StopRequested(TorchtitanRLError):
     """Somebody asked the run to stop; it did so in order and can be resumed."""
-
-
-class Batcher(Protocol):
-    """Groups in, packed rows out; None where there is nothing to train on."""
-
-    def __call__(
-        self, groups: Sequence[RolloutGroup]
-    ) -> tuple[TrainingBatch | None, TokenCounts]: ...
-
-
-class Pausable(Protocol):
-    """See `GeneratorRouter`."""
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    def require_live(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +44,18 @@ class ConsumerSettings:
     step_timeout_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one batch came to; times are time.monotonic() seconds."""
+
+    tokens: TokenCounts
+    output: StepOutput | None
+    handle: WeightHandle | None
+    started_s: float
+    trained_s: float
+    ended_s: float
+
+
 class Consumer:
     """Takes one batch after another until all steps are done."""
 
@@ -69,9 +64,9 @@ class Consumer:
         settings: ConsumerSettings,
         state: RunState,
         *,
-        batcher: Batcher,
+        batcher: EpisodeBatcher,
         trainer: Trainer,
-        router: Pausable,
+        router: GeneratorRouter,
         producer: Producer,
         feed: WeightFeed,
         saver: RunSaver,
@@ -119,59 +114,80 @@ class Consumer:
         return groups
 
     async def _one_step(self, groups: tuple[RolloutGroup, ...]) -> None:
-        state, started = self._state, time.monotonic()
-        counts = state.buffer.counts()
+        state, buffer = self._state, self._state.buffer
+        buffered = self._buffer_states()
+        update = await self._update(groups)
+        state.step += 1
+        if update.output is not None:
+            state.version = update.output.version
+        state.ledger.train(
+            [group.group_id for group in groups],
+            update.tokens,
+            masked_by_loss=_masked(update.output, update.tokens),
+        )
+        overtaken = buffer.overtaken_in_batch()
+        late = buffer.finish_batch()
+        if late:
+            await self._producer.restart(late)
+        record = self._record(groups, update)
+        self._feed.put(
+            FinishedStep(
+                handle=update.handle,
+                record=replace(record, buffer=buffered, overtaken=overtaken),
+            )
+        )
+        self._step_ended_s, self._saving_s = update.ended_s, 0.0
+        state.changed()
+
+    async def _update(self, groups: tuple[RolloutGroup, ...]) -> _Update:
+        """Pack, train and publish; without a token to train on the weights stay."""
+        started_s = time.monotonic()
         if self._settings.parked == "aborted":
             await self._router.pause("abort")
         with self._recorder.phase("train"), self._on_step():
             batch, tokens = await asyncio.to_thread(self._batcher, groups)
             output = await self._train(batch)
-        trained = time.monotonic()
+        trained_s = time.monotonic()
         handle = None
         if output is not None:
-            with self._recorder.phase("publish"), state.waits.on("the trainer publishes"):
+            with self._recorder.phase("publish"), self._state.waits.on("the trainer publishes"):
                 handle = await self._trainer.publish(self._feed.needed_versions)
-            state.version = output.version
         elif self._settings.parked == "aborted":
             await self._router.resume()
-        published = time.monotonic()
-        state.step += 1
-        state.ledger.train(
-            [group.group_id for group in groups], tokens, masked_by_loss=_masked(output, tokens)
+        return _Update(
+            tokens=tokens,
+            output=output,
+            handle=handle,
+            started_s=started_s,
+            trained_s=trained_s,
+            ended_s=time.monotonic(),
         )
-        overtaken = state.buffer.overtaken_in_batch()
-        late = state.buffer.finish_batch()
-        if late:
-            await self._producer.restart(late)
-        self._feed.put(
-            FinishedStep(
-                handle=handle,
-                record=StepRecord(
-                    step=state.step,
-                    version=state.version,
-                    groups=groups,
-                    tokens=tokens,
-                    trainer=output.metrics if output is not None else {},
-                    sync=None,
-                    publish_s=published - trained,
-                    rollout_s=started - self._step_ended_s,
-                    train_s=trained - started,
-                    wall_s=published - self._step_ended_s,
-                    trainer_busy_s=published - started + self._saving_s,
-                    buffer=BufferStates(
-                        waiting=counts[GroupState.WAITING],
-                        running=counts[GroupState.RUNNING],
-                        finished=counts[GroupState.FINISHED],
-                        batched=counts[GroupState.BATCHED],
-                        capacity=self._settings.capacity,
-                    ),
-                    overtaken=overtaken,
-                    totals=state.ledger.totals(),
-                ),
-            )
+
+    def _record(self, groups: tuple[RolloutGroup, ...], update: _Update) -> StepRecord:
+        return StepRecord(
+            step=self._state.step,
+            version=self._state.version,
+            groups=groups,
+            tokens=update.tokens,
+            trainer=update.output.metrics if update.output is not None else {},
+            sync=None,
+            publish_s=update.ended_s - update.trained_s,
+            rollout_s=update.started_s - self._step_ended_s,
+            train_s=update.trained_s - update.started_s,
+            wall_s=update.ended_s - self._step_ended_s,
+            trainer_busy_s=update.ended_s - update.started_s + self._saving_s,
+            totals=self._state.ledger.totals(),
         )
-        self._step_ended_s, self._saving_s = published, 0.0
-        state.changed()
+
+    def _buffer_states(self) -> BufferStates:
+        counts = self._state.buffer.counts()
+        return BufferStates(
+            waiting=counts[GroupState.WAITING],
+            running=counts[GroupState.RUNNING],
+            finished=counts[GroupState.FINISHED],
+            batched=counts[GroupState.BATCHED],
+            capacity=self._settings.capacity,
+        )
 
     async def _train(self, batch: TrainingBatch | None) -> StepOutput | None:
         step = self._state.step + 1

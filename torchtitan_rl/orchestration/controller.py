@@ -22,15 +22,15 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     TrainerLostError,
 )
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import (
-    Batcher,
     Consumer,
     ConsumerSettings,
 )
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.producer import GroupRunner, Producer, ProducerSettings
+from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saving import RunSaver
@@ -38,6 +38,7 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
@@ -66,8 +67,8 @@ class Parts:
 
     dataset: Dataset
     validation_problems: Sequence[Problem]
-    rollouter: GroupRunner
-    batcher: Batcher
+    rollouter: Rollouter
+    batcher: EpisodeBatcher
     trainer: Trainer
     router: GeneratorRouter
     recorder: Recorder

@@ -8,37 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.orchestration.producer import GroupRunner
 from torchtitan_rl.orchestration.records import Recorder, ValidationRecord
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.routing.lease import Lease
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.types import Completion, GenerationRequest, Problem, RolloutGroup
-
-
-class Lease(Protocol):
-    """One replica at one version; see `routing/lease.py`."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def replica(self) -> str: ...
-
-    async def generate(self, request: GenerationRequest, /) -> Completion: ...
-
-
-class Lessor(Protocol):
-    """See `GeneratorRouter`."""
-
-    def lease(self) -> AbstractAsyncContextManager[Lease]: ...
-
-    def states(self) -> Mapping[str, ReplicaState]: ...
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Problem, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +42,8 @@ class Evaluator:
         state: RunState,
         *,
         problems: Sequence[Problem],
-        rollouter: GroupRunner,
-        router: Lessor,
+        rollouter: Rollouter,
+        router: GeneratorRouter,
         recorder: Recorder,
     ) -> None:
         self._settings = settings

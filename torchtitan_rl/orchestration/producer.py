@@ -10,52 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.rollout_run import OnDiscard, OnTurn, RolloutActivity
-from torchtitan_rl.rollout.rollouter import OnRollout
+from torchtitan_rl.rollout.rollout_run import OnTurn, RolloutActivity
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
-from torchtitan_rl.types import Completion, GenerateFn, Problem, Rollout, RolloutGroup
-
-
-class GroupRunner(Protocol):
-    """Rolls out one problem's siblings; see `Rollouter`."""
-
-    async def run_group(
-        self,
-        group_id: str,
-        problem: Problem,
-        *,
-        size: int,
-        seed: int,
-        temperature: float | None = None,
-        on_rollout: OnRollout | None = None,
-        attempt: int = 0,
-        min_version: int = 0,
-        recorded: Mapping[str, RecordedRollout] | None = None,
-        on_turn: OnTurn | None = None,
-        on_discard: OnDiscard | None = None,
-        generate: GenerateFn | None = None,
-    ) -> RolloutGroup: ...
-
-    def snapshot(
-        self, group_id: str, partials: Mapping[str, Completion] | None = None
-    ) -> tuple[RecordedRollout, ...]: ...
-
-    def activities(self) -> Sequence[RolloutActivity]: ...
-
-
-class Versions(Protocol):
-    """What the replicas hold and sample at this moment; see `GeneratorRouter`."""
-
-    async def wait_for_version(self, version: int) -> None: ...
-
-    async def partials(self) -> Mapping[str, Completion]: ...
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Problem, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +47,8 @@ class Producer:
         state: RunState,
         *,
         dataset: Dataset,
-        rollouter: GroupRunner,
-        router: Versions,
+        rollouter: Rollouter,
+        router: GeneratorRouter,
         recorded: RecordedGroups,
         on_turn: OnTurn,
     ) -> None:

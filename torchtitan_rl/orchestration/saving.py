@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.producer import GroupRunner, Versions
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.recovery import (
     RecordedGroups,
@@ -22,7 +21,9 @@ from torchtitan_rl.orchestration.recovery import (
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import (
     CheckpointDirectory,
     NewestCheckpoint,
@@ -42,8 +43,8 @@ class RunSaver:
         *,
         dataset: Dataset,
         trainer: Trainer,
-        rollouter: GroupRunner,
-        router: Versions,
+        rollouter: Rollouter,
+        router: GeneratorRouter,
         checkpoints: CheckpointDirectory,
         journals: JournalDirectory,
         recorder: Recorder,

@@ -9,29 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.records import Recorder, StepRecord
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.published import PublishedVersions
-
-
-class WeightReceiver(Protocol):
-    """See `GeneratorRouter`."""
-
-    async def sync_weights(
-        self,
-        handle: WeightHandle,
-        *,
-        mode: SyncMode,
-        order: SyncOrder,
-        lag_timeout_s: float | None,
-    ) -> SyncReport: ...
-
-    async def resume(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +44,7 @@ class WeightFeed:
         settings: FeedSettings,
         state: RunState,
         *,
-        router: WeightReceiver,
+        router: GeneratorRouter,
         evaluator: Evaluator,
         recorder: Recorder,
     ) -> None:
