@@ -64,7 +64,7 @@ def paused_by_abort(loop: EngineLoop, requests: list[GenerationRequest]) -> dict
         partials: list[dict[str, Completion]] = []
         versions = [0]
         for number in range(ROUNDS):
-            await asyncio.sleep(0.08)
+            await asyncio.sleep(0.03)
             running = asyncio.create_task(router.partials())
             await router.pause(mode="abort")
             partials += [await running, await router.partials()]
@@ -75,9 +75,9 @@ def paused_by_abort(loop: EngineLoop, requests: list[GenerationRequest]) -> dict
             versions.append(version)
             await router.resume()
         done = await asyncio.gather(*calls)
-        resumed = await router.generate(
-            replace(requests[0], resume_from=partials[2][requests[0].request_id])
-        )
+        longest = max(requests, key=lambda item: item.sampling.max_tokens)
+        known = partials[1][longest.request_id]  # at the first pause
+        resumed = await router.generate(replace(longest, resume_from=known))
         await router.close()
         return {"done": done, "partials": partials, "versions": versions, "resumed": resumed}
 
