@@ -7,10 +7,12 @@ import pytest
 
 from torchtitan_rl.config import (
     GeneratorConfig,
+    LossConfig,
     PolicyConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
+    ScheduleConfig,
     TrainerConfig,
     ValidationConfig,
     WeightSyncConfig,
@@ -66,6 +68,20 @@ def test_the_defaults_have_no_mistake(config):
             "generator.replicas is 2: the run needs about",
         ),
         ({"validation": ValidationConfig(temperature=-1.0)}, "validation.temperature is -1.0"),
+        ({"schedule": ScheduleConfig(staleness=-1)}, "schedule.staleness is -1"),
+        ({"schedule": ScheduleConfig(staleness=1, window=0.7)}, "schedule.window is 0.7"),
+        ({"schedule": ScheduleConfig(max_wait_s=10.0)}, "schedule.max_wait_s is 10.0"),
+        (
+            {
+                "validation": ValidationConfig(placement="reserved"),
+                "generator": GeneratorConfig(replicas=1),
+            },
+            "validation.placement is reserved",
+        ),
+        (
+            {"trainer": TrainerConfig(loss=LossConfig(weight="token"))},
+            "trainer.loss.weight is token",
+        ),
         (
             {"weight_sync": WeightSyncConfig(reset_prefix_cache_on_pull=False)},
             "weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.recompute",
