@@ -1,0 +1,102 @@
+"""Untrained groups through a checkpoint, and what a resumed run may use of their rollouts."""
+
+from __future__ import annotations
+
+from torchtitan_rl.orchestration.recovery import (
+    RecordedGroups,
+    groups_from_bytes,
+    groups_to_bytes,
+)
+from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+PROBLEM = Problem(problem_id="a/7", data={"seed": 3})
+
+
+def turn(rollout_id: str, *, version: int) -> Turn:
+    completion = Completion(
+        request_id=f"{rollout_id}/t0",
+        token_ids=(7, 8),
+        logprobs=(-0.1, -1.7),
+        version_runs=(VersionRun(0, version),),
+        finish_reason=FinishReason.STOP,
+    )
+    return Turn(prompt_token_ids=(1, 2), completion=completion)
+
+
+def recorded(group_id: str, *, version: int) -> dict[str, RecordedRollout]:
+    name = f"{group_id}/r0"
+    return {name: RecordedRollout(rollout_id=name, turns=(turn(name, version=version),))}
+
+
+def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiting() -> None:
+    rollout = Rollout(
+        rollout_id="e0/a/7/r0",
+        group_id="e0/a/7",
+        problem_id="a/7",
+        turns=(turn("e0/a/7/r0", version=4),),
+        status=RolloutStatus.COMPLETED,
+        reward=0.1 + 0.2,
+    )
+    group = RolloutGroup(group_id="e0/a/7", problem=PROBLEM, rollouts=(rollout,))
+    finished = Entry(
+        group_id="e0/a/7",
+        problem=PROBLEM,
+        admitted_version=4,
+        state=GroupState.FINISHED,
+        overtaken=1,
+        group=group,
+    )
+    running = Entry(
+        group_id="e1/a/7",
+        problem=PROBLEM,
+        admitted_version=5,
+        state=GroupState.RUNNING,
+        resamples=1,
+    )
+    rollouts = recorded("e1/a/7", version=5)
+    saved = groups_from_bytes(
+        groups_to_bytes([finished, running], {"e1/a/7": tuple(rollouts.values())})
+    )
+    running.state = GroupState.WAITING
+    assert saved.entries == (finished, running)
+    assert saved.rollouts == rollouts
+
+
+def test_a_restored_group_goes_on_with_its_turns_once() -> None:
+    groups = RecordedGroups(
+        recorded("g", version=3), restored_version=5, admitted_versions={"g": 3}
+    )
+    assert len(groups.waiting("g")) == 1
+    usable, rolled_back = groups.take("g", admitted_version=3)
+    assert [len(one.turns) for one in usable.values()] == [1]
+    assert rolled_back == 0
+    assert groups.take("g", admitted_version=3) == ({}, 0)
+
+
+def test_turns_of_a_version_that_the_restored_trainer_has_not_reached_are_rolled_back() -> None:
+    groups = RecordedGroups(
+        recorded("g", version=6), restored_version=5, admitted_versions={"g": 5}
+    )
+    usable, rolled_back = groups.take("g", admitted_version=5)
+    assert [one.turns for one in usable.values()] == [()]
+    assert rolled_back == 2
+
+
+def test_a_group_from_after_the_checkpoint_is_used_only_at_the_restored_version() -> None:
+    later = RecordedGroups(recorded("g", version=5), restored_version=5)
+    assert later.take("g", admitted_version=6) == ({}, 2)
+    again = RecordedGroups(recorded("g", version=5), restored_version=5)
+    usable, rolled_back = again.take("g", admitted_version=5)
+    assert len(usable) == 1
+    assert rolled_back == 0
