@@ -75,6 +75,31 @@ def test_a_run_within_a_bound_keeps_it_throws_nothing_away_and_evaluates_one_ver
             assert versions == {row["version"]}
 
 
+def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path: Path) -> None:
+    more = ("--num-steps", "4", "--validation.num-problems", "0", "--schedule.window", "0.5")
+    run = Run(options(tmp_path, "late", *more), log=tmp_path / "log")
+    require_success(run)
+    rows = read_metrics(tmp_path / "late")
+    assert all(row["policy/staleness_max"] == 0 for row in rows)
+    assert rows[-1]["total/tokens_discarded/restarted"] > 0
+
+
+def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
+    more = ("--num-steps", "5", "--validation.num-problems", "0", *ALL_ROLLOUTS)
+    schedule = ("--schedule.staleness", "1", "--schedule.window", "0.5")
+    run = Run(
+        options(tmp_path, "cut", *more, *schedule, "--schedule.parked", "aborted"),
+        log=tmp_path / "log",
+    )
+    require_success(run)
+    rows = read_metrics(tmp_path / "cut")
+    assert max(row["policy/staleness_max"] for row in rows) == 1
+    assert rows[-1]["total/tokens_discarded"] == 0
+    lines = (tmp_path / "cut" / "rollouts.jsonl").read_text().splitlines()
+    turns = [turn for line in lines for turn in json.loads(line)["turns"]]
+    assert any(len(set(turn["versions"])) > 1 for turn in turns)
+
+
 def kill_and_resume(root: Path, after_s: float) -> None:
     """Kill -9 every process at once; then resume, and compare with what must have happened."""
     more = (

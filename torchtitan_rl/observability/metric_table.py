@@ -207,6 +207,8 @@ _RUN = [
     _row("sync/pull_stall_ms_max", "ms", "max over replicas", "the same"),
     _row("sync/running_requests", "requests", "sum", "in mid-generation at the swap"),
     _row("sync/lost_replicas", "replicas", "sum", "that could not follow"),
+    _row("sync/lagging_replicas", "replicas", "sum", "that were not waited for, and still follow"),
+    _row("sync/held_replicas", "replicas", "sum", "that validate, and follow afterwards"),
     _row("engine/replicas", "replicas", "last", "that answered"),
     _row("engine/failed_readings", "count", "sum", "times that a replica did not answer"),
     _row("engine/preemptions", "count", "sum over replicas", "since the engines started"),

@@ -79,4 +79,6 @@ def _sync_metrics(sync: SyncReport, publish_s: float) -> dict[str, float]:
     return metrics | {
         "sync/running_requests": float(sum(pull.running_requests for pull in sync.pulls)),
         "sync/lost_replicas": float(len(sync.lost)),
+        "sync/lagging_replicas": float(len(sync.lagging)),
+        "sync/held_replicas": float(len(sync.held)),
     }
