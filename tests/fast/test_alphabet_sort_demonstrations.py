@@ -54,6 +54,7 @@ def test_the_first_turn_gets_no_wrong_marks() -> None:
     assert lines == ["Adam", "Zoe"]
 
 
+@pytest.mark.slow
 def test_a_demonstration_is_the_conversation_as_the_chat_template_writes_it() -> None:
     messages = []
     for turn in range(3):
@@ -64,6 +65,7 @@ def test_a_demonstration_is_the_conversation_as_the_chat_template_writes_it() ->
     assert tokenizer().decode(demonstrate(Mistakes()).token_ids) + "\n" == text
 
 
+@pytest.mark.slow
 def test_only_answers_and_their_ends_are_trained_on() -> None:
     episode = demonstrate(Mistakes())
     trained = [

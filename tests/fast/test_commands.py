@@ -119,6 +119,7 @@ def test_a_daemon_is_gone_when_its_command_has_ended(tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_at_the_time_out_everything_is_killed_and_the_output_kept(tmp_path):
     for timeout_s in (1, 5, 25):  # a busy machine may need longer to get there at all
         result = run(*daemon_and(tmp_path / "pid", "echo kept; sleep 1000"), timeout_s=timeout_s)
@@ -192,6 +193,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "heir"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_when_the_parent_dies_its_commands_and_their_daemons_die(tmp_path, kind, number):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import torchtitan_rl
 
 PACKAGE = Path(torchtitan_rl.__file__).parent
@@ -42,6 +44,7 @@ def test_importing_the_package_its_types_and_its_configuration_loads_nothing_slo
     assert loaded_by(*modules) & SLOW == set()
 
 
+@pytest.mark.slow
 def test_pure_packages_import_without_vllm_monarch_and_torchtitan() -> None:
     modules = pure_modules()
     assert {name.split(".")[1] for name in modules} == set(PURE)
