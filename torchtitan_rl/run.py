@@ -181,6 +181,7 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             zero_variance=schedule.zero_variance,
             max_resamples=schedule.max_resamples,
             max_skipped=schedule.max_empty_batches * rollout.groups_per_step,
+            engines_are_paused=schedule.parked == "aborted",
         ),
         consumer=ConsumerSettings(
             num_steps=config.num_steps,

@@ -126,6 +126,7 @@ def settings(plan: Plan) -> ControllerSettings:
             zero_variance=plan.zero_variance,  # type: ignore[arg-type]
             max_resamples=1,
             max_skipped=100,
+            engines_are_paused=plan.parked == "aborted",
         ),
         consumer=ConsumerSettings(
             num_steps=plan.num_steps,

@@ -117,6 +117,17 @@ def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their
     assert totals.tokens_discarded["restarted"] > 0
 
 
+@pytest.mark.parametrize("chance", range(4))
+def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarted(
+    tmp_path: Path, chance: int
+) -> None:
+    simulation = run(Plan(num_steps=8, window=0.67, chance=chance), tmp_path)
+    totals = simulation.recorder.steps[-1].totals
+    assert totals is not None
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_buffered == totals.groups_buffered == 0
+
+
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
     plan = Plan(num_steps=8, staleness=1, window=0.34, parked="aborted", turns=1)
     simulation = run(plan, tmp_path)

@@ -127,7 +127,9 @@ class Consumer:
         )
         overtaken = buffer.overtaken_in_batch()
         late = buffer.finish_batch()
-        if late:
+        if state.step == self._settings.num_steps:
+            await self._producer.give_up(late)
+        elif late:
             await self._producer.restart(late)
         record = self._record(groups, update)
         self._feed.put(

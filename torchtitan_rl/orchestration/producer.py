@@ -36,6 +36,7 @@ class ProducerSettings:
     zero_variance: Literal["train", "skip", "resample"]
     max_resamples: int
     max_skipped: int  # groups in a row
+    engines_are_paused: bool  # between a batch and its weights
 
 
 class Producer:
@@ -79,20 +80,37 @@ class Producer:
 
     async def restart(self, group_ids: tuple[str, ...]) -> None:
         """Give up what these groups sampled and roll them out again at the current version."""
-        running = [self._running[name] for name in group_ids if name in self._running]
-        partials = await self._router.partials() if running else {}
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)  # their rollouts enter their whole turns into the ledger
-        for request_id, partial in partials.items():
-            group_id = _group_of(request_id)
-            if group_id in group_ids:
-                self._ledger.generate(group_id, len(partial.token_ids))
+        await self._stop(group_ids)
         for name in group_ids:
             self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
             self._launch(self._state.buffer.restart(name, version=self._state.version))
         self._state.changed()
+
+    async def give_up(self, group_ids: tuple[str, ...]) -> None:
+        """The run is over; these groups will not be trained."""
+        await self._stop(group_ids)
+        for name in group_ids:
+            self._ledger.discard(name, "run_ended")
+            self._state.buffer.discard(name, "run_ended")
+
+    async def _stop(self, group_ids: tuple[str, ...]) -> None:
+        """End what still runs of these groups and enter every token of it into the ledger."""
+        running = [self._running[name] for name in group_ids if name in self._running]
+        if not running:
+            return
+        # No token may be sampled between the reading and the abort. Parked groups were aborted.
+        if not self._settings.engines_are_paused:
+            await self._router.pause("keep")
+        partials = await self._router.partials()
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)  # their rollouts enter their whole turns
+        if not self._settings.engines_are_paused:
+            await self._router.resume()
+        for request_id, partial in partials.items():
+            group_id = _group_of(request_id)
+            if group_id in group_ids:
+                self._ledger.generate(group_id, len(partial.token_ids))
 
     def activities(self) -> Sequence[RolloutActivity]:
         """What each unfinished rollout does."""
