@@ -104,10 +104,12 @@ class SimReplica:
         return _completion(name, tokens, logprobs, runs, reason)
 
     async def partials(self) -> dict[str, Completion]:
-        return {
+        read = {
             name: _completion(name, *parts, FinishReason.ABORT)
             for name, parts in self._running.items()
         }
+        await asyncio.sleep(0.3)  # the answer travels, and sampling goes on
+        return read
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         self._aborted.update(name for name in request_ids if name in self._running)

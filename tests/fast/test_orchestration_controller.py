@@ -83,6 +83,13 @@ def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Pa
         assert versions == {record.version}
 
 
+def test_a_replica_that_validates_gets_no_group_of_a_newer_version(tmp_path: Path) -> None:
+    plan = Plan(num_steps=8, validate_every=1, validation_problems=40, train_s=0.0)
+    simulation = run(plan, tmp_path)
+    for step, batch in enumerate(simulation.trainer.batches):
+        assert (batch.versions[batch.loss_mask] == step).all()
+
+
 def test_a_reserved_replica_answers_validations_alone_at_their_versions(tmp_path: Path) -> None:
     plan = Plan(num_steps=6, staleness=1, validate_every=2, validation_problems=4, reserves=True)
     simulation = run(plan, tmp_path)
@@ -121,7 +128,7 @@ def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their
 def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarted(
     tmp_path: Path, chance: int
 ) -> None:
-    simulation = run(Plan(num_steps=8, window=0.67, chance=chance), tmp_path)
+    simulation = run(Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance), tmp_path)
     totals = simulation.recorder.steps[-1].totals
     assert totals is not None
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)

@@ -1,0 +1,78 @@
+"""Published versions on their way to the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from tests.fast.simulation import Plan, Simulation, settings
+from tests.fast.virtual_clock import run_virtually
+from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.records import StepRecord, TokenCounts
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+
+def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
+    record = StepRecord(
+        step=step,
+        version=version,
+        groups=(),
+        tokens=TokenCounts(generated=0, trained=0),
+        trainer={},
+        sync=None,
+        publish_s=0.0,
+        rollout_s=0.0,
+        train_s=0.0,
+        wall_s=0.0,
+    )
+    handle = SharedMemoryHandle(version=version, path="", num_bytes=0) if has_weights else None
+    return FinishedStep(record=record, handle=handle)
+
+
+def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:
+    """What the replicas hold when all steps, queued at once, are closed; and the pulls done."""
+
+    async def work() -> tuple[set[int], list[int]]:
+        plan = Plan()
+        parts = Simulation(plan, root)
+        parts.trainer.readable |= {1, 2, 3}
+        state = RunState(settings(plan).capacity)
+        evaluator = Evaluator(
+            settings(plan).evaluation,
+            state,
+            problems=(),
+            rollouter=parts.rollouter,
+            router=parts.router,
+            recorder=parts.recorder,
+        )
+        feed = WeightFeed(
+            settings(plan).feed,
+            state,
+            router=parts.router,
+            evaluator=evaluator,
+            recorder=parts.recorder,
+        )
+        for step in steps:
+            feed.put(step)
+        running = asyncio.create_task(feed.run())
+        await feed.flush()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        pulled = [one.sync.version for one in parts.recorder.steps if one.sync is not None]
+        return set(parts.router.versions().values()), pulled
+
+    return run_virtually(work())
+
+
+def test_a_version_is_not_passed_over_for_a_later_step_without_weights(tmp_path: Path) -> None:
+    steps = [finished(1, 1, has_weights=True), finished(2, 1, has_weights=False)]
+    assert versions_after(steps, tmp_path) == ({1}, [1])
+
+
+def test_a_version_is_passed_over_where_a_newer_one_waits(tmp_path: Path) -> None:
+    steps = [finished(number, number, has_weights=True) for number in (1, 2, 3)]
+    assert versions_after(steps, tmp_path) == ({3}, [3])
