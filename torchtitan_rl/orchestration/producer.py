@@ -80,24 +80,26 @@ class Producer:
 
     async def restart(self, group_ids: tuple[str, ...]) -> None:
         """Give up what these groups sampled and roll them out again at the current version."""
-        await self._stop(group_ids)
-        for name in group_ids:
+        for name in await self._stop(group_ids):
             self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
             self._launch(self._state.buffer.restart(name, version=self._state.version))
         self._state.changed()
 
     async def give_up(self, group_ids: tuple[str, ...]) -> None:
         """The run is over; these groups will not be trained."""
-        await self._stop(group_ids)
-        for name in group_ids:
+        for name in await self._stop(group_ids):
             self._ledger.discard(name, "run_ended")
             self._state.buffer.discard(name, "run_ended")
 
-    async def _stop(self, group_ids: tuple[str, ...]) -> None:
-        """End what still runs of these groups and enter every token of it into the ledger."""
+    async def _stop(self, group_ids: tuple[str, ...]) -> list[str]:
+        """End what still runs of these groups and enter every token of it into the ledger.
+
+        Returns those that are still there: meanwhile one may end and be skipped or sampled again.
+        """
+        entries = [entry for entry in self._state.buffer.entries if entry.group_id in group_ids]
         running = [self._running[name] for name in group_ids if name in self._running]
         if not running:
-            return
+            return [entry.group_id for entry in entries]
         # No token may be sampled between the reading and the abort. Parked groups were aborted.
         if not self._settings.engines_are_paused:
             await self._router.pause("keep")
@@ -107,10 +109,13 @@ class Producer:
         await asyncio.wait(running)  # their rollouts enter their whole turns
         if not self._settings.engines_are_paused:
             await self._router.resume()
+        live = {id(entry) for entry in self._state.buffer.entries}
+        still = [entry.group_id for entry in entries if id(entry) in live]
         for request_id, partial in partials.items():
             group_id = _group_of(request_id)
-            if group_id in group_ids:
+            if group_id in still:
                 self._ledger.generate(group_id, len(partial.token_ids))
+        return still
 
     def activities(self) -> Sequence[RolloutActivity]:
         """What each unfinished rollout does."""
