@@ -140,13 +140,13 @@ def test_tensor_parallel_replicas_and_a_sharded_trainer_run_from_torchrun_over_r
 
 
 def test_trap_28_a_run_that_was_killed_resumes_to_the_same_weights(root, whole):
-    run = Run(options(root, "killed", "--num-steps", "3"), log=root / "killed.log")
-    run.wait_until(lambda: len(read_metrics(root / "killed")) >= 2, "the first step")
+    run = Run(options(root, "killed-step", "--num-steps", "3"), log=root / "killed-step.log")
+    run.wait_until(lambda: len(read_metrics(root / "killed-step")) >= 2, "the first step")
     run.kill_all()
     run.wait()
     again = ("--num-steps", "3", "--checkpoint.resume")
-    resumed = Run(options(root, "killed", *again), log=root / "killed-resumed.log")
+    resumed = Run(options(root, "killed-step", *again), log=root / "killed-step-resumed.log")
     assert resumed.wait() == 0, resumed.log.read_text()[-3000:]
-    assert [row["step"] for row in read_metrics(root / "killed")] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_metrics(root / "killed-step")] == [0, 1, 2, 3]
     for name, tensor in weights(whole).items():
-        assert tensor.equal(weights(root / "killed")[name])
+        assert tensor.equal(weights(root / "killed-step")[name])
