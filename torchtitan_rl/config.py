@@ -200,6 +200,32 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """The OpenAI-compatible HTTP endpoint, in a process of its own.
+
+    Its keys are never part of a configuration: clients' is the environment variable
+    ``TORCHTITAN_RL_API_KEY``, that of the admin routes ``TORCHTITAN_RL_ADMIN_KEY``.
+    """
+
+    enabled: bool = False  # in a training run; tasks whose rollouts are agents need it
+    host: str = "127.0.0.1"  # any other address needs an API key
+    port: int = 0  # 0: a free one
+    model_name: str = "policy"
+    tool_call_parser: str = ""  # vLLM's names, such as "hermes"; empty: tool calls stay text
+    reasoning_parser: str = ""
+    chat_template: str = ""  # a file; empty: the tokenizer's own
+    max_body_bytes: int = 4 << 20
+    max_n: int = 16
+    max_tokens: int = 0  # of one completion; 0: what the context has room for
+    max_concurrent_requests: int = 256  # beyond it requests queue
+    max_queued_requests: int = 1024  # beyond it they are refused
+    interval_s: float = 0.02  # between two messages of progress
+    session_timeout_s: float = 600.0  # without a request or a reward a session is abandoned
+    start_timeout_s: float = 120.0
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole training run."""
 
@@ -210,6 +236,7 @@ class RunConfig:
     seed: int = 0
     num_steps: int = 50
     pin_cores: bool = False  # CPU: each replica and the trainer compute on cores of their own
+    placement: Literal["separate", "colocated"] = "separate"  # colocated: in turns, on one device
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -218,6 +245,7 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     @property
     def run_dir(self) -> Path:

@@ -6,7 +6,7 @@ No framework is imported here. Token-aligned sequences are tuples of equal lengt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +56,10 @@ class SamplingParams:
 
     ``seed`` makes the request reproducible whatever else is in its batch; None draws from the
     replica's own generator. ``stop_token_ids`` come on top of the model's end-of-sequence ids.
+    A completion that has one of the strings ``stop`` in its text ends with the token that
+    completed it. ``num_logprobs`` asks for the most likely alternatives of each token, too.
+    ``engine_options`` are further sampling parameters in vLLM's names, in JSON's types
+    (penalties, ``logit_bias``, ``structured_outputs``, ...).
     """
 
     max_tokens: int
@@ -65,13 +69,18 @@ class SamplingParams:
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    num_logprobs: int = 0
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def truncates(self) -> bool:
-        """True where part of the distribution is cut off; such samples cannot be trained on."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        """True where part of the distribution is cut off or changed otherwise than by temperature;
+        such samples cannot be trained on."""
+        is_cut = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return is_cut or bool(self.engine_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +89,9 @@ class GenerationRequest:
 
     ``min_version``: only replicas that hold this policy version or a newer one may serve it.
     ``resume_from`` holds what was sampled for this very request before (its prompt and budget are
-    unchanged): those tokens are kept, and the completion goes on behind them.
+    unchanged): those tokens are kept, and the completion goes on behind them. ``num_resumed`` is
+    what the router makes of it for a replica: so many tokens at the end of the prompt are sampled
+    ones, and count as such for stop strings, penalties and grammars.
     """
 
     request_id: str
@@ -89,6 +100,7 @@ class GenerationRequest:
     session_id: str | None = None
     min_version: int = 0
     resume_from: Completion | None = None
+    num_resumed: int = 0
 
 
 class VersionRun(NamedTuple):
@@ -115,12 +127,19 @@ class CompletionMetrics:
     requests_in_flight: int
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, logprob) pairs of one position: the sampled token, then the most likely ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The tokens sampled for one request, with the logprob and version each was sampled under.
 
     ``logprobs`` are of the processed distribution (temperature applied). A completion may have no
-    token at all (aborted before the first). ``stop_token_ids`` that ended it are part of it.
+    token at all (aborted before the first). ``stop_token_ids`` that ended it are part of it;
+    ``stop_reason`` is the stop string, or the stop token other than the model's own, that did.
+    ``top_logprobs`` has, where the request asked for alternatives, the (token id, logprob) pairs of
+    each position, the sampled token first, then the most likely ones in order; else it is empty.
     """
 
     request_id: str
@@ -130,6 +149,8 @@ class Completion:
     finish_reason: FinishReason
     metrics: CompletionMetrics | None = None
     replica: str = ""
+    stop_reason: int | str | None = None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -139,6 +160,26 @@ class Completion:
         for run, end in zip(self.version_runs, ends, strict=False):
             versions.extend([run.version] * (end - run.start))
         return tuple(versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a running request has sampled since its last progress: its tokens from ``start`` on.
+
+    ``version_runs`` are those of the whole completion so far. What a completion brought as progress
+    is a beginning of it; its last tokens may come with the completion alone.
+    """
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_runs: tuple[VersionRun, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+OnProgress = Callable[[Progress], None]
+"""Called on the event loop that awaits the completion, never after it has been returned."""
 
 
 class GenerateFn(Protocol):

@@ -5,10 +5,11 @@ All methods are called from the loop's thread, between steps, in the same order 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class EngineOutput:
     """One request that ended in a step or by an abort, or, with ABORT as its reason, what one that
     still runs has so far. Times are time.monotonic() seconds.
 
-    ``scheduled_s`` and ``first_token_s`` are None where it ended before.
+    ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
+    ``top_logprobs`` are those of `Completion`.
     """
 
     request_id: str
@@ -43,6 +45,8 @@ class EngineOutput:
     scheduled_s: float | None
     first_token_s: float | None
     last_token_s: float | None
+    stop_reason: int | str | None = None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class Engine(Protocol):
@@ -76,6 +80,18 @@ class Engine(Protocol):
     def partial_outputs(self) -> list[EngineOutput]:
         """What each unfinished request has so far. Read on rank 0 alone: it changes nothing."""
         ...
+
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        """For each of these unfinished requests that has tokens from index ``start`` on: those
+        tokens alone, with ABORT as the reason. Read on rank 0 alone: it changes nothing."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back; all requests have ended. `wake_up`, then `swap_weights`,
+        come before the next step."""
+        ...
+
+    def wake_up(self) -> None: ...
 
     def swap_weights(self, version: int) -> None:
         """Copy the staged weights of ``version`` into the model.

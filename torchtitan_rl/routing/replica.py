@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress, PullReport
 from torchtitan_rl.weights.handle import WeightHandle
 
 
@@ -25,8 +25,12 @@ class Replica(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        """``on_progress`` is told every few milliseconds what has been sampled meanwhile.
+
+        Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
         replica itself is lost."""
         ...
 
@@ -48,6 +52,14 @@ class Replica(Protocol):
 
     async def partials(self) -> dict[str, Completion]:
         """What each request on the engine has so far, by id, without disturbing it."""
+        ...
+
+    async def sleep(self) -> None:
+        """Pause by abort, then give the device's memory back."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory back; still paused, and without weights until the next pull."""
         ...
 
     async def stats(self) -> EngineStats: ...
