@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
 CommandName = Literal[
@@ -55,6 +56,14 @@ class Refusal:
     status: int
     message: str
     code: str  # of the OpenAI error object, such as "session_closed"
+
+
+class RefusedError(TorchtitanRLError):
+    """A refusal on its way to the client."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+        super().__init__(refusal.message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

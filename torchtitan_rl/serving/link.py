@@ -1,0 +1,256 @@
+"""The endpoint process's end of the line to the controller.
+
+What clients want is gathered on the HTTP server's thread until the controller polls for it; what
+the controller delivers is handed to that thread in one hop per batch, from whatever thread it came
+in on.
+
+Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
+one answer or error, also where the controller is lost (it has not polled for a while) or the link
+is closed; of an aborted or ended request nothing more is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torchtitan_rl.serving.messages import (
+    Command,
+    CommandAnswer,
+    CommandName,
+    EndpointRequest,
+    FromEndpoint,
+    Refusal,
+    RefusedError,
+    RequestEnd,
+    SystemStatus,
+    ToEndpoint,
+)
+from torchtitan_rl.types import Progress
+
+_POLL_S = 1.0  # a poll without anything to say returns after so long
+_STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
+_LOST = Refusal(status=503, message="the system does not answer", code="controller_lost")
+_CLOSED = Refusal(status=503, message="the endpoint is shutting down", code="shutting_down")
+
+
+class ControllerLink:
+    """Between the HTTP server's event loop and a controller that polls and delivers.
+
+    ``lost_after_s``: a controller that has not polled for so long is lost, until it polls again.
+    """
+
+    def __init__(
+        self, *, lost_after_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lost_after_s = lost_after_s
+        self._clock = clock
+        # Shared by both threads, under the lock:
+        self._lock = threading.Lock()
+        self._requests: list[EndpointRequest] = []
+        self._aborts: list[str] = []
+        self._commands: list[Command] = []
+        self._wake_poller: Callable[[], None] | None = None
+        self._last_poll_s = clock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Of the HTTP server's thread alone:
+        self._pending: set[str] = set()
+        self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+        self._progress: list[Progress] = []
+        self._ends: list[RequestEnd] = []
+        self._has_outputs = asyncio.Event()
+        self._status = _STARTING
+        self._numbers = itertools.count()
+        self._watch: asyncio.TimerHandle | None = None
+        self._refuses: Refusal | None = None
+
+    # On the HTTP server's thread.
+
+    def attach(self) -> None:
+        """Called once, first, on the event loop that uses this side."""
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        self._look_for_controller()
+
+    def submit(self, request: EndpointRequest) -> None:
+        """Pass a request on; it never raises. What becomes of it comes with `next_outputs`."""
+        request_id = request.request.request_id
+        self._pending.add(request_id)
+        if self._refuses is not None:
+            self._end(RequestEnd(request_id=request_id, refusal=self._refuses))
+            return
+        with self._lock:
+            self._requests.append(request)
+        self._wake()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more: they are ended, and have no end here. Unknown and
+        ended ids are ignored."""
+        known = [request_id for request_id in request_ids if request_id in self._pending]
+        if not known:
+            return
+        self._pending.difference_update(known)
+        self._tell_of_aborts(known)
+
+    async def next_outputs(self) -> ToEndpoint:
+        """Wait for progress or ends, and take all there is. For one caller at a time."""
+        await self._has_outputs.wait()
+        self._has_outputs.clear()
+        outputs = ToEndpoint(
+            progress=tuple(item for item in self._progress if item.request_id in self._pending),
+            ends=tuple(end for end in self._ends if end.request_id in self._pending),
+        )
+        self._progress.clear()
+        self._ends.clear()
+        self._pending.difference_update(end.request_id for end in outputs.ends)
+        return outputs
+
+    async def command(
+        self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float = 120.0
+    ) -> Mapping[str, Any]:
+        """The controller's answer.
+
+        Raises:
+            RefusedError: the controller refused it, is lost, or did not answer in time.
+        """
+        if self._refuses is not None:
+            raise RefusedError(self._refuses)
+        command = Command(command_id=str(next(self._numbers)), name=name, arguments=arguments)
+        answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[command.command_id] = answer
+        with self._lock:
+            self._commands.append(command)
+        self._wake()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            message = f"{name} was not answered within {timeout_s:.0f} s"
+            raise RefusedError(Refusal(status=504, message=message, code="timeout")) from error
+        finally:
+            del self._answers[command.command_id]
+
+    def status(self) -> SystemStatus:
+        """As last delivered; unhealthy before the first time and where the controller is lost."""
+        if self._refuses is None:
+            return self._status
+        return SystemStatus(
+            is_healthy=False,
+            cause=self._refuses.message,
+            newest_version=self._status.newest_version,
+            gauges=self._status.gauges,
+        )
+
+    def close(self) -> None:
+        """Fail all that waits, and all that comes."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._fail_all(_CLOSED)
+
+    # From the controller's calls, on any thread.
+
+    async def poll(self) -> FromEndpoint:
+        """What clients want; waits about a second for it. For one caller at a time."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            self._last_poll_s = self._clock()
+            if not (self._requests or self._aborts or self._commands):
+
+                def wake() -> None:
+                    loop.call_soon_threadsafe(_set, woken)
+
+                self._wake_poller = wake
+            else:
+                woken.set_result(None)
+        await asyncio.wait([woken], timeout=_POLL_S)
+        with self._lock:
+            self._wake_poller = None
+            self._last_poll_s = self._clock()
+            batch = FromEndpoint(
+                requests=tuple(self._requests),
+                aborts=tuple(self._aborts),
+                commands=tuple(self._commands),
+            )
+            self._requests.clear()
+            self._aborts.clear()
+            self._commands.clear()
+        return batch
+
+    def deliver(self, batch: ToEndpoint) -> None:
+        """Hand a batch over to the HTTP server's thread; without waiting for it."""
+        with self._lock:
+            loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._take, batch)
+
+    # Helpers, on the HTTP server's thread.
+
+    def _wake(self) -> None:
+        with self._lock:
+            wake, self._wake_poller = self._wake_poller, None
+        if wake is not None:
+            wake()
+
+    def _tell_of_aborts(self, request_ids: list[str]) -> None:
+        with self._lock:
+            self._aborts.extend(request_ids)
+        self._wake()
+
+    def _take(self, batch: ToEndpoint) -> None:
+        if batch.status is not None:
+            self._status = batch.status
+        self._progress.extend(batch.progress)
+        self._ends.extend(batch.ends)
+        if batch.progress or batch.ends:
+            self._has_outputs.set()
+        for answer in batch.answers:
+            self._answer(answer)
+
+    def _end(self, end: RequestEnd) -> None:
+        self._ends.append(end)
+        self._has_outputs.set()
+
+    def _answer(self, answer: CommandAnswer) -> None:
+        future = self._answers.get(answer.command_id)
+        if future is None or future.done():
+            return
+        if answer.refusal is not None:
+            future.set_exception(RefusedError(answer.refusal))
+        else:
+            future.set_result(answer.body)
+
+    def _look_for_controller(self) -> None:
+        """Every now and then: is it still polling?"""
+        with self._lock:
+            silent_s = self._clock() - self._last_poll_s
+        if silent_s <= self._lost_after_s:
+            self._refuses = None
+        elif self._refuses is None:
+            self._fail_all(_LOST)
+        self._watch = asyncio.get_running_loop().call_later(
+            self._lost_after_s / 8, self._look_for_controller
+        )
+
+    def _fail_all(self, refusal: Refusal) -> None:
+        self._refuses = refusal
+        with self._lock:
+            # Nobody waits for these any more; a controller that comes back is to end what it has.
+            self._requests.clear()
+            self._commands.clear()
+        self._tell_of_aborts(list(self._pending))
+        ended = {end.request_id for end in self._ends}
+        for request_id in self._pending - ended:
+            self._end(RequestEnd(request_id=request_id, refusal=refusal))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(RefusedError(refusal))
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
