@@ -29,6 +29,7 @@ test-fast: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak tests
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "not soak" tests/fast
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.fast.test_orchestration_journal import turn
@@ -136,6 +137,21 @@ def test_a_rollout_that_began_anew_since_the_checkpoint_is_written_whole(tmp_pat
     assert JournalDirectory(tmp_path).restore(5, base) == anew
 
 
+def test_what_was_dropped_once_does_not_come_back_from_the_checkpoint(tmp_path):
+    base = record(sampled(0, 0))
+    dropped = {"a": RecordedRollout(rollout_id="a")}
+    JournalDirectory(tmp_path).restart(5, dropped, base)
+    assert JournalDirectory(tmp_path).restore(5, base) == {}
+
+
+def test_a_running_turn_of_the_checkpoint_that_was_dropped_does_not_come_back(tmp_path):
+    kept = record(sampled(0, 0))
+    running = sampled(1, 0).completion
+    base = {name: replace(one, partial=running) for name, one in kept.items()}
+    JournalDirectory(tmp_path).restart(5, kept, base)
+    assert JournalDirectory(tmp_path).restore(5, base) == kept
+
+
 def test_files_of_checkpoints_that_are_gone_are_deleted(tmp_path):
     journals = begun(tmp_path)
     for step in (5, 10, 15):
@@ -157,6 +173,27 @@ EVENTS = st.one_of(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
+@example(
+    [
+        ("turn", "a", 0),
+        ("checkpoint", True),
+        ("step",),
+        ("anew", "a", 0),
+        ("kill",),
+        ("kill",),
+    ]
+)
+@example(
+    [
+        ("step",),
+        ("turn", "a", 0),
+        ("checkpoint", False),
+        ("turn", "a", 0),
+        ("anew", "a", 0),
+        ("checkpoint", True),
+        ("kill",),
+    ]
+)
 def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_kill(events):
     """``live`` is what the process has in mind; ``saved`` the newest whole checkpoint."""
     with tempfile.TemporaryDirectory() as folder:

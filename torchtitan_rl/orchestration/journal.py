@@ -67,6 +67,15 @@ class Journal:
             }
         )
 
+    def drop(self, rollout_id: str) -> None:
+        """Write that what was known of a rollout up to here is gone.
+
+        Raises:
+            JournalError: it could not be written; nothing is taken from then on.
+        """
+        self._last.pop(rollout_id, None)
+        self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
+
     def renamed(self, path: Path) -> Journal:
         """Put the file at ``path``, in the place of what is there, and go on writing to it.
 
@@ -101,17 +110,27 @@ def read_journals(
     """The rollouts of a checkpoint (``base``) with the turns that came after it.
 
     ``paths`` are in the order they were written in. A turn that comes again replaces the one from
-    before and all behind that: the rollout had begun anew.
+    before and all behind that: the rollout had begun anew. A rollout that was dropped is gone.
+    Where two checkpoints of one step share a file, its first lines may be older than ``base``.
 
     Raises:
         JournalError: a line other than a file's last is damaged, or a turn is missing.
     """
-    rollouts = dict(base or {})
+    base = base or {}
+    rollouts = dict(base)
+    dropped: set[str] = set()
+    out_of_order: dict[str, JournalError] = {}  # unless the rollout begins anew behind it
     for path in paths:
         for number, row in enumerate(read_lines(path), start=1):
             if number == 1:
                 continue
             rollout_id, index = row["rollout_id"], row["index"]
+            if index == 0:
+                out_of_order.pop(rollout_id, None)
+            if row["turn"] is None:
+                rollouts.pop(rollout_id, None)
+                dropped.add(rollout_id)
+                continue
             known = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
             try:
                 previous = known.turns[index - 1] if 0 < index <= len(known.turns) else None
@@ -120,7 +139,14 @@ def read_journals(
                 env_state = None if state is None else env_state_from_json(state, turn)
                 rollouts[rollout_id] = with_turn(known, index, turn, env_state)
             except (KeyError, ValueError) as error:
-                raise JournalError(f"{path}, line {number}: {error!r}") from error
+                cause = JournalError(f"{path}, line {number}: {error!r}")
+                cause.__cause__ = error
+                out_of_order.setdefault(rollout_id, cause)
+    for cause in out_of_order.values():
+        raise cause
+    for name, known in base.items():
+        if name not in dropped and rollouts[name].turns == known.turns:
+            rollouts[name] = known  # with what is known of its running turn, and of its end
     return rollouts
 
 

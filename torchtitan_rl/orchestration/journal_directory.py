@@ -62,12 +62,14 @@ class JournalDirectory:
         self._lineage = 1 + max((lineage for lineage in found if lineage is not None), default=-1)
         final = self._file(step)
         journal = Journal(final.with_suffix(".tmp"), lineage=self._lineage)
-        for recorded in rollouts.values():
-            known = base[recorded.rollout_id].turns if recorded.rollout_id in base else ()
-            goes_on = recorded.turns[: len(known)] == known
-            for index in range(len(known) if goes_on else 0, len(recorded.turns)):
+        going_on = {name for name, known in base.items() if _continues(rollouts.get(name), known)}
+        for name in base.keys() - going_on:
+            journal.drop(name)
+        for name, recorded in rollouts.items():
+            num_known = len(base[name].turns) if name in going_on else 0
+            for index in range(num_known, len(recorded.turns)):
                 state = recorded.env_states.get(index + 1)
-                journal.append(recorded.rollout_id, index, recorded.turns[index], state)
+                journal.append(name, index, recorded.turns[index], state)
         self._journal = journal.renamed(final)
         for later in files:
             if later > step:
@@ -117,6 +119,20 @@ class JournalDirectory:
             return {}
         named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
         return {int(name[1]): path for name, path in named if name}
+
+
+def _continues(recorded: RecordedRollout | None, known: RecordedRollout) -> bool:
+    """Is it ``known``, whole, with or without later turns?"""
+    if recorded is None:
+        return False
+    num_known = len(known.turns)
+    if len(recorded.turns) == num_known:
+        return (recorded.turns, recorded.partial, recorded.ended) == (
+            known.turns,
+            known.partial,
+            known.ended,
+        )
+    return recorded.turns[:num_known] == known.turns
 
 
 def _lineage(path: Path) -> int | None:

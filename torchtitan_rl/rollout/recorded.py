@@ -60,7 +60,7 @@ def with_turn(
 ) -> RecordedRollout:
     """The record after turn ``index``, which replaces that turn and whatever came behind it.
 
-    A turn that is there already changes nothing.
+    A last turn that is there already changes nothing.
 
     Raises:
         ValueError: turns before this one are missing.
@@ -70,7 +70,7 @@ def with_turn(
             f"rollout {recorded.rollout_id}: turn {index} comes behind turn "
             f"{len(recorded.turns) - 1}"
         )
-    if recorded.turns[index : index + 1] == (turn,):
+    if recorded.turns[index:] == (turn,):
         return recorded
     kept = _first_turns(recorded, index)
     states = kept.env_states if env_state is None else {**kept.env_states, index + 1: env_state}

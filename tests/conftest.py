@@ -1,0 +1,12 @@
+"""Property tests draw the same cases each time, so that a red test is red for everybody; with
+``HYPOTHESIS_PROFILE=explore``, as in `make soak`, they draw new ones."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
