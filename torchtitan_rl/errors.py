@@ -43,6 +43,10 @@ class TrainerLostError(TorchtitanRLError):
     """A trainer process has died; the newest checkpoint is what is left of the run."""
 
 
+class EndpointLostError(TorchtitanRLError):
+    """The process of the HTTP endpoint did not start, or has died."""
+
+
 class CheckpointError(TorchtitanRLError):
     """A checkpoint could not be written, or one on disk is torn or damaged; names it and why."""
 

@@ -117,7 +117,7 @@ class Endpoint(Protocol):
         """Returns when there is something, or with nothing after about a second.
 
         Raises:
-            ProcessLostError: the endpoint's process is gone.
+            EndpointLostError: the endpoint's process is gone.
         """
         ...
 

@@ -1,0 +1,41 @@
+"""The commands that steer the router: pause, resume and the policy versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.bridge import Handler
+from torchtitan_rl.serving.messages import CommandName, Refusal, RefusedError
+
+_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+
+def router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
+    """One handler for each of these commands.
+
+    In a training run a pause by a client is ended by the run's own resume, where it has one.
+    """
+
+    async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        mode = arguments.get("mode", "keep")
+        if mode not in _MODES:
+            message = f"mode is {mode!r}: give one of {', '.join(_MODES)}"
+            raise RefusedError(Refusal(status=400, message=message, code="invalid_request"))
+        await router.pause(mode)
+        return {"is_paused": True, "mode": mode}
+
+    async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await router.resume()
+        return {"is_paused": False}
+
+    async def versions(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            "newest": router.newest_version,
+            "replicas": router.versions(),
+            "states": {name: state.value for name, state in router.states().items()},
+        }
+
+    return {"pause": pause, "resume": resume, "versions": versions}
