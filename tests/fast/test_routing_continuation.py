@@ -20,6 +20,7 @@ from torchtitan_rl.types import (
     CompletionMetrics,
     FinishReason,
     GenerationRequest,
+    OnProgress,
     SamplingParams,
     VersionRun,
 )
@@ -37,7 +38,13 @@ class CutReplica(GatedReplica):
         self.moves_on = moves_on
         self.requests: list[GenerationRequest] = []
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
         await asyncio.sleep(0)
         self.requests.append(request)
         cut = self.cuts.pop(0) if self.cuts else None

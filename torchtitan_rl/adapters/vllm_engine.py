@@ -1,4 +1,4 @@
-"""vLLM's `LLMEngine` as an `Engine`; the only module, with `vllm_cpu`, that knows its internals.
+"""vLLM's `LLMEngine` as an `Engine`; it and `vllm_*` beside it alone know vLLM's internals.
 
 One instance per rank, in the rank's own process; ranks are stepped in lockstep by their loops
 ("external launcher"). `engine_environment` must be set when the process starts.
@@ -14,7 +14,8 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,10 +27,11 @@ from torchtitan_rl.adapters.vllm_cpu import (
     repack_linears,
     unique_shared_memory,
 )
+from torchtitan_rl.adapters.vllm_sampling import vllm_sampling_params
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
-from torchtitan_rl.types import EngineStats, FinishReason, SamplingParams
+from torchtitan_rl.types import EngineStats, FinishReason
 
 
 class StagedWeights(Protocol):
@@ -61,6 +63,7 @@ class VllmEngineOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
     version: int = 0  # of the weights in ``model``
+    sleeps: bool = False  # `sleep` gives the device's memory back (CUDA)
 
 
 class VllmEngine:
@@ -105,16 +108,23 @@ class VllmEngine:
             cache_salt=None if is_shared else f"pull-{self._num_pulls}",
         )
         try:
-            self._internal_ids[request.request_id] = self._engine.add_request(
+            checked = self._engine.input_processor.process_inputs(
                 request.request_id,
                 prompt,
-                _sampling_params(request.sampling),
+                vllm_sampling_params(request.sampling),
+                supported_tasks=self._engine.get_supported_tasks(),
                 arrival_time=admission.arrival_s,
             )
-        except ValueError as cause:  # vLLM checks before it changes anything
+            self._engine.input_processor.assign_request_id(checked)
+            queued, wave = self._core.preprocess_add_request(checked)
+            _wait_for_grammar(queued)
+        except Exception as cause:  # of many types; nothing has been changed so far
             raise InvalidRequestError(
                 f"request {request.request_id!r} refused by vLLM: {cause}"
             ) from cause
+        self._engine.output_processor.add_request(checked, None, None, 0)
+        self._core.add_request(queued, wave)
+        self._internal_ids[request.request_id] = checked.request_id
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         outputs, internal_ids = [], []
@@ -137,18 +147,15 @@ class VllmEngine:
                 continue
             del self._internal_ids[output.request_id]
             sampled = output.outputs[0]
-            if sampled.finish_reason not in ("stop", "length"):
-                raise RuntimeError(
-                    f"vLLM ended request {output.request_id!r} by {sampled.finish_reason!r}"
-                )
             outputs.append(
                 _output(
                     output.request_id,
                     sampled.token_ids,
                     sampled.logprobs,
-                    FinishReason(sampled.finish_reason),
+                    _finish_reason(output.request_id, sampled.finish_reason),
                     cached_tokens=output.num_cached_tokens or 0,
                     stats=output.metrics,
+                    stop_reason=sampled.stop_reason,
                 )
             )
         return outputs
@@ -166,7 +173,15 @@ class VllmEngine:
     def partial_outputs(self) -> list[EngineOutput]:
         return [self._partial_output(*ids) for ids in self._internal_ids.items()]
 
-    def _partial_output(self, request_id: str, internal_id: str) -> EngineOutput:
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        found = [
+            self._partial_output(request_id, self._internal_ids[request_id], start)
+            for request_id, start in starts.items()
+            if request_id in self._internal_ids
+        ]
+        return [output for output in found if output.token_ids]
+
+    def _partial_output(self, request_id: str, internal_id: str, start: int = 0) -> EngineOutput:
         state = self._engine.output_processor.request_states[internal_id]
         return _output(
             request_id,
@@ -175,7 +190,18 @@ class VllmEngine:
             FinishReason.ABORT,
             cached_tokens=state.num_cached_tokens,
             stats=state.stats,
+            start=start,
         )
+
+    def sleep(self) -> None:
+        if self._internal_ids:
+            raise RuntimeError(f"asked to sleep with {len(self._internal_ids)} requests unfinished")
+        if self._options.sleeps and self._options.device == "cuda":
+            self._engine.sleep(level=2)  # the weights, too: a pull comes before the next step
+
+    def wake_up(self) -> None:
+        if self._options.sleeps and self._options.device == "cuda":
+            self._engine.wake_up()
 
     def swap_weights(self, version: int) -> None:
         if self._weights is None:
@@ -253,6 +279,8 @@ def _engine_args(options: VllmEngineOptions) -> Any:
         "enforce_eager": is_cpu,
         "disable_log_stats": False,  # the stats hold each request's times
     }
+    if options.sleeps and not is_cpu:
+        args["enable_sleep_mode"] = True
     if options.tensor_parallel > 1:
         args["distributed_executor_backend"] = "external_launcher"
     if is_cpu:
@@ -262,50 +290,59 @@ def _engine_args(options: VllmEngineOptions) -> Any:
     return EngineArgs(**args)
 
 
-def _sampling_params(sampling: SamplingParams) -> Any:
-    from vllm import SamplingParams as VllmSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+def _wait_for_grammar(request: Any) -> None:
+    """Raise what is wrong with a structured-output grammar now, while it is this request's fault.
 
-    return VllmSamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    Ranks that compile in the background would begin such a request at different steps.
+    """
+    structured = request.structured_output_request
+    if structured is None:
+        return
+    if isinstance(structured._grammar, Future):
+        structured.grammar = structured._grammar.result()
+
+
+def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
+    if reason in ("stop", "repetition"):
+        return FinishReason.STOP
+    if reason == "length":
+        return FinishReason.LENGTH
+    raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
 
 
 def _output(
     request_id: str,
-    token_ids: Any,
-    flat_logprobs: Any,
+    token_ids: Sequence[int],
+    flat: Any,
     reason: FinishReason,
     *,
     cached_tokens: int,
     stats: Any,
+    stop_reason: int | str | None = None,
+    start: int = 0,
 ) -> EngineOutput:
-    """In ``flat_logprobs`` the sampled token comes first at each position; a time of 0.0: never."""
-    logprobs = tuple(flat_logprobs.logprobs[start] for start in flat_logprobs.start_indices)
-    if len(logprobs) != len(token_ids):
+    """From token ``start`` on. In ``flat`` logprobs the sampled token comes first at each position,
+    then the alternatives; a time of 0.0 means never."""
+    starts, ends = flat.start_indices, flat.end_indices
+    if len(starts) != len(token_ids):
         raise RuntimeError(
-            f"request {request_id!r}: {len(token_ids)} tokens but {len(logprobs)} logprobs"
+            f"request {request_id!r}: {len(token_ids)} tokens but {len(starts)} logprobs"
         )
+    has_alternatives = bool(starts) and ends[0] > 1
     return EngineOutput(
         request_id=request_id,
-        token_ids=tuple(token_ids),
-        logprobs=logprobs,
+        token_ids=tuple(token_ids[start:]),
+        logprobs=tuple(flat.logprobs[first] for first in starts[start:]),
         finish_reason=reason,
         cached_tokens=cached_tokens,
         scheduled_s=stats.scheduled_ts or None,
         first_token_s=stats.first_token_ts or None,
         last_token_s=stats.last_token_ts or None,
+        stop_reason=stop_reason,
+        top_logprobs=tuple(
+            tuple(zip(flat.token_ids[first:end], flat.logprobs[first:end], strict=True))
+            for first, end in zip(starts[start:], ends[start:], strict=True)
+        )
+        if has_alternatives
+        else (),
     )

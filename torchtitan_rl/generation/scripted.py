@@ -2,20 +2,21 @@
 
 One token per running request and step. The next token is a pure function of all tokens so far, the
 seed and the weight version (`scripted_token`): a request that goes on from its partial tokens, on
-whatever replica, samples what it would have sampled undisturbed.
+whatever replica, samples what it would have sampled undisturbed. Each token is a letter of text
+(`scripted_text`), so that stop strings stop. Engine options are ignored.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
-from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, TopLogprobs
 
 
 def scripted_token(
@@ -23,6 +24,11 @@ def scripted_token(
 ) -> tuple[int, float]:
     """The token after ``tokens`` (prompt and completion so far), and its logprob."""
     return _draw(_digest(tokens), seed=seed, version=version, vocab_size=vocab_size)
+
+
+def scripted_text(tokens: Iterable[int]) -> str:
+    """The text of ``tokens``: one letter each."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
 @dataclass(slots=True)
@@ -35,23 +41,41 @@ class _Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
 
-    def output(self, reason: FinishReason) -> EngineOutput:
+    def stop_string(self) -> str | None:
+        """The stop string that the newest token has completed."""
+        num_resumed = self.request.num_resumed
+        resumed = self.request.prompt_token_ids[-num_resumed:] if num_resumed else ()
+        text = scripted_text((*resumed, *self.tokens))
+        return next((stop for stop in self.request.sampling.stop if text.endswith(stop)), None)
+
+    def output(
+        self, reason: FinishReason, stop_reason: int | str | None = None, start: int = 0
+    ) -> EngineOutput:
+        tokens, logprobs = tuple(self.tokens[start:]), tuple(self.logprobs[start:])
         return EngineOutput(
             request_id=self.request.request_id,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            token_ids=tokens,
+            logprobs=logprobs,
             finish_reason=reason,
             cached_tokens=0,
             scheduled_s=self.scheduled_s,
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
+            stop_reason=stop_reason,
+            top_logprobs=tuple(map(self._alternatives, tokens, logprobs))
+            if self.request.sampling.num_logprobs
+            else (),
         )
+
+    def _alternatives(self, token: int, logprob: float) -> TopLogprobs:
+        others = range(1, self.request.sampling.num_logprobs + 1)
+        return ((token, logprob), *((token + n, logprob - n) for n in others))
 
 
 class ScriptedEngine:
     """An `Engine`. ``fail_at_step`` and ``fail_at_pull`` make that step (from 1) or that version
     raise. Like vLLM it refuses to reset the prefix cache beside running requests, unless those are
-    recomputed."""
+    recomputed. After a sleep a step needs `wake_up` and `swap_weights` first."""
 
     def __init__(
         self,
@@ -78,6 +102,8 @@ class ScriptedEngine:
         self.version = version
         self.cache_resets = 0
         self.is_closed = False
+        self.is_asleep = False
+        self.has_weights = True
 
     @property
     def limits(self) -> EngineLimits:
@@ -93,6 +119,8 @@ class ScriptedEngine:
 
     def step(self) -> list[EngineOutput]:
         self._steps += 1
+        if self.is_asleep or not self.has_weights:
+            raise RuntimeError("stepped asleep, or before the weights were there again")
         if self._steps == self._fail_at_step:
             raise RuntimeError(f"scripted failure at step {self._steps}")
         scheduled_s = time.monotonic()
@@ -102,9 +130,9 @@ class ScriptedEngine:
         for request_id, state in list(self._requests.items())[: self._max_running]:
             if state.scheduled_s is None:
                 state.scheduled_s = scheduled_s
-            reason = self._sample(state)
+            reason, stop_reason = self._sample(state)
             if reason is not None:
-                outputs.append(self._requests.pop(request_id).output(reason))
+                outputs.append(self._requests.pop(request_id).output(reason, stop_reason))
         return outputs
 
     def num_unfinished(self) -> int:
@@ -116,10 +144,28 @@ class ScriptedEngine:
     def partial_outputs(self) -> list[EngineOutput]:
         return [state.output(FinishReason.ABORT) for state in self._requests.values()]
 
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        found = [
+            self._requests[name].output(FinishReason.ABORT, start=start)
+            for name, start in starts.items()
+            if name in self._requests
+        ]
+        return [output for output in found if output.token_ids]
+
+    def sleep(self) -> None:
+        if self._requests:
+            raise RuntimeError(f"asked to sleep with {len(self._requests)} requests unfinished")
+        self.is_asleep, self.has_weights = True, False
+
+    def wake_up(self) -> None:
+        self.is_asleep = False
+
     def swap_weights(self, version: int) -> None:
+        if self.is_asleep:
+            raise RuntimeError("asked to swap weights while asleep")
         if version == self._fail_at_pull:
             raise WeightSyncError(f"scripted failure at version {version}")
-        self.version = version
+        self.version, self.has_weights = version, True
 
     def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
         if self._requests and not recompute_running:
@@ -143,7 +189,8 @@ class ScriptedEngine:
     def close(self) -> None:
         self.is_closed = True
 
-    def _sample(self, state: _Request) -> FinishReason | None:
+    def _sample(self, state: _Request) -> tuple[FinishReason | None, int | str | None]:
+        """One more token; why that ends the request, if it does, and the stop reason."""
         sampling = state.request.sampling
         token, logprob = _draw(
             state.digest,
@@ -158,11 +205,14 @@ class ScriptedEngine:
         state.last_token_s = time.monotonic()
         if state.first_token_s is None:
             state.first_token_s = state.last_token_s
-        is_eos = token == self._eos_token_id and not sampling.ignore_eos
-        has_room_to_stop = len(state.tokens) >= sampling.min_tokens
-        if has_room_to_stop and (is_eos or token in sampling.stop_token_ids):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(state.tokens) >= sampling.max_tokens else None
+        if len(state.tokens) >= sampling.min_tokens:
+            if token == self._eos_token_id and not sampling.ignore_eos:
+                return FinishReason.STOP, None
+            if token in sampling.stop_token_ids:
+                return FinishReason.STOP, token
+            if stop := state.stop_string():
+                return FinishReason.STOP, stop
+        return FinishReason.LENGTH if len(state.tokens) >= sampling.max_tokens else None, None
 
 
 def _digest(tokens: Iterable[int], start: int = 0) -> int:

@@ -6,8 +6,10 @@ the loop and everything in it.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import cast
 
 from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.generation.engine import EngineLimits
@@ -16,6 +18,7 @@ from torchtitan_rl.types import GenerationRequest, SamplingParams
 MAX_TEMPERATURE = 2.0  # vLLM's
 MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would not be ours
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20  # vLLM's and OpenAI's
 
 
 def validate_request(
@@ -42,6 +45,12 @@ def _id_mistakes(request: GenerationRequest, outstanding: Container[str]) -> lis
         return ["request_id is still outstanding: wait for that request, or use another id"]
     if request.resume_from is not None:
         return ["resume_from is set: only GeneratorRouter.generate continues a completion"]
+    num_tokens = len(request.prompt_token_ids)
+    if not 0 <= request.num_resumed < max(num_tokens, 1):
+        return [
+            f"num_resumed = {request.num_resumed} of {num_tokens} prompt tokens: leave it to "
+            "GeneratorRouter.generate"
+        ]
     return []
 
 
@@ -99,4 +108,26 @@ def sampling_mistakes(sampling: SamplingParams, limits: EngineLimits) -> list[st
         )
     if seed is not None and not 0 <= seed <= MAX_SEED:
         mistakes.append(f"sampling.seed = {seed}: use a value from 0 to {MAX_SEED}, or None")
-    return mistakes
+    if not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
+        mistakes.append(
+            f"sampling.num_logprobs = {sampling.num_logprobs}: use a value from 0 to {MAX_LOGPROBS}"
+        )
+    return [*mistakes, *_stop_mistakes(sampling.stop), *_option_mistakes(sampling.engine_options)]
+
+
+def _stop_mistakes(stop: object) -> list[str]:
+    is_strings = isinstance(stop, tuple) and all(isinstance(one, str) for one in stop)
+    if is_strings and all(cast(tuple[str, ...], stop)):
+        return []
+    return [f"sampling.stop = {stop!r}: use a tuple of strings that are not empty"]
+
+
+def _option_mistakes(options: object) -> list[str]:
+    """Whether they are what JSON can carry; which options there are is the engine's matter."""
+    if isinstance(options, Mapping) and all(isinstance(name, str) for name in options):
+        try:
+            json.dumps(dict(options), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as cause:
+            return [f"sampling.engine_options cannot be written as JSON: {cause}"]
+        return []
+    return [f"sampling.engine_options = {options!r}: use a mapping from names to JSON values"]

@@ -6,6 +6,7 @@ Changes nothing else: every call goes to the engine behind it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from torchtitan_rl.generation.engine import Admission, Engine, EngineLimits, EngineOutput
 from torchtitan_rl.observability.trace import BusyStretches, Tracer
@@ -46,6 +47,18 @@ class TracedEngine:
 
     def partial_outputs(self) -> list[EngineOutput]:
         return self._engine.partial_outputs()
+
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        return self._engine.sampled_since(starts)
+
+    def sleep(self) -> None:
+        self._decoding.flush()
+        with self._tracer.span("sleep", track="engine"):
+            self._engine.sleep()
+
+    def wake_up(self) -> None:
+        with self._tracer.span("wake up", track="engine"):
+            self._engine.wake_up()
 
     def swap_weights(self, version: int) -> None:
         self._decoding.flush()

@@ -1,8 +1,9 @@
 """A completion that was sampled in pieces: what is still to be sampled, and the pieces as one.
 
 Pure. The tokens so far become part of the prompt, in token ids, never as text; nothing that was
-handed in is changed. Stop tokens are token ids, so none can straddle a cut, and a piece that ends
-in one is the last. A greedy continuation equals the undisturbed run; one of a seeded request
+handed in is changed. ``num_resumed`` tells the engine which of them were sampled: stop strings,
+penalties, minimum lengths and grammars go on as if there had been no cut, and a piece that was
+stopped is the last. A greedy continuation equals the undisturbed run; one of a seeded request
 differs from it, for the generator starts again, with `continued_seed`, but is itself reproducible.
 """
 
@@ -46,6 +47,11 @@ def check_resumable(request: GenerationRequest) -> None:
     is_in_order = all(a < b for a, b in pairwise(starts))
     if num_tokens and (not starts or starts[0] != 0 or starts[-1] >= num_tokens or not is_in_order):
         mistakes.append(f"its version runs start at {starts}, for {num_tokens} tokens")
+    num_top = num_tokens if request.sampling.num_logprobs else 0
+    if len(so_far.top_logprobs) != num_top:
+        mistakes.append(
+            f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
+        )
     if mistakes:
         raise InvalidRequestError(
             f"request {request.request_id!r} refused: resume_from is not the beginning of its "
@@ -81,6 +87,7 @@ def remaining_request(
         prompt_token_ids=request.prompt_token_ids + tokens,
         sampling=sampling,
         resume_from=None,
+        num_resumed=len(tokens),
     )
 
 
@@ -125,6 +132,8 @@ def _append(joined: Completion, piece: Completion) -> Completion:
         finish_reason=piece.finish_reason,
         metrics=_append_metrics(joined, piece),
         replica=piece.replica or joined.replica,
+        stop_reason=piece.stop_reason,
+        top_logprobs=joined.top_logprobs + piece.top_logprobs,
     )
 
 
