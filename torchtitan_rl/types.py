@@ -202,12 +202,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One prompt, its completion, and what the environment thought of it."""
+    """One prompt, its completion, and what the environment thought of it.
+
+    A turn that is not seen (its agent was gone before it had the completion) is not trained on.
+    """
 
     prompt_token_ids: tuple[int, ...]
     completion: Completion
     reward: float | None = None
     text: str | None = None  # the completion as text, where the environment works in text
+    is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

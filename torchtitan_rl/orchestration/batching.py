@@ -10,7 +10,7 @@ from typing import Literal
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
-from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.training.splitting import num_masked_nonfinite, trained_mask
@@ -27,7 +27,8 @@ class EpisodeBatcher:
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
         """The batch, None where no token can be trained on, and the account: failed rollouts and
-        episodes longer than a row are discarded, non-finite logprobs masked, each by name.
+        episodes longer than a row are discarded, turns that no agent saw and non-finite logprobs
+        masked, each by name.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -41,6 +42,7 @@ class EpisodeBatcher:
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
+                    discarded["unseen_turn"] += num_unseen_tokens(rollout)
                     episodes += rollout_to_episodes(rollout, advantage)
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
         for index in packing.oversized:

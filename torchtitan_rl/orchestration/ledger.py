@@ -17,7 +17,8 @@ from typing import Any
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts
 
-MASKED_CAUSES = frozenset({"nonfinite_logprob"})  # of `TokenCounts.discarded`: masked by a rule
+MASKED_CAUSES = frozenset({"nonfinite_logprob", "unseen_turn"})
+"""Of `TokenCounts.discarded`: masked by a rule."""
 
 
 class LedgerError(TorchtitanRLError):

@@ -3,7 +3,8 @@
 Turns share an episode as long as each prompt begins with all tokens of the episode so far, that
 is, the previous prompt and completion; a prompt that does not (its history was edited) opens a
 new episode. Every sampled token is in exactly one episode, under loss; no other token is under
-loss. A turn without sampled tokens leaves nothing to train on and is passed over.
+loss. A turn without sampled tokens leaves nothing to train on and is passed over; so is one that
+its agent never saw, whose tokens can be in no later prompt (`num_unseen_tokens`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
     drafts: list[_Draft] = []
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
-        if not turn.completion.token_ids:
+        if not turn.completion.token_ids or not turn.is_seen:
             continue
         if not drafts or not drafts[-1].is_extended_by(turn.prompt_token_ids):
             drafts.append(_Draft())
         drafts[-1].append(turn)
     return [draft.episode(rollout, advantage) for draft in drafts]
+
+
+def num_unseen_tokens(rollout: Rollout) -> int:
+    """Sampled tokens of turns that no agent ever saw: masked by rule, in no episode."""
+    unseen = (turn for turn in rollout.turns if not turn.is_seen)
+    return sum(len(turn.completion.token_ids) for turn in unseen)
 
 
 class _Draft:

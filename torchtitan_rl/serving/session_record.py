@@ -1,0 +1,201 @@
+"""What one session came to: its exact turns, and the account of their tokens. Pure.
+
+Invariant: tokens generated = trained + masked by rule + discarded by a named cause + pending (only
+while the session is open). Turns are in the order in which their requests began, which is the order
+in which an agent can have known of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.types import (
+    Completion,
+    Episode,
+    FinishReason,
+    Progress,
+    Rollout,
+    RolloutStatus,
+    Turn,
+)
+
+
+class SessionEnding(StrEnum):
+    """How a session ended; each has exactly one. Only a rewarded one is trained on."""
+
+    REWARDED = "rewarded"  # closed with a reward
+    UNREWARDED = "unrewarded"  # closed without
+    ABANDONED = "abandoned"  # neither a request nor a reward for the time-out
+    LIMIT = "limit"  # of a training run: its rollout reached a limit
+    FAILED = "failed"  # of a training run: its agent failed, took too long or was cancelled
+    SHUTDOWN = "shutdown"  # the server went down first
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionTurn:
+    """One request of a session. ``completion`` None: it runs, or failed for ``lost_cause``."""
+
+    prompt_token_ids: tuple[int, ...]
+    is_seen: bool = True  # its caller got, or may still get, the completion
+    completion: Completion | None = None
+    lost_cause: str = ""
+    known: list[Progress] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        if self.completion is not None:
+            return len(self.completion.token_ids)
+        return sum(len(progress.token_ids) for progress in self.known)
+
+    def cut(self, request_id: str) -> None:
+        """End it with what its progress told."""
+        self.completion = Completion(
+            request_id=request_id,
+            token_ids=tuple(token for p in self.known for token in p.token_ids),
+            logprobs=tuple(logprob for p in self.known for logprob in p.logprobs),
+            version_runs=self.known[-1].version_runs if self.known else (),
+            finish_reason=FinishReason.ABORT,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionReport:
+    """A session as it is, or as it ended. Of a session that a rollout drives the tokens are in the
+    run's own account; ``turns`` counts its answered requests."""
+
+    session_id: str
+    ending: SessionEnding | None = None  # None: it is open
+    reward: float | None = None
+    turns: int = 0
+    unseen_turns: int = 0  # whose caller was gone before it had the answer
+    running_requests: int = 0
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    tokens_masked: Mapping[str, int] = field(default_factory=dict)  # by rule
+    tokens_discarded: Mapping[str, int] = field(default_factory=dict)  # by cause
+    episodes: tuple[Episode, ...] = ()
+
+    @property
+    def tokens_pending(self) -> int:
+        masked, discarded = self.tokens_masked.values(), self.tokens_discarded.values()
+        return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the client: JSON's types, no number that is not finite."""
+        return {
+            "session_id": self.session_id,
+            "state": "open" if self.ending is None else "closed",
+            "ending": None if self.ending is None else self.ending.value,
+            "reward": self.reward,
+            "turns": self.turns,
+            "unseen_turns": self.unseen_turns,
+            "running_requests": self.running_requests,
+            "tokens": {
+                "generated": self.tokens_generated,
+                "trained": self.tokens_trained,
+                "masked": dict(self.tokens_masked),
+                "discarded": dict(self.tokens_discarded),
+                "pending": self.tokens_pending,
+            },
+            "episodes": [
+                {
+                    "token_ids": list(episode.token_ids),
+                    "loss_mask": list(episode.loss_mask),
+                    "logprobs": list(episode.logprobs),
+                    "versions": list(episode.versions),
+                }
+                for episode in self.episodes
+            ],
+        }
+
+
+def session_report(
+    session_id: str,
+    turns: Sequence[SessionTurn],
+    *,
+    ending: SessionEnding | None,
+    reward: float | None = None,
+) -> SessionReport:
+    """The report of a session's turns, with episodes where it ended with a reward.
+
+    The reward is every token's advantage: a session has no siblings to be compared with. Turns
+    whose caller never had them and logprobs that are not finite are masked; tokens of failed
+    requests and of sessions without a reward are discarded.
+    """
+    done = [turn for turn in turns if turn.completion is not None]
+    discarded = Counter({"": 0})
+    for turn in turns:
+        if turn.lost_cause:
+            discarded[turn.lost_cause] += turn.num_tokens
+    masked: Counter[str] = Counter()
+    episodes: tuple[Episode, ...] = ()
+    if ending is SessionEnding.REWARDED and reward is not None:
+        rollout = _rollout(session_id, done, reward)
+        episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward)))
+        masked["unseen_turn"] = num_unseen_tokens(rollout)
+        in_episodes = rollout.num_sampled_tokens - masked["unseen_turn"]
+        masked["nonfinite_logprob"] = in_episodes - _num_trained(episodes)
+    elif ending is not None:
+        discarded[ending.value] += sum(turn.num_tokens for turn in done)
+    return SessionReport(
+        session_id=session_id,
+        ending=ending,
+        reward=reward,
+        turns=len(done),
+        unseen_turns=sum(not turn.is_seen for turn in done),
+        running_requests=sum(turn.completion is None and not turn.lost_cause for turn in turns),
+        tokens_generated=sum(turn.num_tokens for turn in turns),
+        tokens_trained=_num_trained(episodes),
+        tokens_masked=dict(+masked),
+        tokens_discarded=dict(+discarded),
+        episodes=episodes,
+    )
+
+
+def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Rollout:
+    return Rollout(
+        rollout_id=session_id,
+        group_id=session_id,
+        problem_id=session_id,
+        turns=tuple(
+            Turn(
+                prompt_token_ids=turn.prompt_token_ids,
+                completion=turn.completion,
+                is_seen=turn.is_seen,
+            )
+            for turn in turns
+            if turn.completion is not None
+        ),
+        status=RolloutStatus.COMPLETED,
+        reward=reward,
+    )
+
+
+def _num_trained(episodes: Sequence[Episode]) -> int:
+    return sum(episode.num_trained_tokens for episode in episodes)
+
+
+def _without_nonfinite(episode: Episode) -> Episode:
+    mask = tuple(
+        trained and math.isfinite(logprob)
+        for trained, logprob in zip(episode.loss_mask, episode.logprobs, strict=True)
+    )
+    if mask == episode.loss_mask:
+        return episode
+
+    def kept(values: Sequence[Any], other: Any) -> tuple[Any, ...]:
+        return tuple(v if trained else other for v, trained in zip(values, mask, strict=True))
+
+    return replace(
+        episode,
+        loss_mask=mask,
+        logprobs=kept(episode.logprobs, 0.0),
+        advantages=kept(episode.advantages, 0.0),
+        versions=kept(episode.versions, -1),
+    )

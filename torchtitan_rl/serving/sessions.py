@@ -1,0 +1,373 @@
+"""Sessions: which rollout a request belongs to, and what its exact tokens were.
+
+A request without a session goes straight to the router. A session that a training run drives hands
+its requests to the run's rollout; of any other session, which its first request opens, the exact
+turns are recorded, and closing it with a reward makes episodes of them.
+
+Invariants: a session ends exactly once, and refuses whatever comes later (``session_closed``). A
+request whose caller is gone, or whose session closes, is aborted at the router; what it had sampled
+is recorded as a turn that nobody saw, and masked. Tokens add up, of each session and of all of them
+(`SessionReport`). An open session whose requests and rewards fail to come ends by the time-out; of
+an ended session only its id and its counts are kept. Event loop only; no lock, no task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.rollout.calls import is_cancelled
+from torchtitan_rl.serving.messages import CommandName, Refusal, RefusedError
+from torchtitan_rl.serving.session_record import (
+    SessionEnding,
+    SessionReport,
+    SessionTurn,
+    session_report,
+)
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
+
+MAX_ENDED = 100_000  # ended sessions that are remembered
+_MAX_REWARD = 1e30  # in JSON there are numbers that no float can hold
+_STOP_TIMEOUT_S = 10.0  # for the router to give back what it aborted
+
+Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+
+
+class Completes(Protocol):
+    """What sessions need of the router."""
+
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
+    ) -> Completion: ...
+
+    async def abort(self, request_ids: Collection[str], /) -> None: ...
+
+
+class SessionDriver(Protocol):
+    """The rollout that a session belongs to."""
+
+    async def complete(self, request: GenerationRequest, /) -> Completion:
+        """Answer a request with a turn of the rollout. Cancelled where its caller is gone.
+
+        Raises:
+            RefusedError: the rollout takes no such request, or none any more.
+        """
+        ...
+
+    def close_session(self, reward: float | None, /) -> None:
+        """Somebody closed the session by a command: the rollout is over, or gets no more turns."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Session:
+    session_id: str
+    driver: SessionDriver | None
+    used_s: float  # when something happened last, in the event loop's time
+    turns: list[SessionTurn] = field(default_factory=list)
+    running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = field(default_factory=dict)
+    driven_turns: int = 0
+    is_closing: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class Sessions:
+    """All sessions of one router."""
+
+    def __init__(
+        self, router: Completes, *, timeout_s: float = 600.0, max_sessions: int = 10_000
+    ) -> None:
+        self._router = router
+        self._timeout_s = timeout_s
+        self._max_sessions = max_sessions
+        self._open: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, SessionReport] = OrderedDict()
+        self._counts: Counter[str] = Counter()  # of ended sessions
+        self._is_closed = False
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        """Complete one request; its ``session_id`` says for whom.
+
+        In a session that a run drives ``on_progress`` is not called.
+
+        Raises:
+            RefusedError: its session is closed, does not take it, or there are too many.
+            GenerationError: as the router says.
+        """
+        if request.session_id is None:
+            return await self._router.generate(request, on_progress)
+        session = self._open.get(request.session_id) or self._new(request.session_id)
+        if session.is_closing:
+            raise _closed(session.session_id)
+        if session.driver is None:
+            return await self._record(session, request, on_progress)
+        completion = await session.driver.complete(request)
+        session.driven_turns += 1
+        return completion
+
+    def open(self, session_id: str | None = None) -> str:
+        """Open a session by name, or under a new one that nobody can guess.
+
+        Raises:
+            RefusedError: there is, or was, one of that name, or there are too many.
+        """
+        session_id = session_id or secrets.token_hex(16)
+        if session_id in self._open:
+            raise _refused(400, "session_exists", f"session {session_id!r} is open already")
+        return self._new(session_id).session_id
+
+    def drive(self, driver: SessionDriver) -> str:
+        """A new session, all of whose requests go to ``driver`` until `release`."""
+        return self._new(secrets.token_hex(16), driver).session_id
+
+    def release(self, session_id: str, ending: SessionEnding, reward: float | None = None) -> None:
+        """A driven session is over; nothing happens where it is already."""
+        session = self._open.get(session_id)
+        if session is not None:
+            self._end(session, ending, reward)
+
+    async def close(self, session_id: str, reward: float | None = None) -> SessionReport:
+        """End a session, with its requests; with a reward it becomes episodes.
+
+        Raises:
+            RefusedError: it is not open (any more), or the reward is no finite number.
+        """
+        value = _checked_reward(reward)
+        session = self._open.get(session_id)
+        if session is None or session.is_closing:
+            raise self._missing(session_id)
+        ending = SessionEnding.UNREWARDED if value is None else SessionEnding.REWARDED
+        session.is_closing = True
+        if session.driver is not None:
+            session.driver.close_session(value)
+        else:
+            await self._stop(session, list(session.running))
+        return self._end(session, ending, value)
+
+    def read(self, session_id: str) -> SessionReport:
+        """A session as it is; of an ended one its counts.
+
+        Raises:
+            RefusedError: no such session is known.
+        """
+        session = self._open.get(session_id)
+        if session is not None:
+            return self._report(session, None, None)
+        if session_id in self._ended:
+            return self._ended[session_id]
+        raise self._missing(session_id)
+
+    def handlers(self) -> Mapping[CommandName, Handler]:
+        """The commands that clients may give."""
+        return {
+            "session.open": self._on_open,
+            "session.close": self._on_close,
+            "session.read": self._on_read,
+        }
+
+    def counts(self) -> Mapping[str, float]:
+        """Since the start, all sessions together: gauges and counters, by name.
+
+        ``session_tokens_generated`` is the sum of those trained, masked, discarded and pending;
+        sessions that a run drives count as sessions, not in the tokens.
+        """
+        counts = Counter({f"sessions_{ending.value}": 0 for ending in SessionEnding})
+        counts.update(self._counts)
+        for session in self._open.values():
+            _count(counts, self._report(session, None, None))
+        counts["sessions_open"] = len(self._open)
+        return dict(counts)
+
+    async def aclose(self) -> None:
+        """End all sessions and their requests; nothing is taken any more."""
+        self._is_closed = True
+        sessions = list(self._open.values())
+        for session in sessions:
+            session.is_closing = True
+        await asyncio.gather(*(self._stop(session, list(session.running)) for session in sessions))
+        for session in sessions:
+            self._end(session, SessionEnding.SHUTDOWN, None)
+
+    async def _record(
+        self, session: _Session, request: GenerationRequest, on_progress: OnProgress | None
+    ) -> Completion:
+        if request.request_id in session.running:
+            raise _refused(
+                400, "invalid_request", f"request {request.request_id!r} is running already"
+            )
+        turn = SessionTurn(prompt_token_ids=request.prompt_token_ids)
+        session.turns.append(turn)
+        sampling = asyncio.ensure_future(self._sample(session, turn, request, on_progress))
+        session.running[request.request_id] = (turn, sampling)
+        try:
+            completion = await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if not is_cancelled():  # `_stop` gave up waiting
+                raise _closed(session.session_id)
+            turn.is_seen = False
+            await asyncio.shield(self._stop(session, [request.request_id]))
+            raise
+        if not turn.is_seen:
+            raise _closed(session.session_id)
+        return completion
+
+    async def _sample(
+        self,
+        session: _Session,
+        turn: SessionTurn,
+        request: GenerationRequest,
+        on_progress: OnProgress | None,
+    ) -> Completion:
+        """Sample one turn to its end, whoever waits for it."""
+
+        def note(progress: Progress) -> None:
+            turn.known.append(progress)
+            if on_progress is not None and turn.is_seen:
+                on_progress(progress)
+
+        session.used_s = _now()
+        try:
+            turn.completion = await self._router.generate(request, note)
+        except asyncio.CancelledError:  # the router did not give back what it aborted
+            turn.cut(request.request_id)
+            raise
+        except Exception as error:
+            is_known = isinstance(error, GenerationError)
+            turn.lost_cause = "generation_error" if is_known else "internal_error"
+            raise
+        finally:
+            del session.running[request.request_id]
+            session.used_s = _now()
+        turn.known.clear()
+        return turn.completion
+
+    async def _stop(self, session: _Session, request_ids: Collection[str]) -> None:
+        """Abort requests, and wait until their turns are recorded."""
+        stopped = [session.running[name] for name in request_ids if name in session.running]
+        tasks = [task for _, task in stopped]
+        for turn, _ in stopped:
+            turn.is_seen = False
+        if not tasks:
+            return
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._router.abort(list(request_ids))
+                await asyncio.wait(tasks)
+        except TimeoutError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _new(self, session_id: str, driver: SessionDriver | None = None) -> _Session:
+        if session_id in self._ended:
+            raise _closed(session_id, self._ended[session_id])
+        if self._is_closed:
+            raise _refused(503, "shutting_down", "the server is shutting down")
+        if len(self._open) >= self._max_sessions:
+            message = f"{len(self._open)} sessions are open: close some, or try again later"
+            raise _refused(429, "too_many_sessions", message)
+        session = _Session(session_id=session_id, driver=driver, used_s=_now())
+        self._open[session_id] = session
+        if driver is None:
+            self._watch(session, self._timeout_s)
+        return session
+
+    def _watch(self, session: _Session, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        session.timer = loop.call_later(delay_s, self._abandon_idle, session)
+
+    def _abandon_idle(self, session: _Session) -> None:
+        idle_s = 0.0 if session.running or session.is_closing else _now() - session.used_s
+        if idle_s >= self._timeout_s:
+            self._end(session, SessionEnding.ABANDONED, None)
+        else:
+            self._watch(session, self._timeout_s - idle_s)
+
+    def _end(self, session: _Session, ending: SessionEnding, reward: float | None) -> SessionReport:
+        report = self._report(session, ending, reward)
+        if self._open.pop(session.session_id, None) is None:
+            return self._ended.get(session.session_id, report)
+        if session.timer is not None:
+            session.timer.cancel()
+        self._ended[session.session_id] = replace(report, episodes=())
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        _count(self._counts, report)
+        return report
+
+    def _report(
+        self, session: _Session, ending: SessionEnding | None, reward: float | None
+    ) -> SessionReport:
+        if session.driver is None:
+            return session_report(session.session_id, session.turns, ending=ending, reward=reward)
+        return SessionReport(
+            session_id=session.session_id,
+            ending=ending,
+            reward=reward,
+            turns=session.driven_turns,
+        )
+
+    def _missing(self, session_id: str) -> RefusedError:
+        if session_id in self._open or session_id in self._ended:
+            return _closed(session_id, self._ended.get(session_id))
+        return _refused(404, "session_not_found", f"there is no session {session_id!r}")
+
+    async def _on_open(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        session_id = _text(arguments, "session_id") if arguments.get("session_id") else None
+        return {"session_id": self.open(session_id)}
+
+    async def _on_close(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        report = await self.close(_text(arguments, "session_id"), arguments.get("reward"))
+        return report.to_json()
+
+    async def _on_read(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.read(_text(arguments, "session_id")).to_json()
+
+
+def _count(counts: Counter[str], report: SessionReport) -> None:
+    if report.ending is not None:
+        counts[f"sessions_{report.ending.value}"] += 1
+    counts["session_turns"] += report.turns
+    counts["session_unseen_turns"] += report.unseen_turns
+    counts["session_tokens_generated"] += report.tokens_generated
+    counts["session_tokens_trained"] += report.tokens_trained
+    counts["session_tokens_masked"] += sum(report.tokens_masked.values())
+    counts["session_tokens_discarded"] += sum(report.tokens_discarded.values())
+    counts["session_tokens_pending"] += report.tokens_pending
+
+
+def _checked_reward(reward: object) -> float | None:
+    if reward is None:
+        return None
+    if isinstance(reward, int | float) and -_MAX_REWARD <= reward <= _MAX_REWARD:
+        return float(reward)
+    raise _refused(400, "invalid_request", f"reward has to be a number of at most {_MAX_REWARD}")
+
+
+def _text(arguments: Mapping[str, Any], name: str) -> str:
+    value = arguments.get(name)
+    if isinstance(value, str) and value:
+        return value
+    raise _refused(400, "invalid_request", f"{name} has to be a text that is not empty")
+
+
+def _closed(session_id: str, report: SessionReport | None = None) -> RefusedError:
+    how = f" ({report.ending.value})" if report is not None and report.ending else ""
+    return _refused(
+        400, "session_closed", f"session {session_id!r} is closed{how}; begin another one"
+    )
+
+
+def _refused(status: int, code: str, message: str) -> RefusedError:
+    return RefusedError(Refusal(status=status, message=message, code=code))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
