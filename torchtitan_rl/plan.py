@@ -29,6 +29,7 @@ class ProcessPlan:
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup
     controller_cores: tuple[int, ...] = ()  # empty: any
+    is_shared: bool = False  # trainer and replicas compute in turns, where they are the same
 
     def describe(self) -> str:
         """The plan as lines for a person."""
@@ -42,6 +43,8 @@ class ProcessPlan:
                 f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on {where}, "
                 f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
             )
+        if self.is_shared:
+            lines.append("placement: colocated, the trainer computes while the replicas sleep")
         return "\n".join(lines)
 
 
@@ -50,42 +53,42 @@ def replica_name(index: int) -> str:
 
 
 def num_devices_needed(config: RunConfig) -> int:
-    """CUDA devices of a run: one for each rank, generators first."""
+    """CUDA devices of a run: one for each rank; colocated ones share."""
     generator = config.generator
-    return generator.replicas * generator.tensor_parallel + config.trainer.world_size
+    generating = generator.replicas * generator.tensor_parallel
+    return _together(config, generating, config.trainer.world_size)
 
 
 def num_threads_needed(config: RunConfig) -> int:
-    """Threads that compute on the CPU, in all processes but the controller."""
+    """Threads that compute on the CPU at a time, in all processes but the controller."""
     generator, trainer = config.generator, config.trainer
     generating = generator.replicas * generator.tensor_parallel * generator.threads
-    return generating + trainer.world_size * trainer.threads
+    return _together(config, generating, trainer.world_size * trainer.threads)
+
+
+def _together(config: RunConfig, generating: int, training: int) -> int:
+    is_colocated = config.placement == "colocated"
+    return max(generating, training) if is_colocated else generating + training
 
 
 def plan_processes(
     config: RunConfig, *, num_cuda_devices: int, cores: Sequence[int] = ()
 ) -> ProcessPlan:
-    """Generators take the first devices, the trainer the next; without CUDA all share the CPU.
+    """Generators take the first devices, the trainer the next or, colocated, the first ones too;
+    without CUDA all share the CPU.
 
     ``cores`` are those that this process may use. With ``config.pin_cores`` each group gets its
-    own, and the controller stays off the trainer's.
+    own, as with devices, and the controller stays off the trainer's.
     """
     on_cuda = num_cuda_devices > 0
-    free_devices = list(range(num_cuda_devices))
-    free_cores = list(cores) if config.pin_cores and not on_cuda else []
 
-    def group(name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
-        return ProcessGroup(
-            name=name,
-            ranks=ranks,
-            threads=threads,
-            devices=_take(free_devices, ranks),
-            cores=_take(free_cores, ranks * threads),
-            seed=seed,
-        )
+    def all_free() -> _Free:
+        has_own = config.pin_cores and not on_cuda
+        return _Free(devices=list(range(num_cuda_devices)), cores=list(cores) if has_own else [])
 
+    free = all_free()
     replicas = tuple(
-        group(
+        free.group(
             replica_name(index),
             ranks=config.generator.tensor_parallel,
             threads=config.generator.threads,
@@ -94,7 +97,8 @@ def plan_processes(
         )
         for index in range(config.generator.replicas)
     )
-    trainer = group(
+    is_colocated = config.placement == "colocated"
+    trainer = (all_free() if is_colocated else free).group(
         "trainer",
         ranks=config.trainer.world_size,
         threads=config.trainer.threads,
@@ -107,7 +111,26 @@ def plan_processes(
         controller_cores=tuple(core for core in cores if core not in trainer.cores)
         if trainer.cores
         else (),
+        is_shared=is_colocated,
     )
+
+
+@dataclass(slots=True)
+class _Free:
+    """Devices and cores that no group has yet."""
+
+    devices: list[int]
+    cores: list[int]
+
+    def group(self, name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
+        return ProcessGroup(
+            name=name,
+            ranks=ranks,
+            threads=threads,
+            devices=_take(self.devices, ranks),
+            cores=_take(self.cores, ranks * threads),
+            seed=seed,
+        )
 
 
 def _take(free: list[int], number: int) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ def find_mistakes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
         *_lengths(config, policy),
         *_parallelism(config, policy, machine),
         *_schedule(config),
+        *_placement(config),
         *_weight_sync(config),
         *_memory(config, policy, machine),
         *_paths(config),
@@ -243,6 +244,23 @@ def _schedule(config: RunConfig) -> list[str]:
         mistakes.append(
             f"schedule.max_wait_s is {schedule.max_wait_s}: give more than schedule.report_wait_s "
             f"({schedule.report_wait_s}), so that a wait is reported before it ends the run"
+        )
+    return mistakes
+
+
+def _placement(config: RunConfig) -> list[str]:
+    if config.placement == "separate":
+        return []
+    mistakes = []
+    if config.validation.placement == "reserved" and config.validation.num_problems > 0:
+        mistakes.append(
+            "validation.placement is reserved: with placement colocated nothing is generated "
+            "beside training; give shared"
+        )
+    if config.weight_sync.transport == "rdma":
+        mistakes.append(
+            "weight_sync.transport is rdma: with placement colocated trainer and replicas are on "
+            "one machine; give shared_memory or auto"
         )
     return mistakes
 

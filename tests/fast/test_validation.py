@@ -79,6 +79,17 @@ def test_the_defaults_have_no_mistake(config):
             "validation.placement is reserved",
         ),
         (
+            {
+                "placement": "colocated",
+                "validation": ValidationConfig(placement="reserved"),
+            },
+            "validation.placement is reserved: with placement colocated",
+        ),
+        (
+            {"placement": "colocated", "weight_sync": WeightSyncConfig(transport="rdma")},
+            "weight_sync.transport is rdma: with placement colocated",
+        ),
+        (
             {"trainer": TrainerConfig(loss=LossConfig(weight="token"))},
             "trainer.loss.weight is token",
         ),
@@ -154,6 +165,33 @@ def test_on_cuda_each_rank_has_a_device_of_its_own(config):
     plan = plan_processes(config, num_cuda_devices=8)
     devices = [group.devices for group in (*plan.replicas, plan.trainer)]
     assert devices == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_colocated_replicas_and_trainer_share_devices_and_cores(config):
+    colocated = replace(
+        config,
+        placement="colocated",
+        pin_cores=True,
+        generator=GeneratorConfig(replicas=2, tensor_parallel=2),
+        trainer=TrainerConfig(data_parallel_shard=2, threads=1),
+    )
+    plan = plan_processes(colocated, num_cuda_devices=4, cores=range(8))
+    assert [group.devices for group in plan.replicas] == [(0, 1), (2, 3)]
+    assert plan.trainer.devices == (0, 1)
+    assert "colocated" in plan.describe()
+    on_cpu = plan_processes(colocated, num_cuda_devices=0, cores=range(5))
+    assert [group.cores for group in on_cpu.replicas] == [(0, 1), (2, 3)]
+    assert on_cpu.trainer.cores == (0, 1)
+
+
+def test_a_colocated_run_needs_as_many_devices_and_cores_as_its_larger_part(config):
+    config = replace(config, pin_cores=True, trainer=TrainerConfig(data_parallel_shard=2))
+    machine = replace(LAPTOP, num_cuda_devices=2)
+    assert len(find_mistakes(config, POLICY, machine)) == 1
+    assert len(find_mistakes(config, POLICY, replace(LAPTOP, num_cores=4))) == 1
+    colocated = replace(config, placement="colocated")
+    assert find_mistakes(colocated, POLICY, machine) == []
+    assert find_mistakes(colocated, POLICY, replace(LAPTOP, num_cores=4)) == []
 
 
 def test_replicas_have_different_engine_seeds(config):
