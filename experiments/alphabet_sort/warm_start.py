@@ -12,7 +12,6 @@ Everything is seeded; on another machine or number of threads rounding may diffe
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +23,12 @@ from experiments.alphabet_sort.dataset import ProblemSizes, make_problem
 from experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from experiments.alphabet_sort.task import POLICY_DIR
 from experiments.alphabet_sort.tokenizer import build_tokenizer
-from torchtitan_rl.config import OptimizerConfig, TrainerConfig
+from experiments.tiny_policy import ModelSize, teach
+from torchtitan_rl.config import OptimizerConfig
 from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 
 _FIRST_PROBLEM = 1_000_000
-_ROW_LEN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,62 +46,18 @@ class WarmStartConfig:
 
 def main(config: WarmStartConfig) -> None:
     """Train from random weights and write the policy."""
-    from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
-
     tokenizer = build_tokenizer()
-    num_steps = config.right_steps + config.careless_steps
-    with tempfile.TemporaryDirectory() as folder:
-        untrained = Path(folder) / "untrained"
-        write_untrained(untrained, tokenizer, seed=config.seed)
-        trainer = PolicyTrainer(
-            untrained, _trainer_config(config), seed=config.seed, max_steps=num_steps
-        )
-        for step, episodes in enumerate(_lessons(config, tokenizer)):
-            packing = pack_episodes(episodes, row_len=_ROW_LEN, temperature=1.0)
-            assert packing.batch is not None
-            output = trainer.supervised_step(packing.batch)
-            if step % 50 == 0 or step == num_steps - 1:
-                print(f"step {step}: loss {output.metrics['loss']:.3f}", flush=True)
-        trainer.export_hf(config.output_dir, dtype="bfloat16")
-        trainer.close()
-
-
-def write_untrained(path: Path, tokenizer: Any, *, seed: int) -> None:
-    """A Hugging Face directory with random weights and the tokenizer: 1.1 M parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=640,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=1024,
-            rope_theta=10_000.0,
-            tie_word_embeddings=True,
-            initializer_range=0.06,  # the usual 0.02 is for wide models; this one learns faster
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-def _trainer_config(config: WarmStartConfig) -> TrainerConfig:
-    return TrainerConfig(
-        row_len=_ROW_LEN,
-        rows_per_microbatch=32,
-        threads=config.threads,
+    teach(
+        config.output_dir,
+        tokenizer,
+        ModelSize(hidden_size=192, intermediate_size=640, num_layers=2, num_heads=4),
+        _lessons(config, tokenizer),
+        num_steps=config.right_steps + config.careless_steps,
         optimizer=OptimizerConfig(
             learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps
         ),
+        threads=config.threads,
+        seed=config.seed,
     )
 
 

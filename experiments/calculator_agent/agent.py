@@ -1,0 +1,84 @@
+"""An ordinary agent: the official `openai` client in a loop over calls of one tool.
+
+It knows nothing of training. It gets a client, a model's name and a question, and works with every
+server that speaks the OpenAI API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+SYSTEM_PROMPT = "Solve the problem with the calculator."
+
+CALCULATOR: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "arithmetic",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What the agent did: the results of its calls that had one, and what it said at last.
+
+    ``answer`` is None where it was still calling after its last turn.
+    """
+
+    answer: str | None
+    num_calls: int
+    results: tuple[str, ...]
+
+
+async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: int) -> Solution:
+    """Ask the model, ``max_turns`` times at most, until it answers without a call."""
+    messages: list[Any] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": question},
+    ]
+    num_calls = 0
+    results: list[str] = []
+    for _ in range(max_turns):
+        response = await client.chat.completions.create(
+            model=model, messages=messages, tools=[CALCULATOR]
+        )
+        message = response.choices[0].message
+        if not message.tool_calls:
+            return Solution(
+                answer=message.content or "", num_calls=num_calls, results=tuple(results)
+            )
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            num_calls += 1
+            content = _call(call.function.name, call.function.arguments, results)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    return Solution(answer=None, num_calls=num_calls, results=tuple(results))
+
+
+def _call(name: str, arguments: str, results: list[str]) -> str:
+    """The tool's reply; a value is added to ``results``."""
+    if name != CALCULATOR["function"]["name"]:
+        return f"error: there is no tool {name}"
+    try:
+        expression = json.loads(arguments)["expression"]
+        result = as_text(calculate(expression))
+    except CalculatorError as error:
+        return f"error: {error}"
+    except (ValueError, KeyError, TypeError):
+        return "error: the arguments must be one expression"
+    results.append(result)
+    return result

@@ -1,0 +1,129 @@
+"""Conversations to imitate: right ones, or such with mistakes of four kinds.
+
+A policy that imitates mistakes made at random knows what is right, but rarely does it: a start
+from which reinforcement learning has something to do and quickly succeeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
+from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
+from experiments.calculator_agent.tokenizer import answer_text
+from torchtitan_rl.types import Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Probabilities: to guess the answer without a call; to change an operation, or a digit, of
+    the expression; to change a digit of the result in the answer. Below 0.5 each, what is right
+    stays the likeliest."""
+
+    guess: float = 0.0
+    operation: float = 0.0
+    digit: float = 0.0
+    report: float = 0.0
+
+
+def demonstration(
+    problem: Mapping[str, Any],
+    *,
+    mistakes: Mistakes,
+    rng: random.Random,
+    tokenizer: Any,
+    name: str,
+) -> Episode:
+    """The conversation as one episode, with loss on what the assistant says and its ends."""
+    token_ids: tuple[int, ...] = ()
+    mask: list[bool] = []
+    messages = conversation(problem, mistakes, rng=rng)
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, spoken = rendered(messages[: place + 1], tokenizer)
+        if prompt[: len(token_ids)] != token_ids:
+            raise ValueError(f"{name}: message {place} does not extend the conversation")
+        token_ids = prompt + spoken
+        mask += [False] * (len(prompt) - len(mask)) + [True] * len(spoken)
+    zeros = (0.0,) * len(token_ids)
+    return Episode(
+        rollout_id=name,
+        group_id=name,
+        token_ids=token_ids,
+        loss_mask=tuple(mask),
+        logprobs=zeros,
+        advantages=zeros,
+        versions=tuple(0 if sampled else -1 for sampled in mask),
+    )
+
+
+def rendered(
+    messages: list[dict[str, Any]], tokenizer: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens before the last message, which is the assistant's, and its own with their end."""
+    prompt = tokenizer.apply_chat_template(
+        messages[:-1], tools=[CALCULATOR], tokenize=False, add_generation_prompt=True
+    )
+    whole = tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False)
+    spoken = whole.removeprefix(prompt).removesuffix("\n")
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    return encode(prompt), encode(spoken)
+
+
+def conversation(
+    problem: Mapping[str, Any], mistakes: Mistakes, *, rng: random.Random
+) -> list[dict[str, Any]]:
+    """Its messages, with each mistake made or not by itself."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": problem["text"]},
+    ]
+    if rng.random() < mistakes.guess:
+        return [*messages, _answer(str(rng.randrange(2, 2 * problem["answer"] + 2)))]
+    expression = with_mistakes(problem["expression"], mistakes, rng=rng)
+    result = _result(expression)
+    call = {"name": "calculator", "arguments": {"expression": expression}}
+    messages += [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": result},
+    ]
+    if rng.random() < mistakes.report:
+        result = _with_other_sign(result, "0123456789", rng)
+    return [*messages, _answer(result)]
+
+
+def with_mistakes(expression: str, mistakes: Mistakes, *, rng: random.Random) -> str:
+    """An expression like this one; it may have no value any more."""
+    if rng.random() < mistakes.operation:
+        expression = _with_other_sign(expression, "+-*/", rng)
+    if rng.random() < mistakes.digit:
+        expression = _with_other_sign(expression, "123456789", rng)
+    return expression
+
+
+def _answer(number: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": answer_text(number)}
+
+
+def _result(expression: str) -> str:
+    try:
+        return as_text(calculate(expression))
+    except CalculatorError as error:
+        return f"error: {error}"
+
+
+def _with_other_sign(text: str, signs: str, rng: random.Random) -> str:
+    """The text with one of its ``signs`` replaced by another of them."""
+    places = [place for place, sign in enumerate(text) if sign in signs]
+    if not places:
+        return text
+    place = rng.choice(places)
+    other = rng.choice([sign for sign in signs if sign != text[place]])
+    return text[:place] + other + text[place + 1 :]

@@ -1,0 +1,34 @@
+"""What a solution is worth, from 0 to 1.
+
+1 where the last number of the answer is the right one, however it was found. Otherwise what the
+agent got right on its way counts a little, so that there is something to learn from before the
+first right answer: 0.3 where the calculator showed the right number, 0.1 where it was used.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from experiments.calculator_agent.agent import Solution
+
+RIGHT_ANSWER = 1.0
+RIGHT_RESULT = 0.3
+VALID_CALL = 0.1
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def score(solution: Solution, right_answer: int) -> float:
+    """The best of the four: right answer, right result, a call that had a result, nothing."""
+    if is_right(solution, right_answer):
+        return RIGHT_ANSWER
+    if str(right_answer) in solution.results:
+        return RIGHT_RESULT
+    return VALID_CALL if solution.results else 0.0
+
+
+def is_right(solution: Solution, right_answer: int) -> bool:
+    """Whether the last number of the answer is ``right_answer``."""
+    numbers = _NUMBER.findall(solution.answer or "")
+    return bool(numbers) and Fraction(numbers[-1]) == right_answer

@@ -1,0 +1,71 @@
+"""Procedural datasets: problems made from their index, without end and with a saved position.
+
+Invariants: a problem depends on its split, its index and the task's options alone, never on the
+seed, so ``problem_id`` is stable across runs; the seed and the epoch decide only the order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.types import Problem
+
+_VALIDATION_SHARE = 8  # one in so many keys belongs to validation
+
+
+def split_of(key: str) -> Split:
+    """The one split that may have problems with ``key``, which names what must not be in both."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return "validation" if digest[0] % _VALIDATION_SHARE == 0 else "train"
+
+
+class ProceduralDataset:
+    """An endless sequence of epochs over the problems ``make(0)`` to ``make(num_problems - 1)``.
+
+    The train split is shuffled anew each epoch; validation keeps its order, so that its first n
+    problems are always the same ones.
+    """
+
+    def __init__(
+        self, split: Split, *, seed: int, num_problems: int, make: Callable[[int], Problem]
+    ) -> None:
+        self._split = split
+        self._seed = seed
+        self._num_problems = num_problems
+        self._make = make
+        self._epoch = 0  # of the problem that was returned last
+        self._position = 0  # problems of that epoch that were returned
+        self._order = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def next(self) -> Problem:
+        if self._position == self._num_problems:
+            self._move_to(self._epoch + 1, 0)
+        index = self._order[self._position]
+        self._position += 1
+        return self._make(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "position": self._position, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in the order of that run's seed."""
+        self._seed = int(state["seed"])
+        self._move_to(int(state["epoch"]), int(state["position"]))
+
+    def _move_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(self._num_problems))
+        if self._split == "train":
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
