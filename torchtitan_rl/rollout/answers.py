@@ -40,10 +40,13 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
     return replace(
         answer,
         prompt_token_ids=_prompt(answer.prompt_token_ids, max_prompt_tokens),
-        max_tokens=None if answer.max_tokens is None else _budget(answer.max_tokens),
+        max_tokens=None if answer.max_tokens is None else _count("max_tokens", answer.max_tokens),
         stop_token_ids=_token_ids("stop_token_ids", answer.stop_token_ids),
+        stop=_stop_strings(answer.stop),
+        num_logprobs=_count("num_logprobs", answer.num_logprobs, least=0),
         turn_reward=_number("turn_reward", answer.turn_reward),
         turn_text=_text(answer.turn_text),
+        turn_is_seen=bool(answer.turn_is_seen),
     )
 
 
@@ -65,6 +68,7 @@ def checked_terminal(answer: object) -> Terminal:
         reward=_number("reward", answer.reward),
         turn_reward=_number("turn_reward", answer.turn_reward),
         turn_text=_text(answer.turn_text),
+        turn_is_seen=bool(answer.turn_is_seen),
         metrics={key: value for key, value in metrics.items() if value is not None},
     )
 
@@ -88,14 +92,21 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return token_ids
 
 
-def _budget(value: Any) -> int:
+def _count(name: str, value: Any, *, least: int = 1) -> int:
     try:
-        budget = index(value)
+        count = index(value)
     except TypeError as error:
-        raise _owes("an integer as max_tokens", value) from error
-    if budget < 1:
-        raise _owes("max_tokens of at least 1", value)
-    return budget
+        raise _owes(f"an integer as {name}", value) from error
+    if count < least:
+        raise _owes(f"{name} of at least {least}", value)
+    return count
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = () if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or not all(isinstance(s, str) and s for s in strings):
+        raise _owes("a tuple of texts that are not empty as stop", value)
+    return strings
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -14,14 +14,18 @@ class Observation:
     """The next turn's whole prompt: everything the model is to see, not only what is new.
 
     As long as it extends the previous prompt and completion, the rollout stays one episode.
-    ``turn_reward`` and ``turn_text`` describe the completion that was just stepped with.
+    ``turn_reward``, ``turn_text`` and ``turn_is_seen`` (see `Turn`) describe the completion that
+    was just stepped with.
     """
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int | None = None  # for the next completion, below the configured budget
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    num_logprobs: int = 0  # alternatives of each token that the environment wants to know
     turn_reward: float | None = None
     turn_text: str | None = None
+    turn_is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Terminal:
     status: RolloutStatus = RolloutStatus.COMPLETED
     turn_reward: float | None = None
     turn_text: str | None = None
+    turn_is_seen: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -51,6 +51,8 @@ def completion_to_json(completion: Completion) -> Json:
         "finish_reason": completion.finish_reason.value,
         "metrics": None if completion.metrics is None else asdict(completion.metrics),
         "replica": completion.replica,
+        "stop_reason": completion.stop_reason,
+        "top_logprobs": [[list(pair) for pair in pairs] for pairs in completion.top_logprobs],
     }
 
 
@@ -63,6 +65,11 @@ def completion_from_json(data: Json) -> Completion:
         finish_reason=FinishReason(data["finish_reason"]),
         metrics=None if data["metrics"] is None else CompletionMetrics(**data["metrics"]),
         replica=data["replica"],
+        stop_reason=data.get("stop_reason"),
+        top_logprobs=tuple(
+            tuple((token_id, logprob) for token_id, logprob in pairs)
+            for pairs in data.get("top_logprobs", ())
+        ),
     )
 
 
@@ -73,6 +80,7 @@ def turn_to_json(turn: Turn, previous: Turn | None = None) -> Json:
         "completion": completion_to_json(turn.completion),
         "reward": turn.reward,
         "text": turn.text,
+        "is_seen": turn.is_seen,
     }
 
 
@@ -82,6 +90,7 @@ def turn_from_json(data: Json, previous: Turn | None = None) -> Turn:
         completion=completion_from_json(data["completion"]),
         reward=data["reward"],
         text=data["text"],
+        is_seen=data.get("is_seen", True),
     )
 
 
@@ -192,6 +201,8 @@ def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
             "prompt": _prompt_to_json(answer.prompt_token_ids, turn),
             "max_tokens": answer.max_tokens,
             "stop_token_ids": list(answer.stop_token_ids),
+            "stop": list(answer.stop),
+            "num_logprobs": answer.num_logprobs,
         }
     else:
         fields = {
@@ -200,7 +211,11 @@ def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
             "status": answer.status.value,
             "metrics": plain(answer.metrics),
         }
-    fields |= {"turn_reward": answer.turn_reward, "turn_text": answer.turn_text}
+    fields |= {
+        "turn_reward": answer.turn_reward,
+        "turn_text": answer.turn_text,
+        "turn_is_seen": answer.turn_is_seen,
+    }
     return {
         "answer": fields,
         "state": plain(env_state.state),
@@ -210,13 +225,19 @@ def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
 
 def env_state_from_json(data: Json, turn: Turn | None) -> EnvState:
     fields = data["answer"]
-    said = {"turn_reward": fields["turn_reward"], "turn_text": fields["turn_text"]}
+    said = {
+        "turn_reward": fields["turn_reward"],
+        "turn_text": fields["turn_text"],
+        "turn_is_seen": fields.get("turn_is_seen", True),
+    }
     answer: Observation | Terminal
     if fields["kind"] == "observation":
         answer = Observation(
             prompt_token_ids=_prompt_from_json(fields["prompt"], turn),
             max_tokens=fields["max_tokens"],
             stop_token_ids=tuple(fields["stop_token_ids"]),
+            stop=tuple(fields.get("stop", ())),
+            num_logprobs=fields.get("num_logprobs", 0),
             **said,
         )
     else:

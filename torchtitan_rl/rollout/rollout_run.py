@@ -240,7 +240,12 @@ class RolloutRun:
                 cause = f"{completion.request_id}: aborted by somebody else"
                 raise RolloutEnded(RolloutStatus.GENERATION_ERROR, cause)
             answer = await self._calls.step(env, completion)
-            self._turns[-1] = replace(turn, reward=answer.turn_reward, text=answer.turn_text)
+            self._turns[-1] = replace(
+                turn,
+                reward=answer.turn_reward,
+                text=answer.turn_text,
+                is_seen=answer.turn_is_seen,
+            )
             await self._note_state(env, answer)
             if self._on_turn is not None:
                 index = len(self._turns) - 1
@@ -327,6 +332,8 @@ class RolloutRun:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 stop_token_ids=observation.stop_token_ids,
+                stop=observation.stop,
+                num_logprobs=observation.num_logprobs,
                 seed=request_seed(self._seed, self.rollout_id, turn, self._attempt),
             ),
             min_version=self._min_version,

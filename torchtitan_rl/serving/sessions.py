@@ -208,9 +208,9 @@ class Sessions:
         session.running[request.request_id] = (turn, sampling)
         try:
             completion = await asyncio.shield(sampling)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not is_cancelled():  # `_stop` gave up waiting
-                raise _closed(session.session_id)
+                raise _closed(session.session_id) from error
             turn.is_seen = False
             await asyncio.shield(self._stop(session, [request.request_id]))
             raise
