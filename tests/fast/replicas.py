@@ -11,6 +11,7 @@ from torchtitan_rl.types import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    OnProgress,
     PullReport,
     SamplingParams,
     VersionRun,
@@ -78,7 +79,13 @@ class GatedReplica:
     def name(self) -> str:
         return self._name
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
         if self.is_dead:
             raise ReplicaError(f"{self.name} is dead")
         self.served.append(request.request_id)
@@ -125,6 +132,11 @@ class GatedReplica:
 
     async def partials(self) -> dict[str, Completion]:
         return {}
+
+    async def sleep(self) -> None:
+        await self.pause("abort")
+
+    async def wake_up(self) -> None: ...
 
     async def stats(self) -> EngineStats:
         return EngineStats(

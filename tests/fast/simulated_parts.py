@@ -33,6 +33,7 @@ from torchtitan_rl.types import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    OnProgress,
     Problem,
     PullReport,
     RolloutStatus,
@@ -67,7 +68,13 @@ class SimReplica:
     def name(self) -> str:
         return self._name
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
         tokens: list[int] = []
         logprobs: list[float] = []
         runs: list[VersionRun] = []
@@ -137,6 +144,11 @@ class SimReplica:
         return PullReport(
             version=version, stall_s=0.0, running_requests=len(self._running), recomputed=False
         )
+
+    async def sleep(self) -> None:
+        await self.pause("abort")
+
+    async def wake_up(self) -> None: ...
 
     async def stats(self) -> EngineStats:
         return EngineStats(

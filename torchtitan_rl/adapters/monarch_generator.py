@@ -27,7 +27,13 @@ from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.plan import ProcessGroup
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.types import (
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    OnProgress,
+    PullReport,
+)
 from torchtitan_rl.weights.handle import WeightHandle
 
 _QUICK_CALL_S = 60.0  # deadline of calls that only ask
@@ -144,7 +150,13 @@ class MonarchReplica:
             timeout_s=self._spec.generator.start_timeout_s,
         )
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
         # The router holds the deadline.
         return await call(
             self._leader.generate.call_one(request), what=f"{self.name}: {request.request_id}"

@@ -1,4 +1,4 @@
-"""The requests that rank 0 owes an answer: their futures, submission times and version runs.
+"""The requests that rank 0 owes an answer: futures, submission times, version runs, listeners.
 
 Not thread-safe; the engine loop guards it with its lock. A request that was drained (its future
 has failed) is unknown here, and what the engine still says about it is ignored.
@@ -14,21 +14,24 @@ from typing import Any
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.progress import Listener, ProgressBook, ProgressSink
 from torchtitan_rl.generation.versions import VersionLedger
-from torchtitan_rl.types import Completion, CompletionMetrics, VersionRun
+from torchtitan_rl.types import Completion, CompletionMetrics, Progress, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
     future: Future[Completion]
     submitted_s: float  # time.monotonic()
+    listener: Listener | None
 
 
 class OutstandingRequests:
     """Answers each request once; contains the ids that may not be used again yet."""
 
-    def __init__(self, version: int, replica: str) -> None:
+    def __init__(self, version: int, replica: str, book: ProgressBook) -> None:
         self._replica = replica
+        self._book = book
         self._owed: dict[str, _Owed] = {}
         self._versions = VersionLedger(version)
 
@@ -38,14 +41,17 @@ class OutstandingRequests:
     def __iter__(self) -> Iterator[str]:
         return iter(self._owed)
 
-    def add(self, request_id: str) -> Future[Completion]:
+    def add(self, request_id: str, listener: Listener | None = None) -> Future[Completion]:
         future = uncancellable_future()
-        self._owed[request_id] = _Owed(future, time.monotonic())
+        self._owed[request_id] = _Owed(future, time.monotonic(), listener)
         return future
 
     def admit(self, request_id: str) -> None:
         """The engine takes it now, under the current version."""
         self._versions.admit(request_id)
+        owed = self._owed.get(request_id)
+        if owed is not None and owed.listener is not None:
+            self._book.follow(request_id, owed.listener, time.monotonic())
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
         self._versions.pull(version, lengths)
@@ -55,6 +61,7 @@ class OutstandingRequests:
     ) -> tuple[Future[Completion], Completion] | None:
         """The future and the completion to resolve it with; None where nobody waits any more."""
         runs = self._versions.finish(output.request_id, len(output.token_ids))
+        self._book.forget(output.request_id)
         owed = self._owed.pop(output.request_id, None)
         if owed is None:
             return None
@@ -67,6 +74,32 @@ class OutstandingRequests:
             return None
         runs = self._versions.so_far(output.request_id, len(output.token_ids))
         return self._completion(output, owed, runs, in_flight)
+
+    def untold(self, *, at_once: bool) -> dict[str, int]:
+        """Whose progress is to be read now, and from which token on."""
+        return self._book.due(time.monotonic(), at_once=at_once)
+
+    def tell(
+        self, outputs: list[EngineOutput], starts: Mapping[str, int]
+    ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
+        """Each sink with the progress it is to be told, from what was read from ``starts`` on."""
+        progress = []
+        for output in outputs:
+            request_id = output.request_id
+            if request_id in self._owed:
+                start = starts[request_id]
+                end = start + len(output.token_ids)
+                progress.append(
+                    Progress(
+                        request_id=request_id,
+                        start=start,
+                        token_ids=output.token_ids,
+                        logprobs=output.logprobs,
+                        version_runs=self._versions.so_far(request_id, end),
+                        top_logprobs=output.top_logprobs,
+                    )
+                )
+        return self._book.tell(progress, time.monotonic())
 
     def refuse(self, request_id: str) -> Future[Completion] | None:
         """The future of a request that the engine did not take; None where nobody waits."""
@@ -90,6 +123,8 @@ class OutstandingRequests:
             finish_reason=output.finish_reason,
             metrics=completion_metrics(output, submitted_s=owed.submitted_s, in_flight=in_flight),
             replica=self._replica,
+            stop_reason=output.stop_reason,
+            top_logprobs=output.top_logprobs,
         )
 
 

@@ -38,6 +38,7 @@ from torchtitan_rl.generation.futures import (
 )
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.lockstep import LockstepChannel
+from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
 
@@ -48,6 +49,8 @@ STATS_INTERVAL_S = 0.2
 class LoopConfig:
     """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
     it well below the time-out of the channel. ``version``: of the weights the engine starts with.
+    Listeners are told of progress every ``stream_interval_s`` or, where they do not stream, every
+    ``progress_interval_s`` at most.
     """
 
     name: str = "replica"
@@ -55,6 +58,8 @@ class LoopConfig:
     heartbeat_s: float = 60.0
     kv_policy: KvPolicy = field(default_factory=KvPolicy)
     version: int = 0
+    stream_interval_s: float = 0.02
+    progress_interval_s: float = 1.0
 
 
 class EngineLoop:
@@ -82,7 +87,11 @@ class EngineLoop:
         self._limits = engine.limits
         self._inbox = Inbox()
         self._lock = threading.Lock()  # guards the three below
-        self._requests = OutstandingRequests(self._config.version, self._config.name)
+        book = ProgressBook(
+            stream_interval_s=self._config.stream_interval_s,
+            interval_s=self._config.progress_interval_s,
+        )
+        self._requests = OutstandingRequests(self._config.version, self._config.name, book)
         self._waiters: list[Future[Any]] = []  # of the decision that is being applied
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
@@ -105,10 +114,13 @@ class EngineLoop:
         """What ended the loop, its ``__cause__`` attached; None while it runs or was closed."""
         return self._failure
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
+    def submit(
+        self, request: GenerationRequest, listener: Listener | None = None
+    ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        What `validate_request` does not know and the engine refuses fails the future likewise.
+        Its listener is told of its progress before the future ends, and never after. What
+        `validate_request` does not know and the engine refuses fails the future likewise.
 
         Raises:
             InvalidRequestError: the engine could not serve it; nothing else is affected.
@@ -119,7 +131,7 @@ class EngineLoop:
             if self._ended is not None:
                 return failed_future(self._ended)
             validate_request(request, self._limits, self._requests)
-            future = self._requests.add(request.request_id)
+            future = self._requests.add(request.request_id, listener)
             self._inbox.admit(admission)
         return future
 
@@ -252,6 +264,7 @@ class EngineLoop:
             if in_flight == 0:
                 break
             self._resolve(self._engine.step(), in_flight)
+            self._tell_progress()
             if self._channel.world_size == 1 and self._inbox.has_news():
                 break
 
@@ -295,8 +308,23 @@ class EngineLoop:
             self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
         self._channel.barrier()
         if self._is_leader:
+            self._tell_progress(at_once=True)
             self._read_stats(is_due=True)
             self._answer(None)
+
+    def _tell_progress(self, *, at_once: bool = False) -> None:
+        """Tell listeners what was sampled since they were told last, where it is time to."""
+        if not self._is_leader:
+            return
+        with self._lock:
+            starts = self._requests.untold(at_once=at_once)
+        if not starts:
+            return
+        outputs = self._engine.sampled_since(starts)
+        with self._lock:
+            batches = self._requests.tell(outputs, starts)
+        for sink, progress in batches:
+            sink(progress)
 
     def _answer_readers(self) -> None:
         with self._lock:

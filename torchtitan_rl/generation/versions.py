@@ -22,6 +22,17 @@ def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple
     return (*kept, VersionRun(length, version))
 
 
+def join_runs(
+    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], *, length: int
+) -> tuple[VersionRun, ...]:
+    """The runs of ``length`` tokens, and of what was sampled behind them, as those of the whole."""
+    runs = list(first)
+    for start, version in second:
+        if not runs or runs[-1].version != version:
+            runs.append(VersionRun(length + start, version))
+    return tuple(runs)
+
+
 class VersionLedger:
     """The version runs of every unfinished request."""
 

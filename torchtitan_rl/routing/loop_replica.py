@@ -6,7 +6,15 @@ import asyncio
 
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.types import (
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    PullReport,
+)
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -21,13 +29,29 @@ class LoopReplica:
         self._loop = loop
         self._staging = staging
         self._close_timeout_s = close_timeout_s
+        self._listeners: dict[str, OnProgress] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def name(self) -> str:
         return self._name
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return await asyncio.wrap_future(self._loop.submit(request))
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
+        if on_progress is None:
+            return await asyncio.wrap_future(self._loop.submit(request))
+        self._event_loop = asyncio.get_running_loop()
+        future = self._loop.submit(request, Listener(sink=self._hop, streams=streams))
+        self._listeners[request.request_id] = on_progress
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del self._listeners[request.request_id]
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         self._loop.abort(request_ids)
@@ -54,3 +78,14 @@ class LoopReplica:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._loop.close, self._close_timeout_s)
+
+    def _hop(self, batch: tuple[Progress, ...]) -> None:
+        """From the engine loop's thread to the event loop, once for all requests."""
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._tell, batch)
+
+    def _tell(self, batch: tuple[Progress, ...]) -> None:
+        for progress in batch:
+            listener = self._listeners.get(progress.request_id)
+            if listener is not None:
+                listener(progress)

@@ -26,9 +26,14 @@ class Replica(Protocol):
     def name(self) -> str: ...
 
     async def generate(
-        self, request: GenerationRequest, on_progress: OnProgress | None = None
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
     ) -> Completion:
-        """``on_progress`` is told every few milliseconds what has been sampled meanwhile.
+        """``on_progress`` is told what has been sampled meanwhile: every few milliseconds where
+        it ``streams``, else about every second.
 
         Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
         replica itself is lost."""

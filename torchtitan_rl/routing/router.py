@@ -22,7 +22,7 @@ from torchtitan_rl.routing.running import RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest
+from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle
 
 __all__ = ["GeneratorRouter", "SyncMode", "SyncOrder", "SyncReport"]
@@ -54,8 +54,14 @@ class GeneratorRouter:
         self._requests = RunningRequests(self._slots, timeout_s=request_timeout_s)
         self._homes: OrderedDict[str, int] = OrderedDict()
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
         """Complete one request on some replica that holds its ``min_version``.
+
+        ``on_progress`` is told what is sampled behind ``resume_from``, as tokens of the whole
+        completion whatever pieces it is made of, and is silent once this has returned or raised.
+        It must not raise.
 
         A greedy request that is continued, here or from ``resume_from``, ends as it would have
         undisturbed. A seeded one goes on with a seed derived from its seed and its tokens so far:
@@ -66,7 +72,7 @@ class GeneratorRouter:
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left.
         """
-        return await self._requests.complete(request, self._choose)
+        return await self._requests.complete(request, self._choose, on_progress)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""

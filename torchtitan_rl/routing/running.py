@@ -1,8 +1,8 @@
 """Requests that are being completed, each in as many pieces as it takes.
 
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
-continued unless its caller asked for the abort; what is known of a request's tokens never shrinks
-while it runs, and a lost replica costs the tokens since they were last read (`snapshot`).
+continued unless its caller asked for the abort; a lost replica costs the tokens since they were
+last heard of (every second, or at once where the caller streams) or read (`snapshot`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     ReplicaError,
 )
-from torchtitan_rl.routing.continuation import check_resumable, join, remaining_request, used_up
+from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
+from torchtitan_rl.routing.known import KnownTokens
 from torchtitan_rl.routing.slots import Slot, Slots
-from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
 _ABORT_TIMEOUT_S = 5.0
 _SNAPSHOT_TIMEOUT_S = 30.0
@@ -35,15 +36,11 @@ class _Running:
 
     request: GenerationRequest
     deadline: float
-    so_far: Completion  # all pieces that are over
-    known: Completion  # with what was read of the piece that runs
+    tokens: KnownTokens
     attempts: int = 0
     piece_id: str | None = None
     slot: Slot | None = None
     is_abort_asked: bool = False
-
-    def keep(self, tokens: Completion) -> None:
-        self.so_far = self.known = tokens
 
 
 class RunningRequests:
@@ -55,7 +52,9 @@ class RunningRequests:
         self._running: dict[str, _Running] = {}
         self._is_closed = False
 
-    async def complete(self, request: GenerationRequest, choose: Choose) -> Completion:
+    async def complete(
+        self, request: GenerationRequest, choose: Choose, on_progress: OnProgress | None = None
+    ) -> Completion:
         """Complete it on the slots that ``choose`` names; see `GeneratorRouter.generate`."""
         request_id = request.request_id
         if request_id in self._running:
@@ -64,8 +63,8 @@ class RunningRequests:
                 "request, or use another id"
             )
         check_resumable(request)
-        so_far = join(request_id, [request.resume_from] if request.resume_from else [])
-        running = _Running(request, _now() + self._timeout_s, so_far, so_far)
+        tokens = KnownTokens(request, on_progress)
+        running = _Running(request, _now() + self._timeout_s, tokens)
         self._running[request_id] = running
         try:
             return await self._all_pieces(running, choose)
@@ -86,7 +85,7 @@ class RunningRequests:
         Of a replica that does not answer in time, what was known before is given.
         """
         await asyncio.gather(*(self._read(slot) for slot in self._slots.live()))
-        return {name: running.known for name, running in self._running.items()}
+        return {name: running.tokens.known for name, running in self._running.items()}
 
     def close(self) -> None:
         """Requests that wait for a replica fail."""
@@ -94,23 +93,25 @@ class RunningRequests:
         self._slots.notify()
 
     async def _all_pieces(self, running: _Running, choose: Choose) -> Completion:
+        tokens = running.tokens
         while True:
-            piece = remaining_request(running.request, running.so_far, attempt=running.attempts)
+            piece = remaining_request(running.request, tokens.so_far, attempt=running.attempts)
             if piece is None:
-                return used_up(running.so_far)
+                return used_up(tokens.so_far)
             slot = await self._slot_for(running, choose)
             if slot is None:
-                return running.so_far
+                return tokens.so_far
             running.attempts += 1
+            tokens.start_piece(piece.request_id)
             try:
                 done = await self._call(slot, piece, running)
             except ReplicaError as error:
                 self._slots.bury(slot, error)
-                running.keep(running.known)
+                tokens.lose_piece()
                 continue
-            running.keep(join(running.request.request_id, [running.so_far, done]))
+            tokens.end_piece(done)
             if running.is_abort_asked:
-                return running.so_far
+                return tokens.so_far
 
     async def _slot_for(self, running: _Running, choose: Choose) -> Slot | None:
         """The replica that is to serve the next piece, once there is one; None: abort instead."""
@@ -140,13 +141,14 @@ class RunningRequests:
         return chosen
 
     async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
+        known = running.tokens
         tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         slot.outstanding_tokens += tokens
         slot.outstanding_requests += 1
         running.slot, running.piece_id = slot, piece.request_id
         try:
             async with asyncio.timeout_at(running.deadline):
-                return await slot.replica.generate(piece)
+                return await slot.replica.generate(piece, known.hear, streams=known.streams)
         except TimeoutError as error:
             await self._abort_piece(running)
             raise GenerationTimeoutError(
@@ -187,8 +189,7 @@ class RunningRequests:
             return  # busy with something long; less is known, and nothing is wrong
         for running in self._running.values():
             if running.slot is slot and running.piece_id in partials:
-                partial = partials[running.piece_id]
-                running.known = join(running.request.request_id, [running.so_far, partial])
+                running.tokens.read(partials[running.piece_id])
 
 
 def _now() -> float:

@@ -1,0 +1,129 @@
+"""What is known of one request's tokens while it is completed in pieces, and what its caller was
+told of them.
+
+Invariants: what is known never shrinks, and what was told is a beginning of it, told once, in
+order, whatever pieces it came in; what a caller was told is never lost with a replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchtitan_rl.generation.versions import join_runs
+from torchtitan_rl.routing.continuation import join
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    TopLogprobs,
+    VersionRun,
+)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What was heard of the piece that runs."""
+
+    piece_id: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    runs: tuple[VersionRun, ...] = ()
+    read: Completion | None = None  # all of it, read at some moment
+
+    def known(self) -> Completion:
+        if self.read is not None and len(self.read.token_ids) >= len(self.token_ids):
+            return self.read
+        return Completion(
+            request_id=self.piece_id or "",
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            version_runs=self.runs,
+            finish_reason=FinishReason.ABORT,
+            top_logprobs=tuple(self.top_logprobs),
+        )
+
+
+class KnownTokens:
+    """``on_progress`` hears of tokens behind those of ``resume_from``."""
+
+    def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
+        self._request_id = request.request_id
+        self._on_progress = on_progress
+        self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
+        self._num_told = len(self._so_far.token_ids)
+        self._piece = _Piece()
+
+    @property
+    def streams(self) -> bool:
+        return self._on_progress is not None
+
+    @property
+    def so_far(self) -> Completion:
+        """All pieces that are over."""
+        return self._so_far
+
+    @property
+    def known(self) -> Completion:
+        """With what was heard or read of the piece that runs, whichever is more."""
+        piece = self._piece.known()
+        return join(self._request_id, [self._so_far, piece]) if piece.token_ids else self._so_far
+
+    def start_piece(self, piece_id: str) -> None:
+        """What the pieces before had, and the caller was not told, is told first."""
+        self._piece = _Piece(piece_id)
+        start = self._num_told
+        if start < len(self._so_far.token_ids):
+            self._tell(
+                self._so_far.token_ids[start:],
+                self._so_far.logprobs[start:],
+                self._so_far.version_runs,
+                self._so_far.top_logprobs[start:],
+            )
+
+    def hear(self, progress: Progress) -> None:
+        """``progress`` counts from the beginning of its piece; that of another is ignored."""
+        piece = self._piece
+        if progress.request_id != piece.piece_id:
+            return
+        piece.token_ids += progress.token_ids
+        piece.logprobs += progress.logprobs
+        piece.top_logprobs += progress.top_logprobs
+        piece.runs = progress.version_runs
+        runs = join_runs(self._so_far.version_runs, piece.runs, length=len(self._so_far.token_ids))
+        self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
+
+    def read(self, partial: Completion) -> None:
+        """All that the piece that runs has at some moment."""
+        self._piece.read = partial
+
+    def end_piece(self, done: Completion) -> None:
+        self._so_far = join(self._request_id, [self._so_far, done])
+        self._piece = _Piece()
+
+    def lose_piece(self) -> None:
+        """Its replica is lost; what is known of it stays."""
+        self._so_far = self.known
+        self._piece = _Piece()
+
+    def _tell(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        runs: tuple[VersionRun, ...],
+        top_logprobs: tuple[TopLogprobs, ...],
+    ) -> None:
+        if self._on_progress is None:
+            return
+        progress = Progress(
+            request_id=self._request_id,
+            start=self._num_told,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_runs=runs,
+            top_logprobs=top_logprobs,
+        )
+        self._num_told += len(token_ids)
+        self._on_progress(progress)
