@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config import EndpointConfig, GeneratorConfig, RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +28,36 @@ class ProcessPlan:
     device: Literal["cpu", "cuda"]
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup
+    endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any
     is_shared: bool = False  # trainer and replicas compute in turns, where they are the same
 
     def describe(self) -> str:
         """The plan as lines for a person."""
-        lines = [
-            f"device: {self.device}",
-            f"controller: 1 process on {_describe_place((), self.controller_cores)}",
-        ]
-        for group in (*self.replicas, self.trainer):
-            where = _describe_place(group.devices, group.cores)
-            lines.append(
-                f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on {where}, "
-                f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
-            )
-        if self.is_shared:
-            lines.append("placement: colocated, the trainer computes while the replicas sleep")
-        return "\n".join(lines)
+        endpoint = () if self.endpoint is None else (self.endpoint,)
+        shared = "placement: colocated, the trainer computes while the replicas sleep"
+        return "\n".join(
+            [
+                f"device: {self.device}",
+                f"controller: 1 process on {_describe_place((), self.controller_cores)}",
+                *_describe_groups((*self.replicas, self.trainer, *endpoint)),
+                *([shared] if self.is_shared else []),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """All processes of an endpoint without training, but the controller."""
+
+    device: Literal["cpu", "cuda"]
+    replicas: tuple[ProcessGroup, ...]
+    endpoint: ProcessGroup
+
+    def describe(self) -> str:
+        """The plan as lines for a person."""
+        groups = _describe_groups((*self.replicas, self.endpoint))
+        return "\n".join([f"device: {self.device}", "controller: 1 process on cpu", *groups])
 
 
 def replica_name(index: int) -> str:
@@ -108,11 +120,40 @@ def plan_processes(
         device="cuda" if on_cuda else "cpu",
         replicas=replicas,
         trainer=trainer,
+        endpoint=endpoint_group(config.endpoint) if needs_endpoint(config) else None,
         controller_cores=tuple(core for core in cores if core not in trainer.cores)
         if trainer.cores
         else (),
         is_shared=is_colocated,
     )
+
+
+def plan_serving(
+    generator: GeneratorConfig, endpoint: EndpointConfig, *, num_cuda_devices: int, seed: int
+) -> ServingPlan:
+    """Replicas on the first devices; without CUDA all share the CPU."""
+    free = _Free(devices=list(range(num_cuda_devices)), cores=[])
+    return ServingPlan(
+        device="cuda" if num_cuda_devices else "cpu",
+        replicas=tuple(
+            free.group(
+                replica_name(index),
+                ranks=generator.tensor_parallel,
+                threads=generator.threads,
+                seed=seed * 1000 + index,
+            )
+            for index in range(generator.replicas)
+        ),
+        endpoint=endpoint_group(endpoint),
+    )
+
+
+def needs_endpoint(config: RunConfig) -> bool:
+    return config.endpoint.enabled
+
+
+def endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
+    return ProcessGroup(name="endpoint", ranks=1, threads=endpoint.threads)
 
 
 @dataclass(slots=True)
@@ -138,6 +179,15 @@ def _take(free: list[int], number: int) -> tuple[int, ...]:
     taken = tuple(free[:number])
     del free[:number]
     return taken
+
+
+def _describe_groups(groups: Sequence[ProcessGroup]) -> list[str]:
+    return [
+        f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
+        f"{_describe_place(group.devices, group.cores)}, "
+        f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
+        for group in groups
+    ]
 
 
 def _describe_place(devices: tuple[int, ...], cores: tuple[int, ...]) -> str:

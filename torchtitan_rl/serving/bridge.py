@@ -60,6 +60,18 @@ class BridgeCounts:
     aborted: int = 0
     by_refusal: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    def gauges(self) -> dict[str, float]:
+        """As Prometheus names them."""
+        return {
+            "requests_total": float(self.polled),
+            "requests_completed_total": float(self.completed),
+            "requests_aborted_total": float(self.aborted),
+            **{
+                f'requests_refused_total{{code="{code}"}}': float(number)
+                for code, number in self.by_refusal.items()
+            },
+        }
+
 
 class EndpointBridge:
     """Runs what an endpoint's clients want, from `run` on until that is cancelled.
