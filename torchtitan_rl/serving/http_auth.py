@@ -1,0 +1,148 @@
+"""Who asks, and for which session; nothing else is decided here.
+
+- `/health` answers anyone: it says whether the endpoint serves, and no more.
+- Everything else, `/metrics` and the OpenAPI document included, needs the API key as a bearer
+  token; only a loopback address without a configured key passes any token and none.
+- `/admin/...` needs the admin key, which opens nothing else; without one configured these routes
+  do not exist (404).
+- The session is the header ``X-Session-ID`` or what follows the first ":" of the bearer token
+  (``KEY:SESSION``); two that differ are refused.
+
+Keys are compared as bytes in constant time, so no header can make the comparison fail.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving import http_context
+from torchtitan_rl.serving.http_errors import HttpError
+
+OPEN_PATHS = frozenset({"/health"})
+ADMIN_PREFIX = "/admin"
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_CHALLENGE = ((b"www-authenticate", b"Bearer"),)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_session_id(text: str) -> bool:
+    """1 to 128 of ``A-Za-z0-9._:/-``, the first a letter or digit, no ``.`` or ``..`` between
+    slashes: it has to survive as part of a URL's path."""
+    return _SESSION_ID.fullmatch(text) is not None and not {".", "..", ""} & set(text.split("/"))
+
+
+def check_keys(*, host: str, api_key: str, admin_key: str) -> None:
+    """Raises:
+    ConfigError: these keys cannot protect an endpoint on this address.
+    """
+    mistakes = []
+    if not api_key and not is_loopback(host):
+        mistakes.append(
+            f"endpoint.host = {host!r} can be reached from other machines: set "
+            "TORCHTITAN_RL_API_KEY, or listen on 127.0.0.1"
+        )
+    names = {"TORCHTITAN_RL_API_KEY": api_key, "TORCHTITAN_RL_ADMIN_KEY": admin_key}
+    mistakes += [
+        f'{name} must not contain ":" (the session follows it) or blanks'
+        for name, key in names.items()
+        if ":" in key or any(character.isspace() for character in key)
+    ]
+    if api_key and api_key == admin_key:
+        mistakes.append("TORCHTITAN_RL_ADMIN_KEY must differ from TORCHTITAN_RL_API_KEY")
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+class Authentication:
+    """ASGI middleware that sets `http_context.session_id` for what it lets through."""
+
+    def __init__(self, app: ASGIApp, *, host: str, api_key: str, admin_key: str) -> None:
+        check_keys(host=host, api_key=api_key, admin_key=admin_key)
+        self._app = app
+        self._api_key = api_key.encode()
+        self._admin_key = admin_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        bearer = _bearer(scope)
+        session_id = None
+        if scope["path"] == ADMIN_PREFIX or scope["path"].startswith(ADMIN_PREFIX + "/"):
+            self._check_admin(bearer)
+        else:
+            session_id = self._check_client(bearer, _header(scope, b"x-session-id"))
+        token = http_context.session_id.set(session_id)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            http_context.session_id.reset(token)
+
+    def _check_admin(self, bearer: bytes | None) -> None:
+        if not self._admin_key:
+            raise HttpError(404, "There are no admin routes: no admin key is set.", code="no_admin")
+        if bearer is None:
+            raise _unauthorized("This route needs the admin key as a bearer token.")
+        if not hmac.compare_digest(bearer, self._admin_key):
+            raise HttpError(403, "This is not the admin key.", code="not_admin")
+
+    def _check_client(self, bearer: bytes | None, header: bytes | None) -> str | None:
+        key, colon, suffix = (bearer or b"").partition(b":")
+        if self._api_key and not hmac.compare_digest(key, self._api_key):
+            raise _unauthorized(
+                "No API key was given: send it as a bearer token."
+                if bearer is None
+                else "The API key is wrong."
+            )
+        named = [
+            _session(text) for text in ((suffix if colon else None), header) if text is not None
+        ]
+        if len(set(named)) > 1:
+            raise HttpError(
+                400,
+                "X-Session-ID and the suffix of the API key name different sessions.",
+                code="session_conflict",
+            )
+        return named[0] if named else None
+
+
+def _session(raw: bytes) -> str:
+    text = raw.decode("latin-1")
+    if not is_session_id(text):
+        raise HttpError(
+            400,
+            "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-",
+            code="invalid_session_id",
+        )
+    return text
+
+
+def _unauthorized(message: str) -> HttpError:
+    return HttpError(401, message, code="invalid_api_key", headers=_CHALLENGE)
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """The bearer token; None without one, or with a header that says something else."""
+    scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
+    return token.strip() or None if scheme.lower() == b"bearer" else None
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    values = [value for key, value in scope["headers"] if key.lower() == name]
+    if len(values) > 1:
+        raise HttpError(
+            400, f"The header {name.decode()} was sent more than once.", code="repeated_header"
+        )
+    return values[0] if values else None
