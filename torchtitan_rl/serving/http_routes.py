@@ -83,6 +83,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def add_routes(app: FastAPI, commands: Commands) -> None:
     """Include the routes in ``app`` (and its OpenAPI document)."""
     app.add_exception_handler(HttpError, _answer_error)
+    app.add_exception_handler(RefusedError, _answer_error)
     app.include_router(_sessions(commands))
     app.include_router(_admin(commands))
     app.openapi_schema = None  # the document may have been made before
@@ -95,16 +96,16 @@ def _sessions(commands: Commands) -> APIRouter:
     @router.post("", response_model=SessionAnswer)
     async def open_session(request: OpenSession | None = None) -> Any:
         """Open a session; requests that name it are recorded, token for token."""
-        arguments = {}
+        arguments: dict[str, Any] = {}
         if request is not None and request.session_id is not None:
             arguments["session_id"] = _checked(request.session_id)
-        return await _command(commands, "session.open", arguments)
+        return await commands.command("session.open", arguments)
 
     @router.post("/{session_id:path}/reward", response_model=SessionAnswer)
     async def reward_session(session_id: SessionId, request: Reward) -> Any:
         """Close a session with its reward; its episodes come back if they are asked for."""
-        arguments = {"session_id": _checked(session_id), "reward": request.reward}
-        answer = dict(await _command(commands, "session.close", arguments))
+        arguments: dict[str, Any] = {"session_id": _checked(session_id), "reward": request.reward}
+        answer = dict(await commands.command("session.close", arguments))
         if not request.return_episodes:
             answer.pop("episodes", None)
         return answer
@@ -112,16 +113,15 @@ def _sessions(commands: Commands) -> APIRouter:
     @router.delete("/{session_id:path}", response_model=SessionAnswer)
     async def abandon_session(session_id: SessionId) -> Any:
         """Close a session without a reward: it is counted as abandoned."""
-        answer = dict(
-            await _command(commands, "session.close", {"session_id": _checked(session_id)})
-        )
+        arguments = {"session_id": _checked(session_id)}
+        answer = dict(await commands.command("session.close", arguments))
         answer.pop("episodes", None)
         return answer
 
     @router.get("/{session_id:path}", response_model=SessionAnswer)
     async def read_session(session_id: SessionId) -> Any:
         """A session's state and counts."""
-        return await _command(commands, "session.read", {"session_id": _checked(session_id)})
+        return await commands.command("session.read", {"session_id": _checked(session_id)})
 
     return router
 
@@ -132,36 +132,29 @@ def _admin(commands: Commands) -> APIRouter:
     @router.post("/pause", response_model=AdminAnswer)
     async def pause(mode: Annotated[Literal["keep", "abort", "wait"], Query()] = "keep") -> Any:
         """Pause generation: freeze what runs, cut it to be resumed, or wait for its end."""
-        return await _command(commands, "pause", {"mode": mode})
+        return await commands.command("pause", {"mode": mode})
 
     @router.post("/resume", response_model=AdminAnswer)
     async def resume() -> Any:
         """Go on after a pause."""
-        return await _command(commands, "resume", {})
+        return await commands.command("resume", {})
 
     @router.get("/versions", response_model=VersionsAnswer)
     async def versions() -> Any:
         """Which policy version each replica serves."""
-        return await _command(commands, "versions", {})
+        return await commands.command("versions", {})
 
     return router
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     # Here and not in the shell: the app's handler for all exceptions would make it a 500 first.
+    if isinstance(error, RefusedError):
+        refusal = error.refusal
+        error = HttpError(refusal.status, refusal.message, code=refusal.code)
     assert isinstance(error, HttpError)
     body = error_body(error.status, error.message, code=error.code, param=error.param)
     return Response(body, status_code=error.status, media_type="application/json")
-
-
-async def _command(
-    commands: Commands, name: CommandName, arguments: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    try:
-        return await commands.command(name, arguments)
-    except RefusedError as error:
-        refusal = error.refusal
-        raise HttpError(refusal.status, refusal.message, code=refusal.code) from None
 
 
 def _checked(session_id: str) -> str:
