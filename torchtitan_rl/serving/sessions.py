@@ -191,6 +191,8 @@ class Sessions:
         sessions = list(self._open.values())
         for session in sessions:
             session.is_closing = True
+            if session.driver is not None:
+                session.driver.close_session(None)
         await asyncio.gather(*(self._stop(session, list(session.running)) for session in sessions))
         for session in sessions:
             self._end(session, SessionEnding.SHUTDOWN, None)
@@ -270,7 +272,7 @@ class Sessions:
             raise _closed(session_id, self._ended[session_id])
         if self._is_closed:
             raise _refused(503, "shutting_down", "the server is shutting down")
-        if len(self._open) >= self._max_sessions:
+        if driver is None and len(self._open) >= self._max_sessions:
             message = f"{len(self._open)} sessions are open: close some, or try again later"
             raise _refused(429, "too_many_sessions", message)
         session = _Session(session_id=session_id, driver=driver, used_s=_now())
