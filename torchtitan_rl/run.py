@@ -26,6 +26,7 @@ from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.plan import replica_name
 from torchtitan_rl.prepare import PreparedRun
@@ -170,6 +171,7 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
     schedule, rollout = config.schedule, config.rollout
     return ControllerSettings(
         capacity=capacity,
+        during_step=during_step(config),
         producer=ProducerSettings(
             num_groups=config.num_steps * rollout.groups_per_step,
             surplus=max(0, capacity.buffer - rollout.groups_per_step)
@@ -181,13 +183,11 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             zero_variance=schedule.zero_variance,
             max_resamples=schedule.max_resamples,
             max_skipped=schedule.max_empty_batches * rollout.groups_per_step,
-            engines_are_paused=schedule.parked == "aborted",
         ),
         consumer=ConsumerSettings(
             num_steps=config.num_steps,
             capacity=capacity.buffer,
             checkpoint_every=config.checkpoint.every,
-            parked=schedule.parked,
             max_empty_batches=schedule.max_empty_batches,
             step_timeout_s=config.trainer.step_timeout_s,
         ),
@@ -203,7 +203,6 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             mode=config.weight_sync.mode,
             order=config.weight_sync.order,
             lag_timeout_s=config.weight_sync.lag_timeout_s,
-            parked=schedule.parked,
         ),
         checkpoints_kept=config.checkpoint.keep,
         report_wait_s=schedule.report_wait_s,

@@ -15,6 +15,7 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -34,7 +35,7 @@ class Plan(Habits):
     group_size: int = 2
     staleness: int = 0
     window: float = 0.0
-    parked: str = "running"
+    during_step: str = "beside"
     zero_variance: str = "train"
     replicas: int = 2
     train_s: float = 1.0
@@ -117,6 +118,7 @@ def settings(plan: Plan) -> ControllerSettings:
     )
     return ControllerSettings(
         capacity=capacity,
+        during_step=DuringStep(plan.during_step),
         producer=ProducerSettings(
             num_groups=plan.num_steps * plan.groups_per_step,
             surplus=capacity.window - 1 if plan.staleness == 0 else 0,
@@ -126,13 +128,11 @@ def settings(plan: Plan) -> ControllerSettings:
             zero_variance=plan.zero_variance,  # type: ignore[arg-type]
             max_resamples=1,
             max_skipped=100,
-            engines_are_paused=plan.parked == "aborted",
         ),
         consumer=ConsumerSettings(
             num_steps=plan.num_steps,
             capacity=capacity.buffer,
             checkpoint_every=plan.checkpoint_every,
-            parked=plan.parked,  # type: ignore[arg-type]
             max_empty_batches=plan.max_empty_batches,
             step_timeout_s=1_000.0,
         ),
@@ -148,7 +148,6 @@ def settings(plan: Plan) -> ControllerSettings:
             mode="hot_swap",
             order=plan.order,  # type: ignore[arg-type]
             lag_timeout_s=30.0,
-            parked=plan.parked,  # type: ignore[arg-type]
         ),
         checkpoints_kept=2,
         report_wait_s=1_000.0,

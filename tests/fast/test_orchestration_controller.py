@@ -136,7 +136,7 @@ def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarte
 
 
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
-    plan = Plan(num_steps=8, staleness=1, window=0.34, parked="aborted", turns=1)
+    plan = Plan(num_steps=8, staleness=1, window=0.34, during_step="aborted", turns=1)
     simulation = run(plan, tmp_path)
     mixed = [
         turn.completion

@@ -11,6 +11,7 @@ from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.records import StepRecord, TokenCounts
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
@@ -53,6 +54,13 @@ def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], lis
             state,
             router=parts.router,
             evaluator=evaluator,
+            turns=Turns(
+                DuringStep.BESIDE,
+                state,
+                router=parts.router,
+                trainer=parts.trainer,
+                recorder=parts.recorder,
+            ),
             recorder=parts.recorder,
         )
         for step in steps:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.trainer_helpers import hf_packed_logprobs, random_batch, trainer
@@ -172,6 +173,35 @@ def test_a_step_that_diverges_raises_and_leaves_no_trace(
         policy_trainer.train_step(good)
         state = policy_trainer.hf_state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def bytes_in_memory(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().nbytes()
+
+
+def test_a_step_after_an_offload_and_an_onload_is_the_same_bit_for_bit(checkpoint: Path) -> None:
+    from torchtitan_rl.adapters.titan_memory import DeviceMemory
+
+    batches = [random_batch(seed=seed) for seed in (1, 2, 3)]
+    with trainer(checkpoint) as policy_trainer:
+        for batch in batches:
+            policy_trainer.train_step(batch)
+        weights = policy_trainer.hf_state_dict()
+    with trainer(checkpoint) as policy_trainer:
+        memory = DeviceMemory(policy_trainer.state_tensors)
+        for batch in batches:  # the first time there is no optimizer state yet
+            kept = [tensor.clone() for tensor in policy_trainer.state_tensors()]
+            for _ in range(2):
+                memory.offload()
+                assert sum(map(bytes_in_memory, policy_trainer.state_tensors())) == 0
+            for _ in range(2):
+                memory.onload()
+            pairs = zip(kept, policy_trainer.state_tensors(), strict=True)
+            assert all(torch.equal(before, after) for before, after in pairs)
+            policy_trainer.train_step(batch)
+        moved = policy_trainer.hf_state_dict()
+    assert all(torch.equal(moved[name], weight) for name, weight in weights.items())
 
 
 def test_nonfinite_behaviour_logprobs_are_left_out_of_the_step_and_counted(

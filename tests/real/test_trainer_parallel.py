@@ -75,6 +75,8 @@ def run_steps(
 ) -> None:
     """One step from the checkpoint ``resume`` (written where it is not there), then two from the
     start. Each process group has a port of its own: a rank must not meet the previous one's."""
+    from torchtitan_rl.adapters.titan_memory import DeviceMemory
+
     os.environ["MASTER_PORT"] = str(ports[0])
     with trainer(checkpoint, **fields) as policy_trainer:
         if not resume.exists():
@@ -97,7 +99,13 @@ def run_steps(
         policy_trainer.export_hf(folder / "exported")
     os.environ["MASTER_PORT"] = str(ports[2])
     with trainer(checkpoint, loss=OFF_POLICY, **fields) as policy_trainer:
-        off_policy = [policy_trainer.train_step(b).metrics for b in batches_of_many_versions()]
+        memory = DeviceMemory(policy_trainer.state_tensors)
+        off_policy = []
+        for batch in batches_of_many_versions():
+            if "RANK" in os.environ:  # the one process to compare with keeps its memory
+                memory.offload()
+                memory.onload()
+            off_policy.append(policy_trainer.train_step(batch).metrics)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(weights, folder / "weights.pt")
         np.save(folder / "logprobs.npy", logprobs)

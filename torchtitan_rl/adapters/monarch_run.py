@@ -43,10 +43,26 @@ async def run_processes(
             environment = engine_environment(group.threads, plan.device)
             replicas.append(await MonarchReplica.spawn(group, spec, environment))
         transport = await _transport(prepared, trainer, replicas)
-        await _all(trainer.start(transport), *(replica.start() for replica in replicas))
+        await _start(trainer, replicas, transport, is_shared=plan.is_shared)
         yield RunProcesses(trainer=trainer, replicas=tuple(replicas))
     finally:
         await asyncio.gather(trainer.close(), *(replica.close() for replica in replicas))
+
+
+async def _start(
+    trainer: MonarchTrainer,
+    replicas: Sequence[MonarchReplica],
+    transport: Transport,
+    *,
+    is_shared: bool,
+) -> None:
+    """On shared devices the engines, which take what memory they find, come second."""
+    if not is_shared:
+        await _all(trainer.start(transport), *(replica.start() for replica in replicas))
+        return
+    await trainer.start(transport)
+    await trainer.offload()
+    await _all(*(replica.start() for replica in replicas))
 
 
 async def _all(*work: Coroutine[Any, Any, None]) -> None:
@@ -97,4 +113,5 @@ def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -
         weight_sync=config.weight_sync,
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
+        sleeps=prepared.plan.is_shared,
     )

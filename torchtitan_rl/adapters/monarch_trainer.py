@@ -108,6 +108,14 @@ class TrainerActor(Actor):
         return await self._work(self._trainer.load_checkpoint, path)
 
     @concurrent_endpoint
+    async def offload(self) -> None:
+        await self._work(self._trainer.offload)
+
+    @concurrent_endpoint
+    async def onload(self) -> None:
+        await self._work(self._trainer.onload)
+
+    @concurrent_endpoint
     async def export_hf(self, path: Path) -> None:
         await self._work(self._trainer.export_hf, path)
 
@@ -176,6 +184,12 @@ class MonarchTrainer:
         return await self._call_for_first(
             self._ranks.load_checkpoint.call(path), f"loading of {path}"
         )
+
+    async def offload(self) -> None:
+        await self._call(self._ranks.offload.call(), "offload")
+
+    async def onload(self) -> None:
+        await self._call(self._ranks.onload.call(), "onload")
 
     async def export_hf(self, path: Path) -> None:
         await self._call(self._ranks.export_hf.call(path), f"export to {path}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ from torchtitan_rl.adapters.hf_config import read_architecture
 from torchtitan_rl.adapters.titan_checkpoint import CheckpointWriter, load_state
 from torchtitan_rl.adapters.titan_forward import Forward, forward
 from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
+from torchtitan_rl.adapters.titan_memory import DeviceMemory
 from torchtitan_rl.adapters.titan_model import build_policy
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
 from torchtitan_rl.adapters.trainer_objective import PolicyObjective, StepSums, load_reference
@@ -80,6 +81,7 @@ class PolicyTrainer:
             self._source, self._architecture, config, self._layout, dtype=self._dtype
         )
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
+        self._memory = DeviceMemory(self.state_tensors)
         self._version = 0
         self._writer = CheckpointWriter(timeout=timedelta(seconds=config.step_timeout_s))
 
@@ -190,6 +192,25 @@ class PolicyTrainer:
         self._writer.finish()
         self._version, extra = load_state(Path(path), self._model, self._optimizer)
         return extra
+
+    def offload(self) -> None:
+        """Keep everything in the host's memory and free the device's, until `onload`; meanwhile
+        only `finish_checkpoint`, `onload` and `close` may be called. The CPU has nothing to free.
+        """
+        if self._layout.device.type != "cpu":
+            self._memory.offload()
+
+    def onload(self) -> None:
+        """Bring everything back to the device; it is as it was, bit for bit."""
+        self._memory.onload()
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that are kept between two steps, as they are at the moment."""
+        for model in (self._model, self._reference):
+            if model is not None:
+                yield from model.parameters()
+                yield from model.buffers()
+        yield from self._optimizer.tensors()
 
     def close(self) -> None:
         """Finish what is being written and leave the process group; the trainer is of no use

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
 
@@ -50,6 +53,12 @@ class PolicyOptimizer:
         self.container.step()
         self._scheduler.step()
         self.container.zero_grad()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Of the optimizers' states."""
+        for optimizer in self.container:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def discard(self) -> None:
         """Forget the gradients."""

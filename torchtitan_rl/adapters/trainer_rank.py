@@ -57,6 +57,14 @@ class TrainerRank:
         with self._tracer.span("load checkpoint"):
             return self._trainer.load_checkpoint(path)
 
+    def offload(self) -> None:
+        with self._tracer.span("offload"):
+            self._trainer.offload()
+
+    def onload(self) -> None:
+        with self._tracer.span("onload"):
+            self._trainer.onload()
+
     def export_hf(self, path: Path) -> None:
         with self._tracer.span("export"):
             self._trainer.export_hf(path)

@@ -224,6 +224,7 @@ _RUN = [
     _row(
         "time/sync_s", "s", "last", "weights published, fetched and pulled (beside the next step)"
     ),
+    _row("time/switch_s", "s", "last", "nobody had the shared devices (colocated runs)"),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),
     _row("overlap/trainer_idle_share", "share", "ratio", "of the step's time the trainer waits"),

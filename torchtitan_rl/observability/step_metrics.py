@@ -42,6 +42,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "time/rollout_s": record.rollout_s,
         "time/train_s": record.train_s,
         "time/sync_s": sync_s,
+        "time/switch_s": record.switch_s,
         "time/step_s": record.wall_s,
     }
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -19,6 +18,7 @@ from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepReco
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -39,7 +39,6 @@ class ConsumerSettings:
     num_steps: int
     capacity: int  # of the buffer
     checkpoint_every: int
-    parked: Literal["running", "aborted"]
     max_empty_batches: int
     step_timeout_s: float
 
@@ -69,6 +68,7 @@ class Consumer:
         router: GeneratorRouter,
         producer: Producer,
         feed: WeightFeed,
+        turns: Turns,
         saver: RunSaver,
         recorder: Recorder,
     ) -> None:
@@ -79,6 +79,7 @@ class Consumer:
         self._router = router
         self._producer = producer
         self._feed = feed
+        self._turns = turns
         self._saver = saver
         self._recorder = recorder
         self._empty_batches = 0
@@ -99,12 +100,23 @@ class Consumer:
             if _is_due(self._state.step, self._settings.checkpoint_every):
                 await self._saver.save()
                 self._saving_s = time.monotonic() - self._step_ended_s
+            if not self._goes_on():
+                self._turns.let_go()
+
+    def _goes_on(self) -> bool:
+        """The next batch is there, and nobody needs the replicas to hold this step's weights."""
+        is_last = self._state.step == self._settings.num_steps
+        return (
+            not is_last
+            and self._state.buffer.has_batch
+            and not self._feed.is_evaluated(self._state.step)
+        )
 
     async def _next_batch(self) -> tuple[RolloutGroup, ...]:
         state = self._state
         with self._recorder.phase("rollout"):
             await state.until(
-                lambda: state.is_stopping or state.buffer.has_batch,
+                lambda: state.is_stopping or (state.buffer.has_batch and self._may_train()),
                 f"the trainer waits for the batch of step {state.step + 1}",
                 details=self._describe_buffer,
             )
@@ -112,6 +124,11 @@ class Consumer:
         if groups is None:
             raise StopRequested(f"stopped on request after step {state.step}")
         return groups
+
+    def _may_train(self) -> bool:
+        """On shared devices evaluations and pulls end first."""
+        is_free = self._turns.is_trainers or self._feed.is_idle
+        return is_free or not self._turns.devices_are_shared
 
     async def _one_step(self, groups: tuple[RolloutGroup, ...]) -> None:
         state, buffer = self._state, self._state.buffer
@@ -144,18 +161,16 @@ class Consumer:
     async def _update(self, groups: tuple[RolloutGroup, ...]) -> _Update:
         """Pack, train and publish; without a token to train on the weights stay."""
         started_s = time.monotonic()
-        if self._settings.parked == "aborted":
-            await self._router.pause("abort")
         with self._recorder.phase("train"), self._on_step():
             batch, tokens = await asyncio.to_thread(self._batcher, groups)
+            if batch is not None:
+                await self._turns.to_trainer()
             output = await self._train(batch)
         trained_s = time.monotonic()
         handle = None
         if output is not None:
             with self._recorder.phase("publish"), self._state.waits.on("the trainer publishes"):
                 handle = await self._trainer.publish(self._feed.needed_versions)
-        elif self._settings.parked == "aborted":
-            await self._router.resume()
         return _Update(
             tokens=tokens,
             output=output,
@@ -179,6 +194,7 @@ class Consumer:
             wall_s=update.ended_s - self._step_ended_s,
             trainer_busy_s=update.ended_s - update.started_s + self._saving_s,
             totals=self._state.ledger.totals(),
+            switch_s=self._turns.take_switch_s(),
         )
 
     def _buffer_states(self) -> BufferStates:
@@ -219,6 +235,8 @@ class Consumer:
         counts = self._state.buffer.counts()
         live = [one for one in GroupState if counts[one] and one not in _PAST]
         text = ", ".join(f"{counts[one]} groups {one.value}" for one in live)
+        if self._state.buffer.has_batch and not self._may_train():
+            return f"{text}; an evaluation or a pull has the devices"
         oldest = next((e for e in self._state.buffer.entries if e.group is None), None)
         if oldest is None:
             return text

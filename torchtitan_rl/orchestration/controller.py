@@ -32,9 +32,11 @@ from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -52,6 +54,7 @@ class ControllerSettings:
     """Each loop's share of the configuration."""
 
     capacity: Capacity
+    during_step: DuringStep
     producer: ProducerSettings
     consumer: ConsumerSettings
     evaluation: EvaluationSettings
@@ -102,11 +105,19 @@ class Controller:
             router=parts.router,
             recorder=parts.recorder,
         )
+        self._turns = Turns(
+            settings.during_step,
+            self._state,
+            router=parts.router,
+            trainer=parts.trainer,
+            recorder=parts.recorder,
+        )
         self._feed = WeightFeed(
             settings.feed,
             self._state,
             router=parts.router,
             evaluator=self._evaluator,
+            turns=self._turns,
             recorder=parts.recorder,
         )
 
@@ -138,15 +149,14 @@ class Controller:
             DeadlineError: nothing moved for too long.
         """
         with self._parts.recorder.phase("restore"):
-            recorded = await self._saver.restore(resume_from)
-            if self._state.version > 0:
-                await self._feed.sync(await self._parts.trainer.publish())
+            recorded = await self._restore(resume_from)
         producer = Producer(
             self._settings.producer,
             self._state,
             dataset=self._parts.dataset,
             rollouter=self._parts.rollouter,
             router=self._parts.router,
+            turns=self._turns,
             recorded=recorded,
             on_turn=self._parts.journals.append,
         )
@@ -154,6 +164,16 @@ class Controller:
             await self._run_loops(producer)
         finally:
             self._parts.journals.close()
+
+    async def _restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
+        if resume_from is not None and resume_from.path is not None:
+            await self._turns.take_devices()
+        recorded = await self._saver.restore(resume_from)
+        if self._state.version > 0 or self._turns.engines_are_empty:
+            handle = await self._parts.trainer.publish()
+            self._turns.let_go()
+            await self._feed.sync(handle)
+        return recorded
 
     async def _run_loops(self, producer: Producer) -> None:
         consumer = Consumer(
@@ -164,6 +184,7 @@ class Controller:
             router=self._parts.router,
             producer=producer,
             feed=self._feed,
+            turns=self._turns,
             saver=self._saver,
             recorder=self._parts.recorder,
         )
@@ -198,6 +219,7 @@ class Controller:
         await self._save()
 
     async def _save(self) -> None:
+        await self._turns.take_devices()  # for good: nothing is sampled any more
         await self._saver.save()
         await self._saver.finish()
 

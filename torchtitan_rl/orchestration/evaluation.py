@@ -60,6 +60,10 @@ class Evaluator:
         every = self._settings.every
         return step in (0, self._settings.num_steps) or (every > 0 and step % every == 0)
 
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
     async def start(self, step: int) -> None:
         """Pin a replica at its version of now and evaluate it in the background.
 
@@ -68,6 +72,7 @@ class Evaluator:
         await self.finish()
         pinned = asyncio.Event()
         self._running = asyncio.create_task(self._run(step, pinned), name=f"evaluation {step}")
+        self._running.add_done_callback(lambda _: self._state.changed())
         pinning = asyncio.create_task(pinned.wait())
         with self._state.waits.on(f"the evaluation after step {step} waits for a replica"):
             await asyncio.wait({self._running, pinning}, return_when=asyncio.FIRST_COMPLETED)

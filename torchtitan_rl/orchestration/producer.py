@@ -15,6 +15,7 @@ from typing import Literal
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollout_run import OnTurn, RolloutActivity
@@ -36,7 +37,6 @@ class ProducerSettings:
     zero_variance: Literal["train", "skip", "resample"]
     max_resamples: int
     max_skipped: int  # groups in a row
-    engines_are_paused: bool  # between a batch and its weights
 
 
 class Producer:
@@ -50,6 +50,7 @@ class Producer:
         dataset: Dataset,
         rollouter: Rollouter,
         router: GeneratorRouter,
+        turns: Turns,
         recorded: RecordedGroups,
         on_turn: OnTurn,
     ) -> None:
@@ -58,6 +59,7 @@ class Producer:
         self._dataset = dataset
         self._rollouter = rollouter
         self._router = router
+        self._turns = turns
         self._recorded = recorded
         self._on_turn = on_turn
         self._ledger = state.ledger
@@ -100,14 +102,15 @@ class Producer:
         running = [self._running[name] for name in group_ids if name in self._running]
         if not running:
             return [entry.group_id for entry in entries]
-        # No token may be sampled between the reading and the abort. Parked groups were aborted.
-        if not self._settings.engines_are_paused:
+        # No token may be sampled between the reading and the abort.
+        is_sampling = not self._turns.engines_are_empty
+        if is_sampling:
             await self._router.pause("keep")
         partials = await self._router.partials()
         for task in running:
             task.cancel()
         await asyncio.wait(running)  # their rollouts enter their whole turns
-        if not self._settings.engines_are_paused:
+        if is_sampling:
             await self._router.resume()
         live = {id(entry) for entry in self._state.buffer.entries}
         still = [entry.group_id for entry in entries if id(entry) in live]

@@ -73,6 +73,7 @@ class StepRecord:
     buffer: BufferStates | None = None
     overtaken: frozenset[str] = frozenset()
     totals: LedgerTotals | None = None
+    switch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,15 @@ class Trainer(Protocol):
         """
         ...
 
+    async def offload(self) -> None:
+        """Give the devices' memory back; all that was in it waits in the host's. Until `onload`
+        only `finish_checkpoint`, `onload` and `close` may be called. Again: no effect."""
+        ...
+
+    async def onload(self) -> None:
+        """Take the memory back, with what was in it; where it is there already: no effect."""
+        ...
+
     async def export_hf(self, path: Path) -> None: ...
 
     async def close(self) -> None:

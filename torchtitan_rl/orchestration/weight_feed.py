@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.records import Recorder, StepRecord
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -25,7 +25,6 @@ class FeedSettings:
     mode: SyncMode
     order: SyncOrder
     lag_timeout_s: float
-    parked: Literal["running", "aborted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +45,14 @@ class WeightFeed:
         *,
         router: GeneratorRouter,
         evaluator: Evaluator,
+        turns: Turns,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
         self._state = state
         self._router = router
         self._evaluator = evaluator
+        self._turns = turns
         self._recorder = recorder
         self._queue: asyncio.Queue[FinishedStep] = asyncio.Queue()
         self._unfinished = 1  # steps, and the evaluation before the first
@@ -64,6 +65,14 @@ class WeightFeed:
     def needed_versions(self) -> frozenset[int]:
         """Published versions that replicas have not been brought to; keep them readable."""
         return self._published.kept()
+
+    @property
+    def is_idle(self) -> bool:
+        """Every step that was put is closed, and no evaluation runs."""
+        return self._unfinished == 0 and not self._evaluator.is_running
+
+    def is_evaluated(self, step: int) -> bool:
+        return self._evaluator.is_due(step)
 
     def put(self, step: FinishedStep) -> None:
         """Queue a step whose weights, if any, have just been published."""
@@ -101,7 +110,8 @@ class WeightFeed:
         await self._evaluator.finish()
 
     async def _close_step(self, finished: FinishedStep) -> None:
-        is_evaluated = self._evaluator.is_due(finished.record.step)
+        await self._turns.until_let_go()
+        is_evaluated = self.is_evaluated(finished.record.step)
         handle, sync = finished.handle, None
         if handle is not None and (is_evaluated or handle.version == self._published.current):
             sync = await self.sync(handle)
@@ -117,16 +127,19 @@ class WeightFeed:
             self._recorder.phase("sync"),
             self._state.waits.on(f"version {handle.version} waits for the replicas to pull it"),
         ):
-            report = await self._router.sync_weights(
-                handle,
-                mode=self._settings.mode,
-                order=self._settings.order,
-                lag_timeout_s=self._settings.lag_timeout_s,
-            )
-            if self._settings.parked == "aborted":
-                await self._router.resume()
+            async with self._turns.to_replicas():
+                report = await self._router.sync_weights(
+                    handle,
+                    mode=self._settings.mode,
+                    order=self._settings.order,
+                    lag_timeout_s=self._lag_timeout_s(),
+                )
         for name in sorted(set(report.lost) - self._lost_replicas):
             self._recorder.say(f"{name} is lost; the others go on")
         self._lost_replicas.update(report.lost)
         self._state.changed()
         return report
+
+    def _lag_timeout_s(self) -> float | None:
+        # On shared devices one that lags would be put to sleep with weights half pulled.
+        return None if self._turns.devices_are_shared else self._settings.lag_timeout_s
