@@ -1,0 +1,319 @@
+"""vLLM's engine core, as its front end sees it, with the router behind it.
+
+Requests leave as `GenerationRequest`s and come back as vLLM's `EngineCoreOutput`s, so that vLLM's
+own processors tokenize, detokenize, format logprobs and fan ``n`` out around them.
+
+Invariants
+- Every token reaches vLLM's output processor once, in order, with its logprob and policy version,
+  however progress and end share them.
+- A request ends once: with its completion, with its refusal, or by vLLM's abort.
+- A refused request fails alone, with its siblings of the same ``n``; the core never dies of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+)
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists
+
+from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
+from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    SamplingParams,
+    VersionRun,
+)
+
+_OPTIONS = (  # vLLM's sampling parameters that travel to the engine under their own name
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "structured_outputs",
+)
+_TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")  # what a stop string sees
+_UNSERVED = (  # the engine has no such results, or no end of that kind
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "repetition_detection",
+    "trace_decode_token_ids",
+)
+_DEFAULTS = VllmSamplingParams()
+_FINISH_REASONS = {
+    FinishReason.STOP: VllmFinishReason.STOP,
+    FinishReason.LENGTH: VllmFinishReason.LENGTH,
+    FinishReason.ABORT: VllmFinishReason.ABORT,
+}
+
+
+class RefusedRequest(GracefulHTTPError):
+    """A request that the controller refused, for vLLM's handlers and ours."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message, HTTPStatus(refusal.status))
+        self.code = refusal.code
+
+
+def refuse_unserved(params: VllmSamplingParams) -> None:
+    """Raises `VLLMValidationError` (a 400) for what the engines behind the router cannot do."""
+    for name in _UNSERVED:
+        if getattr(params, name) is not None:
+            raise VLLMValidationError(f"{name} is not served here", parameter=name)
+
+
+def generation_request(request: EngineCoreRequest) -> GenerationRequest:
+    """The request as the router knows it; its session is that of the HTTP request, or the one that
+    the body names."""
+    return GenerationRequest(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        sampling=_sampling(request.sampling_params),
+        session_id=session_id.get() or request.session_id,
+    )
+
+
+def _sampling(params: VllmSamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        num_logprobs=params.num_logprobs or 0,
+        engine_options=_engine_options(params),
+    )
+
+
+def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
+    """What differs from vLLM's defaults, in JSON's types."""
+    names = (*_OPTIONS, *_TEXT_OPTIONS) if params.stop else _OPTIONS
+    options = {
+        name: value
+        for name in names
+        if (value := getattr(params, name)) != getattr(_DEFAULTS, name) and value is not None
+    }
+    if "logit_bias" in options:
+        options["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if "structured_outputs" in options:
+        options["structured_outputs"] = {
+            name: value
+            for name, value in vars(params.structured_outputs).items()
+            if value and not name.startswith("_")
+        }
+    return options
+
+
+@dataclass(slots=True)
+class _Running:
+    """What is still to be known of a request that has not ended."""
+
+    num_prompt_tokens: int
+    has_logprobs: bool
+    submitted_s: float  # time.monotonic()
+    num_delivered: int = 0  # tokens
+
+
+Piece = tuple[int | None, EngineCoreOutput]  # tokens of one policy version
+
+
+class RouterCore(EngineCoreClient):
+    """The engine core client of an `AsyncLLM` whose engines are behind a `ControllerLink`.
+
+    ``fail`` is told of refused requests; it is set once vLLM's output processor is there.
+    """
+
+    def __init__(self, link: ControllerLink) -> None:
+        self.fail: Callable[[str, RefusedRequest], None]
+        # Both are read by AsyncLLM. A lost controller refuses each request by itself.
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+        self._link = link
+        self._running: dict[str, _Running] = {}
+        self._ready: deque[EngineCoreOutputs] = deque()
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        self._running[request.request_id] = _Running(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            has_logprobs=params.num_logprobs is not None,
+            submitted_s=time.monotonic(),
+        )
+        # A client that gets its answer in one piece needs no progress.
+        streams = params.output_kind != RequestOutputKind.FINAL_ONLY
+        self._link.submit(EndpointRequest(request=generation_request(request), streams=streams))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.abort(request_ids)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """vLLM also aborts what its own stop strings ended; that has ended here, too."""
+        running = [name for name in request_ids if self._running.pop(name, None) is not None]
+        if running:
+            self._link.abort(running)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while not self._ready:
+            self._take(await self._link.next_outputs())
+        return self._ready.popleft()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.resources.engine_dead = True
+
+    def _take(self, batch: ToEndpoint) -> None:
+        pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        for progress in batch.progress:
+            if (running := self._running.get(progress.request_id)) is not None:
+                pieces[progress.request_id].extend(_progressed(running, progress))
+        for end in batch.ends:
+            if (running := self._running.pop(end.request_id, None)) is not None:
+                pieces[end.request_id].extend(self._ended(running, end))
+        self._ready.extend(_batches(list(pieces.values())))
+
+    def _ended(self, running: _Running, end: RequestEnd) -> Iterator[Piece]:
+        if end.completion is not None:
+            yield from _completed(running, end.completion)
+        elif end.refusal is not None:
+            self.fail(end.request_id, RefusedRequest(end.refusal))
+
+
+def _progressed(running: _Running, progress: Progress) -> Iterator[Piece]:
+    skipped = running.num_delivered - progress.start
+    if 0 <= skipped < len(progress.token_ids):  # a gap waits for the whole completion
+        yield from _new_tokens(running, progress, progress.start, metrics=None)
+
+
+def _completed(running: _Running, completion: Completion) -> Iterator[Piece]:
+    last: EngineCoreOutput | None = None
+    for version, last in _new_tokens(running, completion, 0, metrics=completion.metrics):
+        yield version, last
+    reason = _FINISH_REASONS[completion.finish_reason]
+    if last is not None and not isinstance(completion.stop_reason, str):
+        last.finish_reason, last.stop_reason = reason, completion.stop_reason
+        return
+    # vLLM's output processor finds a stop string itself, in the text; that is how it knows where to
+    # cut it. This one ends the request where it did not, and is ignored where it did.
+    yield (
+        None,
+        EngineCoreOutput(
+            request_id=completion.request_id,
+            new_token_ids=[],
+            finish_reason=reason,
+            stop_reason=completion.stop_reason,
+        ),
+    )
+
+
+def _new_tokens(
+    running: _Running,
+    news: Progress | Completion,
+    start: int,
+    *,
+    metrics: CompletionMetrics | None,
+) -> Iterator[Piece]:
+    """Tokens of ``news``, whose first has index ``start``, that were not delivered; one piece for
+    each policy version."""
+    end = start + len(news.token_ids)
+    for version, first, last in _spans(news.version_runs, running.num_delivered, end):
+        tokens = slice(first - start, last - start)
+        output = EngineCoreOutput(
+            request_id=news.request_id, new_token_ids=list(news.token_ids[tokens])
+        )
+        if running.has_logprobs:
+            output.new_logprobs = _logprobs(news, tokens)
+        if running.num_delivered == 0:
+            output.events = _events(running, metrics)
+            output.prefill_stats = _prefill_stats(running, metrics)
+        running.num_delivered = last
+        yield version, output
+
+
+def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(version, first index, index behind the last) of the tokens from ``start`` to ``end``."""
+    run_ends = [run.start for run in runs[1:]] + [end]
+    for run, run_end in zip(runs, run_ends, strict=True):
+        first, last = max(run.start, start), min(run_end, end)
+        if first < last:
+            yield run.version, first, last
+
+
+def _logprobs(news: Progress | Completion, tokens: slice) -> LogprobsLists:
+    """Rows of the sampled token, then the most likely ones. Ranks are in no OpenAI answer."""
+    if news.top_logprobs:
+        rows = news.top_logprobs[tokens]
+    else:
+        sampled = zip(news.token_ids[tokens], news.logprobs[tokens], strict=True)
+        rows = tuple((pair,) for pair in sampled)
+    # vLLM takes rows one by one, so they need not be of equal length.
+    return LogprobsLists(
+        logprob_token_ids=[np.array([token for token, _ in row]) for row in rows],
+        logprobs=[np.array([logprob for _, logprob in row]) for row in rows],
+        sampled_token_ranks=np.ones(len(rows), dtype=np.int64),
+    )
+
+
+def _events(running: _Running, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
+    """When it was queued and scheduled, on this process's clock; a request that streams does not
+    know the latter when its first tokens come."""
+    scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
+    return [
+        EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),
+        EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED, scheduled_s),
+    ]
+
+
+def _prefill_stats(running: _Running, metrics: CompletionMetrics | None) -> PrefillStats:
+    stats = PrefillStats()
+    cached = min(metrics.cached_tokens, running.num_prompt_tokens) if metrics else 0
+    stats.set(running.num_prompt_tokens, cached, 0)
+    return stats
+
+
+def _batches(requests: list[list[Piece]]) -> Iterator[EngineCoreOutputs]:
+    """vLLM's batches have one weight version each: the first pieces of all requests by version,
+    then the second ones, and so on."""
+    for index in range(max(map(len, requests), default=0)):
+        by_version: dict[int | None, list[EngineCoreOutput]] = {}
+        for pieces in requests:
+            if index < len(pieces):
+                version, output = pieces[index]
+                by_version.setdefault(version, []).append(output)
+        for version, outputs in by_version.items():
+            label = None if version is None else str(version)
+            yield EngineCoreOutputs(outputs=outputs, weight_version=label)
