@@ -87,7 +87,8 @@ class Sessions:
         self._max_sessions = max_sessions
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, SessionReport] = OrderedDict()
-        self._counts: Counter[str] = Counter()  # of ended sessions
+        self._counts = Counter({f"sessions_{ending.value}": 0 for ending in SessionEnding})
+        _count(self._counts, SessionReport(session_id=""))  # every name is there from the start
         self._is_closed = False
 
     async def complete(
@@ -178,8 +179,7 @@ class Sessions:
         ``session_tokens_generated`` is the sum of those trained, masked, discarded and pending;
         sessions that a run drives count as sessions, not in the tokens.
         """
-        counts = Counter({f"sessions_{ending.value}": 0 for ending in SessionEnding})
-        counts.update(self._counts)
+        counts = self._counts.copy()
         for session in self._open.values():
             _count(counts, self._report(session, None, None))
         counts["sessions_open"] = len(self._open)
@@ -230,13 +230,15 @@ class Sessions:
         """Sample one turn to its end, whoever waits for it."""
 
         def note(progress: Progress) -> None:
-            turn.known.append(progress)
+            turn.known.append(progress)  # for a router that does not give back what it aborts
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
 
         session.used_s = _now()
         try:
-            turn.completion = await self._router.generate(request, note)
+            turn.completion = await self._router.generate(
+                request, None if on_progress is None else note
+            )
         except asyncio.CancelledError:  # the router did not give back what it aborted
             turn.cut(request.request_id)
             raise

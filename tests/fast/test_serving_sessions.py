@@ -1,0 +1,404 @@
+"""Sessions of the endpoint: exact turns, endings, refusals, and an account that adds up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fast.agents import TokenRouter, asked
+from tests.fast.virtual_clock import run_virtually
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.serving import sessions as sessions_module
+from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.types import Completion, FinishReason, VersionRun
+
+TIMEOUT_S = 60.0
+
+
+def make(router: TokenRouter | None = None, **options) -> Sessions:
+    return Sessions(router or TokenRouter(), **{"timeout_s": TIMEOUT_S, **options})
+
+
+async def refused(work) -> tuple[int, str]:
+    with pytest.raises(RefusedError) as caught:
+        await work
+    return caught.value.refusal.status, caught.value.refusal.code
+
+
+CLOSED = (400, "session_closed")
+
+
+def test_a_request_without_a_session_goes_straight_to_the_router():
+    async def scenario():
+        sessions = make()
+        request = asked((1, 2), max_tokens=2)
+        assert (await sessions.complete(request)).request_id == request.request_id
+        assert sessions.counts()["sessions_open"] == 0
+        assert sessions.counts()["session_turns"] == 0
+
+    run_virtually(scenario())
+
+
+def test_a_conversation_becomes_one_episode_with_user_and_tool_tokens_masked():
+    async def scenario():
+        sessions = make()
+        first = await sessions.complete(asked((1, 2), "s", max_tokens=2))
+        prompt = (1, 2, *first.token_ids, 0, 7)
+        second = await sessions.complete(asked(prompt, "s", max_tokens=3))
+        report = await sessions.close("s", 0.5)
+        (episode,) = report.episodes
+        assert episode.token_ids == prompt + second.token_ids
+        mask = (False, False, True, True, False, False, True, True, True)
+        assert episode.loss_mask == mask
+        sampled = first.logprobs + second.logprobs
+        assert tuple(v for v, m in zip(episode.logprobs, mask, strict=True) if m) == sampled
+        assert set(episode.advantages) == {0.0, 0.5}
+        assert report.tokens_trained == report.tokens_generated == 5
+
+    run_virtually(scenario())
+
+
+def test_an_edited_history_branches_into_another_episode():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1, 2), "s", max_tokens=2))
+        await sessions.complete(asked((1, 2, 99), "s", max_tokens=2))  # forgets its answer
+        report = await sessions.close("s", 1.0)
+        assert [episode.num_trained_tokens for episode in report.episodes] == [2, 2]
+        assert report.tokens_trained == 4
+
+    run_virtually(scenario())
+
+
+def test_concurrent_requests_of_a_session_are_turns_in_the_order_of_their_beginning():
+    async def scenario():
+        sessions = make()
+        async with asyncio.TaskGroup() as group:
+            long = group.create_task(sessions.complete(asked((1,), "s", max_tokens=5)))
+            short = group.create_task(sessions.complete(asked((2,), "s", max_tokens=2)))
+        report = await sessions.close("s", 1.0)
+        first, second = report.episodes
+        assert first.token_ids == (1, *long.result().token_ids)
+        assert second.token_ids == (2, *short.result().token_ids)
+
+    run_virtually(scenario())
+
+
+def test_progress_reaches_the_client_of_a_session():
+    async def scenario():
+        told = []
+        completion = await make().complete(asked((1,), "s", max_tokens=4), told.append)
+        assert tuple(token for progress in told for token in progress.token_ids) == (
+            completion.token_ids
+        )
+
+    run_virtually(scenario())
+
+
+def test_an_idle_session_is_abandoned_and_its_turns_are_freed():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1,), "s", max_tokens=3))
+        await asyncio.sleep(TIMEOUT_S - 1)
+        assert sessions.read("s").ending is None
+        await sessions.complete(asked((1,), "s", max_tokens=3))  # used again: time starts anew
+        await asyncio.sleep(TIMEOUT_S - 1)
+        assert sessions.read("s").ending is None
+        await asyncio.sleep(2)
+        assert sessions.read("s").ending == "abandoned"
+        assert sessions.read("s").tokens_discarded == {"abandoned": 6}
+        assert sessions.counts()["sessions_abandoned"] == 1
+        assert not sessions._open
+        assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
+        assert await refused(sessions.close("s", 1.0)) == CLOSED  # the reward comes too late
+
+    run_virtually(scenario())
+
+
+def test_a_session_whose_request_runs_longer_than_the_time_out_is_not_abandoned():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1,), "s", max_tokens=int(3 * TIMEOUT_S)))
+        assert (await sessions.close("s", 1.0)).tokens_trained == 3 * TIMEOUT_S
+
+    run_virtually(scenario())
+
+
+def test_a_session_is_closed_once():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1,), "s", max_tokens=1))
+        await sessions.close("s", 1.0)
+        assert await refused(sessions.close("s", 2.0)) == CLOSED
+        assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
+        assert sessions.read("s").reward == 1.0
+        assert sessions.counts()["sessions_rewarded"] == 1
+
+    run_virtually(scenario())
+
+
+def test_two_closes_at_once_end_a_session_once():
+    async def scenario():
+        sessions = make()
+        running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+        await asyncio.sleep(3.5)
+        answers = await asyncio.gather(
+            sessions.close("s", 1.0), sessions.close("s", 2.0), return_exceptions=True
+        )
+        assert [isinstance(answer, RefusedError) for answer in answers] == [False, True]
+        assert await refused(running) == CLOSED
+
+    run_virtually(scenario())
+
+
+def test_closing_without_a_reward_makes_no_episodes():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1,), "s", max_tokens=4))
+        report = await sessions.close("s")
+        assert report.episodes == ()
+        assert report.tokens_discarded == {"unrewarded": 4}
+        assert sessions.counts()["sessions_unrewarded"] == 1
+
+    run_virtually(scenario())
+
+
+def test_unknown_sessions_are_named_as_such():
+    async def scenario():
+        sessions = make()
+        assert await refused(sessions.close("nobody", 1.0)) == (404, "session_not_found")
+        handler = sessions.handlers()["session.read"]
+        assert await refused(handler({"session_id": "nobody"})) == (404, "session_not_found")
+
+    run_virtually(scenario())
+
+
+def test_requests_that_run_when_their_session_closes_are_aborted_and_masked():
+    async def scenario():
+        router = TokenRouter()
+        sessions = make(router)
+        await sessions.complete(asked((1,), "s", max_tokens=2))
+        running = asyncio.ensure_future(sessions.complete(asked((3,), "s", max_tokens=50)))
+        await asyncio.sleep(4.5)
+        report = await sessions.close("s", 1.0)
+        assert await refused(running) == CLOSED
+        assert report.tokens_generated == router.num_sampled == 6
+        assert report.tokens_masked == {"unseen_turn": 4}
+        assert report.unseen_turns == 1
+        assert report.tokens_trained == 2
+        assert all(3 not in episode.token_ids for episode in report.episodes)
+
+    run_virtually(scenario())
+
+
+def test_what_a_client_never_saw_is_recorded_exactly_and_not_trained():
+    async def scenario():
+        router = TokenRouter()
+        sessions = make(router)
+        gone = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+        await asyncio.sleep(7.5)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await sessions.complete(asked((1,), "s", max_tokens=3))  # asks again
+        report = await sessions.close("s", 1.0)
+        assert router.num_sampled == 10  # the abort reached the router
+        assert (report.turns, report.unseen_turns) == (2, 1)
+        assert report.tokens_masked == {"unseen_turn": 7}
+        assert report.tokens_trained == 3
+
+    run_virtually(scenario())
+
+
+def test_a_router_that_does_not_heed_an_abort_holds_up_no_close(monkeypatch):
+    monkeypatch.setattr(sessions_module, "_STOP_TIMEOUT_S", 5.0)
+
+    async def scenario():
+        sessions = make(TokenRouter(is_deaf=True))
+        told = []
+        running = asyncio.ensure_future(
+            sessions.complete(asked((1,), "s", max_tokens=10**6), told.append)
+        )
+        await asyncio.sleep(3.5)
+        report = await sessions.close("s", 1.0)
+        assert await refused(running) == CLOSED
+        assert report.tokens_generated == report.tokens_masked["unseen_turn"] == 8
+        assert len(told) == 3  # nobody is told anything after the close
+
+    run_virtually(scenario())
+
+
+def test_a_failed_request_is_no_turn_and_its_tokens_are_discarded_by_name():
+    async def scenario():
+        router = TokenRouter()
+        sessions = make(router)
+        task = asyncio.ensure_future(
+            sessions.complete(asked((1,), "s", max_tokens=9), lambda _: None)
+        )
+        await asyncio.sleep(4.5)
+        router.failure = GenerationError("no replica is left")
+        with pytest.raises(GenerationError):
+            await task
+        report = await sessions.close("s", 1.0)
+        assert report.turns == 0
+        assert report.tokens_discarded == {"generation_error": 4}
+        assert report.tokens_pending == 0
+
+    run_virtually(scenario())
+
+
+def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
+    class Broken(TokenRouter):
+        async def generate(self, request, on_progress=None):
+            return Completion(
+                request_id=request.request_id,
+                token_ids=(5, 6, 7),
+                logprobs=(-0.5, math.nan, -math.inf),
+                version_runs=(VersionRun(0, 1),),
+                finish_reason=FinishReason.STOP,
+            )
+
+    async def scenario():
+        sessions = make(Broken())
+        await sessions.complete(asked((1,), "s"))
+        answer = await sessions.handlers()["session.close"]({"session_id": "s", "reward": 1})
+        json.dumps(answer, allow_nan=False)
+        assert answer["tokens"]["masked"] == {"nonfinite_logprob": 2}
+        assert answer["episodes"][0]["loss_mask"] == [False, True, False, False]
+        assert answer["episodes"][0]["versions"] == [-1, 1, -1, -1]
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", 10**400, [1.0]])
+def test_a_reward_that_is_no_finite_number_is_refused_and_closes_nothing(reward):
+    async def scenario():
+        sessions = make()
+        sessions.open("s")
+        close = sessions.handlers()["session.close"]
+        assert await refused(close({"session_id": "s", "reward": reward})) == (
+            400,
+            "invalid_request",
+        )
+        assert sessions.read("s").ending is None
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"session_id": ""}, {"session_id": 3}])
+def test_a_session_has_to_be_named(arguments):
+    async def scenario():
+        read = make().handlers()["session.read"]
+        assert await refused(read(arguments)) == (400, "invalid_request")
+
+    run_virtually(scenario())
+
+
+def test_opened_sessions_have_names_that_nobody_can_guess_unless_they_are_given_one():
+    async def scenario():
+        sessions = make()
+        open_ = sessions.handlers()["session.open"]
+        names = {(await open_({}))["session_id"] for _ in range(3)}
+        assert len(names) == 3
+        assert all(len(name) == 32 for name in names)
+        assert (await open_({"session_id": "mine"}))["session_id"] == "mine"
+        assert await refused(open_({"session_id": "mine"})) == (400, "session_exists")
+        await sessions.close("mine")
+        assert await refused(open_({"session_id": "mine"})) == CLOSED
+
+    run_virtually(scenario())
+
+
+def test_more_sessions_than_fit_are_refused_until_one_ends():
+    async def scenario():
+        sessions = make(max_sessions=2)
+        sessions.open("a")
+        sessions.open("b")
+        assert await refused(sessions.complete(asked((1,), "c"))) == (429, "too_many_sessions")
+        await sessions.close("a")
+        await sessions.complete(asked((1,), "c", max_tokens=1))
+
+    run_virtually(scenario())
+
+
+def test_at_the_end_all_sessions_and_their_requests_end():
+    async def scenario():
+        sessions = make()
+        await sessions.complete(asked((1,), "idle", max_tokens=2))
+        running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+        await asyncio.sleep(3.5)
+        await sessions.aclose()
+        assert await refused(running) == CLOSED
+        assert await refused(sessions.complete(asked((1,), "new"))) == (503, "shutting_down")
+        counts = sessions.counts()
+        assert counts["sessions_shutdown"] == 2
+        assert counts["session_tokens_discarded"] == counts["session_tokens_generated"] == 5
+
+    run_virtually(scenario())
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask_streamed", "cancel", "close", "reward", "wait", "fail"]),
+        st.sampled_from("ab"),
+        st.integers(1, 9),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS)
+def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
+    """Trap: conservation. The router's own count is the other side of the account."""
+
+    async def scenario():
+        router = TokenRouter()
+        sessions = make(router, timeout_s=20.0)
+        tasks: dict[str, list[asyncio.Task]] = {"a": [], "b": []}
+        for action, name, number in steps:
+            if action.startswith("ask"):
+                told = (lambda _: None) if action == "ask_streamed" else None
+                request = asked((1, 2, number), name, max_tokens=number)
+                tasks[name].append(asyncio.create_task(sessions.complete(request, told)))
+                await asyncio.sleep(0)
+            elif action == "cancel" and tasks[name]:
+                tasks[name][number % len(tasks[name])].cancel()
+            elif action in ("close", "reward"):
+                reward = 1.0 if action == "reward" else None
+                closing = sessions.close(name, reward)
+                await asyncio.gather(closing, return_exceptions=True)
+            elif action == "fail":
+                router.failure = GenerationError("lost")
+                await asyncio.sleep(1)
+                router.failure = None
+            else:
+                await asyncio.sleep(4 * number)
+            _require_sums(sessions)
+        await sessions.aclose()
+        await asyncio.gather(*tasks["a"], *tasks["b"], return_exceptions=True)
+        counts = _require_sums(sessions)
+        assert counts["session_tokens_pending"] == 0
+        assert counts["sessions_open"] == 0
+        assert counts["session_tokens_generated"] <= router.num_sampled
+        if not any(action == "fail" for action, *_ in steps):
+            assert counts["session_tokens_generated"] == router.num_sampled
+
+    run_virtually(scenario())
+
+
+def _require_sums(sessions: Sessions):
+    counts = sessions.counts()
+    parts = ("trained", "masked", "discarded", "pending")
+    total = sum(counts[f"session_tokens_{part}"] for part in parts)
+    assert total == counts["session_tokens_generated"]
+    assert counts["session_tokens_pending"] >= 0
+    for session in sessions._open.values():
+        assert sessions.read(session.session_id).tokens_trained == 0
+    return counts
