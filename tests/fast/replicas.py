@@ -134,9 +134,10 @@ class GatedReplica:
         return {}
 
     async def sleep(self) -> None:
-        await self.pause("abort")
+        self.pauses.append("sleep")
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self) -> None:
+        self.pauses.append("wake_up")
 
     async def stats(self) -> EngineStats:
         return EngineStats(

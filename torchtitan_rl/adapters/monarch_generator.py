@@ -52,6 +52,7 @@ class GeneratorSpec:
     weight_sync: WeightSyncConfig
     log_dir: Path
     trace_dir: Path | None
+    sleeps: bool = False  # it shares its devices
 
 
 class GeneratorActor(Actor):
@@ -99,6 +100,14 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def partials(self) -> dict[str, Completion]:
         return await self._generator.replica.partials()
+
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        await self._generator.replica.sleep()
+
+    @concurrent_endpoint
+    async def wake_up(self) -> None:
+        await self._generator.replica.wake_up()
 
     @concurrent_endpoint
     async def discard_before(self, version: int) -> None:
@@ -187,6 +196,12 @@ class MonarchReplica:
 
     async def partials(self) -> dict[str, Completion]:
         return await call(self._leader.partials.call_one(), what=f"partials of {self.name}")
+
+    async def sleep(self) -> None:
+        await call(self._leader.sleep.call_one(), what=f"sleep of {self.name}")
+
+    async def wake_up(self) -> None:
+        await call(self._leader.wake_up.call_one(), what=f"wake-up of {self.name}")
 
     async def stats(self) -> EngineStats:
         return await call(

@@ -19,12 +19,22 @@ PauseMode = Literal["keep", "abort", "wait"]
 have, or they finish first. New ones queue in each case."""
 
 
+class Power(StrEnum):
+    """Whether an engine could step. `sleep` loses the weights, so only a pull makes it AWAKE."""
+
+    AWAKE = "awake"
+    ASLEEP = "asleep"
+    EMPTY = "empty"  # woken up, and without weights
+
+
 class Action(StrEnum):
     """What a rank does with a decision."""
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache
     PAUSE = "pause"  # end all requests if so decided, then meet the other ranks between two steps
+    SLEEP = "sleep"  # the same, then give the device's memory back
+    WAKE_UP = "wake_up"  # take it back; the weights are those of the next pull
     CLOSE = "close"  # leave the loop
 
 

@@ -3,17 +3,19 @@
 Invariants: what is put in leaves exactly once, in a decision; close goes before a pull, a pull
 before a pause, a pause before admissions and aborts; at most one pull and one pause wait (the
 latest). While it is held (paused, or waiting to be) nothing is admitted, and while it is paused
-nothing is stepped; pulls and aborts go on. Waiting never spins.
+nothing is stepped; pulls and aborts go on. From a sleep on, which is a pause, too, nothing is
+stepped or admitted before a pull after the wake-up, resumed or not. Waiting never spins.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode
+from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
 from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
 from torchtitan_rl.types import Completion, PullReport
@@ -21,18 +23,31 @@ from torchtitan_rl.types import Completion, PullReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet."""
+    """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet.
+
+    ``powers``: the sleeps and wake-ups that have not, in order; ``power`` is what they leave from.
+    """
 
     must_close: bool = False
     pull_version: int | None = None
+    powers: tuple[Action, ...] = ()
+    power: Power = Power.AWAKE
     pause: PauseMode | None = None
     is_paused: bool = False
     admissions: tuple[Admission, ...] = ()
     aborts: tuple[str, ...] = ()
 
     @property
+    def is_stopped(self) -> bool:
+        return self.is_paused or self.power is not Power.AWAKE
+
+    @property
     def is_held(self) -> bool:
-        return self.is_paused or self.pause == "wait"
+        return self.is_stopped or self.pause == "wait"
+
+    @property
+    def pull_is_due(self) -> bool:
+        return self.pull_version is not None and self.power is not Power.ASLEEP
 
     def pause_is_due(self, *, is_idle: bool) -> bool:
         return self.pause is not None and (self.pause != "wait" or is_idle)
@@ -41,7 +56,8 @@ class Queued:
         """Is there something to decide beside going on as before?"""
         return (
             self.must_close
-            or self.pull_version is not None
+            or self.pull_is_due
+            or bool(self.powers)
             or self.pause_is_due(is_idle=is_idle)
             or bool(self.aborts)
             or (bool(self.admissions) and not self.is_held)
@@ -54,9 +70,11 @@ def decide(
     """The next decision, and what stays queued after it. ``is_idle``: nothing is unfinished."""
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
-    if queued.pull_version is not None:
+    if queued.pull_version is not None and queued.pull_is_due:
         pull = LoopDecision(action=Action.PULL, version=queued.pull_version, kv_policy=kv_policy)
-        return pull, replace(queued, pull_version=None)
+        return pull, replace(queued, pull_version=None, power=Power.AWAKE)
+    if queued.powers:
+        return _decide_power(queued)
     if queued.pause_is_due(is_idle=is_idle):
         pause = LoopDecision(action=Action.PAUSE, aborts_all=queued.pause == "abort")
         return pause, replace(queued, pause=None, is_paused=True)
@@ -70,9 +88,19 @@ def decide(
         action=Action.STEP,
         admissions=admitted,
         aborts=queued.aborts,
-        num_steps=0 if queued.is_paused else max_steps,
+        num_steps=0 if queued.is_stopped else max_steps,
     )
     return step, replace(queued, admissions=kept, aborts=())
+
+
+def _decide_power(queued: Queued) -> tuple[LoopDecision, Queued]:
+    action, *rest = queued.powers
+    queued = replace(queued, powers=tuple(rest))
+    if action is Action.SLEEP:
+        sleep = LoopDecision(action=action, aborts_all=True)
+        return sleep, replace(queued, power=Power.ASLEEP, is_paused=True)
+    power = Power.EMPTY if queued.power is Power.ASLEEP else queued.power
+    return LoopDecision(action=action), replace(queued, power=power)
 
 
 class Inbox:
@@ -83,8 +111,7 @@ class Inbox:
         self._queued = Queued()
         self._admissions: list[Admission] = []
         self._aborts: list[str] = []
-        self._pulls: list[Future[PullReport]] = []
-        self._pauses: list[Future[None]] = []
+        self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
         self._readers: list[Future[dict[str, Completion]]] = []
 
     def admit(self, admission: Admission) -> None:
@@ -99,31 +126,30 @@ class Inbox:
 
     def pull(self, version: int) -> Future[PullReport]:
         """Ask for a pull. One that waits already is replaced; who waits for it waits on."""
-        future: Future[PullReport] = uncancellable_future()
         with self._changed:
             self._queued = replace(self._queued, pull_version=version)
-            self._pulls.append(future)
-            self._changed.notify()
-        return future
+            return self._wait_for(Action.PULL)
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Ask for a pause. One that waits already is replaced; who waits for it waits on."""
-        future: Future[None] = uncancellable_future()
         with self._changed:
             # Running requests cannot finish while nothing is stepped.
             is_paused = self._queued.is_paused and mode != "wait"
             self._queued = replace(self._queued, pause=mode, is_paused=is_paused)
-            self._pauses.append(future)
-            self._changed.notify()
-        return future
+            return self._wait_for(Action.PAUSE)
+
+    def change_power(self, action: Action) -> Future[None]:
+        """Ask for a SLEEP or a WAKE_UP, which are decided in the order they were asked for."""
+        with self._changed:
+            self._queued = replace(self._queued, powers=(*self._queued.powers, action))
+            return self._wait_for(action)
 
     def resume(self) -> list[Future[None]]:
         """Go on; returns the futures of those who wait for a pause that is not to be."""
         with self._changed:
             self._queued = replace(self._queued, pause=None, is_paused=False)
-            pauses, self._pauses = self._pauses, []
             self._changed.notify()
-        return pauses
+            return self._waiters.pop(Action.PAUSE, [])
 
     def read(self) -> Future[dict[str, Completion]]:
         """Ask what the unfinished requests have so far."""
@@ -141,9 +167,11 @@ class Inbox:
     def drain(self) -> list[Future[Any]]:
         """Give up what was asked for beside requests; returns the futures of those who wait."""
         with self._changed:
-            futures: list[Future[Any]] = [*self._pulls, *self._pauses, *self._readers]
-            self._pulls, self._pauses, self._readers = [], [], []
-            self._queued = replace(self._queued, pull_version=None, pause=None)
+            futures = [one for waiting in self._waiters.values() for one in waiting]
+            futures += self._readers
+            self._waiters.clear()
+            self._readers = []
+            self._queued = replace(self._queued, pull_version=None, powers=(), pause=None)
             return futures
 
     def close(self) -> None:
@@ -163,14 +191,14 @@ class Inbox:
     def next_decision(
         self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
     ) -> tuple[LoopDecision, list[Future[Any]]]:
-        """Take the next decision and the futures that wait for it (of a PULL or a PAUSE).
+        """Take the next decision and the futures that wait for it.
 
         With nothing to step (idle or paused) and no news it sleeps until there is some, or for
         ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._has_news(is_idle=is_idle) or not (is_idle or self._queued.is_paused),
+                lambda: self._has_news(is_idle=is_idle) or not (is_idle or self._queued.is_stopped),
                 timeout=sleep_s,
             )
             decision, rest = decide(
@@ -178,12 +206,17 @@ class Inbox:
             )
             self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
             self._queued = replace(rest, admissions=(), aborts=())
-            futures: list[Future[Any]] = []
-            if decision.action is Action.PULL:
-                futures, self._pulls = [*self._pulls], []
-            elif decision.action is Action.PAUSE:
-                futures, self._pauses = [*self._pauses], []
-            return decision, futures
+            waiting = self._waiters[decision.action]
+            # Sleeps and wake-ups are applied one by one, all others for all who wait.
+            is_one = decision.action in (Action.SLEEP, Action.WAKE_UP)
+            self._waiters[decision.action] = waiting[1:] if is_one else []
+            return decision, waiting[:1] if is_one else waiting
+
+    def _wait_for(self, action: Action) -> Future[Any]:
+        future = uncancellable_future()
+        self._waiters[action].append(future)
+        self._changed.notify()
+        return future
 
     def _has_news(self, *, is_idle: bool) -> bool:
         return bool(self._readers) or self._all_queued().has_news(is_idle=is_idle)

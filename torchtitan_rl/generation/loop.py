@@ -6,7 +6,8 @@ Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
 - Every future ends: with a completion, with `LoopFailedError` (its cause attached) once a step,
   broadcast or pull has failed, or with `LoopClosedError`. That holds for later calls, too.
-- A pause is acknowledged once every rank is between two steps; until `resume` none is run then.
+- A pause is acknowledged once every rank is between two steps; until `resume` none is run then,
+  nor, once it slept, before new weights were pulled.
 - With several ranks each runs exactly the decided steps, unless nothing is left to step: a rank
   that stopped alone would leave the others in a collective. With one rank it stops for the inbox.
 """
@@ -27,7 +28,6 @@ from torchtitan_rl.errors import (
     LoopClosedError,
     LoopFailedError,
     ReplicaError,
-    WeightSyncError,
 )
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
@@ -37,6 +37,7 @@ from torchtitan_rl.generation.futures import (
     failed_future,
 )
 from torchtitan_rl.generation.inbox import Inbox
+from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.validation import validate_request
@@ -95,6 +96,7 @@ class EngineLoop:
         self._waiters: list[Future[Any]] = []  # of the decision that is being applied
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
+        self._is_asleep = False
         self._stats = engine.stats()
         self._stats_s = time.monotonic()
         self._thread = threading.Thread(
@@ -149,11 +151,7 @@ class EngineLoop:
         Where another pull is still waiting, the later call wins, and the report of its version is
         the result of both.
         """
-        self._check_leader()
-        with self._lock:
-            if self._ended is not None:
-                return failed_future(self._ended)
-            return self._inbox.pull(version)
+        return self._ask(lambda: self._inbox.pull(version))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping; acknowledged once all ranks are between two steps.
@@ -163,11 +161,7 @@ class EngineLoop:
         go on. Where another pause still waits, the later mode holds for both; one that `resume`
         overtakes fails with a `GenerationError`.
         """
-        self._check_leader()
-        with self._lock:
-            if self._ended is not None:
-                return failed_future(self._ended)
-            return self._inbox.pause(mode)
+        return self._ask(lambda: self._inbox.pause(mode))
 
     def resume(self) -> None:
         """Go on where a pause stopped; without one nothing happens."""
@@ -177,16 +171,24 @@ class EngineLoop:
                 future, GenerationError(f"{self._config.name}: resumed before it was paused")
             )
 
+    def sleep(self) -> Future[None]:
+        """Pause by abort, then give the memory of all ranks back; acknowledged once they have.
+
+        Nothing is stepped until a `pull` after `wake_up` has brought weights, whatever `resume`
+        says; a pull that is asked for meanwhile waits for the wake-up.
+        """
+        return self._ask(lambda: self._inbox.change_power(Action.SLEEP))
+
+    def wake_up(self) -> Future[None]:
+        """Take the memory back on all ranks. The loop is still paused, and without weights."""
+        return self._ask(lambda: self._inbox.change_power(Action.WAKE_UP))
+
     def partials(self) -> Future[dict[str, Completion]]:
         """What each request that the engine holds has so far, by id, read between two steps.
 
         Exact in tokens, logprobs and versions; the finish reason says abort. It disturbs no step.
         """
-        self._check_leader()
-        with self._lock:
-            if self._ended is not None:
-                return failed_future(self._ended)
-            return self._inbox.read()
+        return self._ask(self._inbox.read)
 
     def stats(self) -> EngineStats:
         """A reading at most a few steps old; requests still in the inbox count as waiting."""
@@ -204,6 +206,11 @@ class EngineLoop:
             self._inbox.close()
         if self._thread.ident is not None and not self.join(timeout_s):
             raise DeadlineError(f"engine loop of {name} did not end within {timeout_s} s of close")
+
+    def _ask(self, ask: Callable[[], Future[Any]]) -> Future[Any]:
+        self._check_leader()
+        with self._lock:
+            return failed_future(self._ended) if self._ended is not None else ask()
 
     # The rest runs in the loop's thread.
 
@@ -247,10 +254,10 @@ class EngineLoop:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
-        elif decision.action is Action.PAUSE:
-            self._pause(decision)
-        else:
+        elif decision.action is Action.STEP:
             self._step(decision)
+        else:
+            self._stop(decision)
         return True
 
     def _step(self, decision: LoopDecision) -> None:
@@ -288,7 +295,8 @@ class EngineLoop:
         start_s = time.monotonic()
         running = self._engine.num_unfinished()
         self._engine.swap_weights(decision.version)
-        recomputed = self._refresh_kv(decision, running)
+        what = f"{self._config.name}: version {decision.version}"
+        recomputed = refresh_kv(self._engine, decision.kv_policy, running=running, what=what)
         if not self._is_leader:
             return
         with self._lock:
@@ -302,10 +310,17 @@ class EngineLoop:
         )
         self._answer(report)
 
-    def _pause(self, decision: LoopDecision) -> None:
+    def _stop(self, decision: LoopDecision) -> None:
+        """Apply a PAUSE, SLEEP or WAKE_UP, and meet the other ranks."""
         if decision.aborts_all:
             unfinished = self._engine.generated_lengths()
             self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
+        if decision.action is Action.SLEEP and not self._is_asleep:
+            self._engine.sleep()
+            self._is_asleep = True
+        elif decision.action is Action.WAKE_UP and self._is_asleep:
+            self._engine.wake_up()
+            self._is_asleep = False
         self._channel.barrier()
         if self._is_leader:
             self._tell_progress(at_once=True)
@@ -342,21 +357,6 @@ class EngineLoop:
             waiters, self._waiters = self._waiters, []
         for future in waiters:
             future.set_result(result)
-
-    def _refresh_kv(self, decision: LoopDecision, running: int) -> bool:
-        """Apply the KV policy; True where running requests were recomputed."""
-        policy = decision.kv_policy
-        if policy is None or not policy.reset_prefix_cache:
-            return False
-        was_reset = self._engine.reset_prefix_cache(recompute_running=policy.recompute_running)
-        # Beside running requests that keep their KV a refusal is expected; the engine keeps later
-        # requests off old blocks by itself (see `Engine.swap_weights`).
-        if not was_reset and (policy.recompute_running or running == 0):
-            raise WeightSyncError(
-                f"{self._config.name}: the prefix cache was not reset after the pull of version "
-                f"{decision.version} ({running} requests unfinished)"
-            )
-        return policy.recompute_running and running > 0
 
     def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
         if not outputs or not self._is_leader:

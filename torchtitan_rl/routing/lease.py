@@ -6,6 +6,7 @@ ends, the replica follows the newest weights at once. A replica has at most one 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest
 from torchtitan_rl.weights.handle import WeightHandle
@@ -83,7 +84,7 @@ async def lease_replica(
     finally:
         if lease is not None:
             lease.end()
-        slot.is_leased = False
+        slot.is_leased, slot.pinned = False, None
         slots.notify()
         weights.follow(slot)
 
@@ -120,7 +121,11 @@ def _free_slot(slots: Slots, handle: WeightHandle | None) -> Slot | None:
                 f"version {handle.version} cannot be leased: all replicas hold newer ones"
             )
     free = [
-        slot for slot in candidates if not slot.is_leased and slot.state is ReplicaState.SERVING
+        slot
+        for slot in candidates
+        if not slot.is_leased
+        and slot.state is ReplicaState.SERVING
+        and (slot.is_reserved or slot.version != NO_WEIGHTS)
     ]
     return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
 
@@ -130,7 +135,10 @@ async def _prepare(
 ) -> None:
     target = weights.newest if handle is None and slot.is_reserved else handle
     if target is None:
+        newest = weights.newest
+        slot.pinned = newest if newest is not None and newest.version == slot.version else None
         return
+    slot.pinned = target
     try:
         await weights.bring(slot, target)
     except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
@@ -138,3 +146,20 @@ async def _prepare(
         raise WeightSyncError(
             f"{slot.name} could not be brought to version {target.version} for a lease: {error}"
         ) from error
+
+
+async def restore_leased(slots: Slots, weights: WeightSync) -> None:
+    """Give leased replicas, which no sync reaches, the weights back that they slept away."""
+    bereft = [slot for slot in slots.live() if slot.is_leased and slot.version == NO_WEIGHTS]
+    await asyncio.gather(*(_restore(slots, weights, slot) for slot in bereft))
+
+
+async def _restore(slots: Slots, weights: WeightSync, slot: Slot) -> None:
+    try:
+        if slot.pinned is None:
+            raise WeightSyncError(
+                f"{slot.name} slept while it was leased, and nobody published its weights"
+            )
+        await weights.bring(slot, slot.pinned)
+    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+        slots.bury(slot, error)

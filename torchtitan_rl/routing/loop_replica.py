@@ -73,6 +73,12 @@ class LoopReplica:
     async def partials(self) -> dict[str, Completion]:
         return await asyncio.wrap_future(self._loop.partials())
 
+    async def sleep(self) -> None:
+        await asyncio.wrap_future(self._loop.sleep())
+
+    async def wake_up(self) -> None:
+        await asyncio.wrap_future(self._loop.wake_up())
+
     async def stats(self) -> EngineStats:
         return self._loop.stats()
 

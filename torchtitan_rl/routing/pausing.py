@@ -1,16 +1,19 @@
-"""Stops all replicas between two steps, and lets them go on.
+"""Stops all replicas between two steps, puts them to sleep, and lets them go on.
 
 Invariants: from the moment a pause is asked for no request is given to a replica; what was on its
-way then queues in the replica's inbox; a replica that does not stop, or not go on, is dead.
+way then queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No
+weights are swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 
 _RESUME_TIMEOUT_S = 60.0
 
@@ -28,7 +31,11 @@ async def resume_replicas(slots: Slots) -> None:
         return
     # A drained replica that was given nothing back yet swaps its weights first.
     await slots.wait_until(
-        lambda: not any(slot.is_emptied and slot.is_swapping for slot in slots.all)
+        lambda: (
+            not any(
+                slot.is_emptied and slot.is_swapping and not slot.is_asleep for slot in slots.all
+            )
+        )
     )
     for slot in slots.all:
         slot.is_emptied = False
@@ -37,25 +44,58 @@ async def resume_replicas(slots: Slots) -> None:
     slots.notify()
 
 
-async def _pause(slots: Slots, slot: Slot, mode: PauseMode, timeout_s: float) -> None:
+async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
+    """See `GeneratorRouter.sleep`; ``timeout_s`` is that of one replica."""
+    slots.is_paused = True
+    for slot in slots.live():
+        slot.is_asleep = True  # from here on it starts no swap
+    slots.notify()
+    await asyncio.gather(*(_put_to_sleep(slots, slot, timeout_s) for slot in slots.live()))
+
+
+async def wake_up(slots: Slots, *, timeout_s: float) -> None:
+    """See `GeneratorRouter.wake_up`; ``timeout_s`` is that of one replica."""
+    await asyncio.gather(
+        *(_wake_up(slots, slot, timeout_s) for slot in slots.live() if slot.is_asleep)
+    )
+
+
+async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
+    await slots.wait_until(lambda: slot.state is not ReplicaState.SYNCING)
+    slot.version = NO_WEIGHTS
+    if await _in_time(slots, slot, slot.replica.sleep(), "fall asleep", timeout_s):
+        slot.is_emptied = True
+        slots.notify()
+
+
+async def _wake_up(slots: Slots, slot: Slot, timeout_s: float) -> None:
+    if await _in_time(slots, slot, slot.replica.wake_up(), "wake up", timeout_s):
+        slot.is_asleep = False
+        slots.notify()
+
+
+async def _in_time(
+    slots: Slots, slot: Slot, work: Awaitable[None], what: str, timeout_s: float
+) -> bool:
+    """False where the slot could not do it, and is dead."""
     try:
         async with asyncio.timeout(timeout_s):
-            await slot.replica.pause(mode)
+            await work
     except ReplicaError as error:
         slots.bury(slot, error)
     except (TimeoutError, DeadlineError) as error:
-        lost = ReplicaError(f"{slot.name} did not pause by {mode} within {timeout_s:.0f} s")
+        lost = ReplicaError(f"{slot.name} did not {what} within {timeout_s:.0f} s")
         lost.__cause__ = error
         slots.bury(slot, lost)
-    else:
+    return slot.is_live
+
+
+async def _pause(slots: Slots, slot: Slot, mode: PauseMode, timeout_s: float) -> None:
+    if await _in_time(slots, slot, slot.replica.pause(mode), f"pause by {mode}", timeout_s):
         # A frozen replica keeps its requests; one that was emptied before stays empty.
         slot.is_emptied = slots.is_paused and (slot.is_emptied or mode != "keep")
         slots.notify()
 
 
 async def _resume(slots: Slots, slot: Slot) -> None:
-    try:
-        async with asyncio.timeout(_RESUME_TIMEOUT_S):
-            await slot.replica.resume()
-    except (ReplicaError, TimeoutError, DeadlineError) as error:
-        slots.bury(slot, error)
+    await _in_time(slots, slot, slot.replica.resume(), "resume", _RESUME_TIMEOUT_S)

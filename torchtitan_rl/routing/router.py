@@ -15,8 +15,13 @@ from contextlib import AbstractAsyncContextManager
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.routing.lease import Lease, lease_replica
-from torchtitan_rl.routing.pausing import pause_replicas, resume_replicas
+from torchtitan_rl.routing.lease import Lease, lease_replica, restore_leased
+from torchtitan_rl.routing.pausing import (
+    pause_replicas,
+    put_to_sleep,
+    resume_replicas,
+    wake_up,
+)
 from torchtitan_rl.routing.replica import Replica, ReplicaState
 from torchtitan_rl.routing.running import RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
@@ -51,6 +56,7 @@ class GeneratorRouter:
         self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
         self._request_timeout_s = request_timeout_s
+        self._sync_timeout_s = sync_timeout_s
         self._requests = RunningRequests(self._slots, timeout_s=request_timeout_s)
         self._homes: OrderedDict[str, int] = OrderedDict()
 
@@ -101,6 +107,21 @@ class GeneratorRouter:
     async def resume(self) -> None:
         """Go on where a pause stopped; without one nothing happens."""
         await resume_replicas(self._slots)
+
+    async def sleep(self) -> None:
+        """Pause by abort and give the devices of all replicas back, leased ones' too.
+
+        Cut requests wait here, under their deadlines. A swap of weights that runs is finished
+        first, and none begins before `wake_up`. A replica that does not fall asleep is dead.
+        """
+        await put_to_sleep(self._slots, timeout_s=self._sync_timeout_s)
+
+    async def wake_up(self) -> None:
+        """Take the devices back. Replicas are still paused, and hold no weights: `sync_weights`,
+        of whatever version, then `resume`. Leased ones get theirs back here."""
+        await wake_up(self._slots, timeout_s=self._sync_timeout_s)
+        self._weights.follow_all()  # for a sync that waits already
+        await restore_leased(self._slots, self._weights)
 
     async def sync_weights(
         self,

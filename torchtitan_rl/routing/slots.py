@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from torchtitan_rl.errors import ConfigError, GenerationError
 from torchtitan_rl.routing.replica import Replica, ReplicaState
 from torchtitan_rl.routing.strategies import ReplicaView
+from torchtitan_rl.weights.handle import WeightHandle
+
+NO_WEIGHTS = -1  # older than every version
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One replica. ``version``: of the weights it is known to hold."""
+    """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
+
+    ``pinned``: the weights that a lease keeps it at, where they can be fetched again.
+    """
 
     replica: Replica
     index: int
@@ -25,6 +31,8 @@ class Slot:
     state: ReplicaState = ReplicaState.SERVING
     version: int = 0
     is_leased: bool = False  # kept out of pulls
+    pinned: WeightHandle | None = None
+    is_asleep: bool = False  # or about to be
     is_emptied: bool = False  # by a pause; what it is given waits in its inbox
     is_lagging: bool = False  # a sync returned without it, and it still follows
     outstanding_tokens: int = 0

@@ -3,7 +3,7 @@
 Invariants: a replica has at most one puller, and the newest handle wins; versions of a replica that
 serves requests never go down; a leased replica is not pulled; one that is slow is named and
 followed up in the background, and only one that fails, or takes longer than the time-out over one
-fetch or one swap, is dead.
+fetch or one swap, is dead. Nothing is swapped while a replica sleeps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.types import PullReport
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -59,6 +59,7 @@ class WeightSync:
         self._lag_timeout_s: float | None = None
         self._pullers: dict[int, asyncio.Task[None]] = {}  # by slot; those that run
         self._pulls: dict[int, _Pull] = {}  # by slot, its newest
+        self._num_syncs = 0  # that wait
         self._is_closed = False
         self._crash: BaseException | None = None  # of a puller, for the next sync to raise
 
@@ -80,11 +81,14 @@ class WeightSync:
             self._newest = handle
             self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
         self._slots.notify()
-        for slot in self._slots.serving():
-            self.follow(slot)
-        await self._slots.wait_until(
-            lambda: self._is_settled(handle.version), timeout_s=lag_timeout_s
-        )
+        self._num_syncs += 1
+        try:
+            self.follow_all()
+            await self._slots.wait_until(
+                lambda: self._is_settled(handle.version), timeout_s=lag_timeout_s
+            )
+        finally:
+            self._num_syncs -= 1
         if self._crash is not None:
             raise self._crash
         if self._is_closed:
@@ -94,6 +98,10 @@ class WeightSync:
                 f"no replica holds version {handle.version}: {self._slots.obituary()}"
             )
         return self._report(handle.version)
+
+    def follow_all(self) -> None:
+        for slot in self._slots.serving():
+            self.follow(slot)
 
     def follow(self, slot: Slot) -> None:
         """Start the slot's puller where it has something to pull and none runs."""
@@ -160,6 +168,8 @@ class WeightSync:
         handle = self._newest
         if handle is None or slot.is_leased or slot.is_reserved or not slot.is_live:
             return None
+        if slot.is_asleep or (slot.version == NO_WEIGHTS and not self._num_syncs):
+            return None  # whoever wakes it up syncs it: with newer weights, as a rule
         return handle if slot.version < handle.version else None
 
     async def _follow(self, slot: Slot) -> None:
@@ -176,8 +186,8 @@ class WeightSync:
                 return
             if self._order == "one_by_one":
                 await self._turn(slot)
-            if slot.is_leased or not slot.is_live:
-                return  # it follows again when the lease ends
+            if slot.is_leased or slot.is_asleep or not slot.is_live:
+                return  # it follows again when the lease ends, or it wakes up
             try:
                 await self._swap(slot, handle, stage_s)
             except _LOSSES as error:
@@ -219,8 +229,9 @@ class WeightSync:
             await self._slots.wait_until(
                 lambda: slot.is_emptied or not slot.is_live or slot.outstanding_requests == 0
             )
-            if not slot.is_live:
-                return
+        await self._slots.wait_until(lambda: not slot.is_asleep or not slot.is_live)
+        if not slot.is_live:
+            return
         self._slots.set_state(slot, ReplicaState.SYNCING)
         async with asyncio.timeout(self._timeout_s):
             report = await slot.replica.pull(handle.version)
