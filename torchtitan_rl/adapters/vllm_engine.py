@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,6 +25,11 @@ from torchtitan_rl.adapters.vllm_cpu import (
     keep_linear_weights,
     repack_linears,
     unique_shared_memory,
+)
+from torchtitan_rl.adapters.vllm_resume import (
+    let_runner_resume,
+    resumed_detokenizer,
+    scheduled_request,
 )
 from torchtitan_rl.adapters.vllm_sampling import vllm_sampling_params
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
@@ -76,7 +80,7 @@ class VllmEngine:
         self._weights = weights
         self._version = options.version
         self._num_pulls = 0
-        self._internal_ids: dict[str, str] = {}
+        self._running: dict[str, _Running] = {}
         self._rate = ReadingRate()
         is_cpu = options.device == "cpu"
         if is_cpu:
@@ -88,7 +92,9 @@ class VllmEngine:
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core
-        self._model = self._engine.model_executor.driver_worker.worker.get_model()
+        worker = self._engine.model_executor.driver_worker.worker
+        self._model = worker.get_model()
+        let_runner_resume(self._core, worker.model_runner)
         self._limits = EngineLimits(
             max_model_len=options.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
@@ -107,36 +113,38 @@ class VllmEngine:
             list(request.prompt_token_ids),
             cache_salt=None if is_shared else f"pull-{self._num_pulls}",
         )
+        num_resumed, detokenizer = request.num_resumed, None
         try:
+            params = vllm_sampling_params(request.sampling, num_resumed)
             checked = self._engine.input_processor.process_inputs(
                 request.request_id,
                 prompt,
-                vllm_sampling_params(request.sampling),
+                params,
                 supported_tasks=self._engine.get_supported_tasks(),
                 arrival_time=admission.arrival_s,
             )
             self._engine.input_processor.assign_request_id(checked)
-            queued, wave = self._core.preprocess_add_request(checked)
-            _wait_for_grammar(queued)
+            queued = scheduled_request(self._core, checked, num_resumed)
+            if num_resumed:
+                tokenizer = self._engine.tokenizer if params.detokenize else None
+                detokenizer = resumed_detokenizer(tokenizer, checked, queued)
         except Exception as cause:  # of many types; nothing has been changed so far
             raise InvalidRequestError(
                 f"request {request.request_id!r} refused by vLLM: {cause}"
             ) from cause
         self._engine.output_processor.add_request(checked, None, None, 0)
-        self._core.add_request(queued, wave)
-        self._internal_ids[request.request_id] = checked.request_id
+        state = self._engine.output_processor.request_states[checked.request_id]
+        state.logprobs_processor.tokenizer = None  # the text of single tokens is nobody's need
+        state.detokenizer = detokenizer or state.detokenizer
+        self._core.add_request(queued)
+        self._running[request.request_id] = _Running(state, num_resumed)
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
-        outputs, internal_ids = [], []
-        for request_id in request_ids:
-            internal_id = self._internal_ids.pop(request_id, None)
-            if internal_id is None:
-                continue
-            # vLLM gives no output for an aborted request, so it is read before.
-            outputs.append(self._partial_output(request_id, internal_id))
-            internal_ids.append(internal_id)
-        if internal_ids:
-            self._engine.abort_request(internal_ids, internal=True)
+        found = [self._running.pop(name) for name in request_ids if name in self._running]
+        # vLLM gives no output for an aborted request, so it is read before.
+        outputs = [_partial_output(running) for running in found]
+        if found:
+            self._engine.abort_request([one.state.request_id for one in found], internal=True)
         return outputs
 
     def step(self) -> list[EngineOutput]:
@@ -145,12 +153,12 @@ class VllmEngine:
         for output in self._engine.step():
             if not output.finished:
                 continue
-            del self._internal_ids[output.request_id]
+            running = self._running.pop(output.request_id)
             sampled = output.outputs[0]
             outputs.append(
                 _output(
                     output.request_id,
-                    sampled.token_ids,
+                    sampled.token_ids[running.num_resumed :],
                     sampled.logprobs,
                     _finish_reason(output.request_id, sampled.finish_reason),
                     cached_tokens=output.num_cached_tokens or 0,
@@ -161,41 +169,24 @@ class VllmEngine:
         return outputs
 
     def num_unfinished(self) -> int:
-        return len(self._internal_ids)
+        return len(self._running)
 
     def generated_lengths(self) -> dict[str, int]:
-        states = self._engine.output_processor.request_states
-        return {
-            request_id: states[internal_id].detokenizer.num_output_tokens()
-            for request_id, internal_id in self._internal_ids.items()
-        }
+        return {name: running.num_sampled for name, running in self._running.items()}
 
     def partial_outputs(self) -> list[EngineOutput]:
-        return [self._partial_output(*ids) for ids in self._internal_ids.items()]
+        return [_partial_output(running) for running in self._running.values()]
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
-        found = [
-            self._partial_output(request_id, self._internal_ids[request_id], start)
+        return [
+            _partial_output(running, start)
             for request_id, start in starts.items()
-            if request_id in self._internal_ids
+            if (running := self._running.get(request_id)) and running.num_sampled > start
         ]
-        return [output for output in found if output.token_ids]
-
-    def _partial_output(self, request_id: str, internal_id: str, start: int = 0) -> EngineOutput:
-        state = self._engine.output_processor.request_states[internal_id]
-        return _output(
-            request_id,
-            state.detokenizer.output_token_ids,
-            state.logprobs_processor.logprobs,
-            FinishReason.ABORT,
-            cached_tokens=state.num_cached_tokens,
-            stats=state.stats,
-            start=start,
-        )
 
     def sleep(self) -> None:
-        if self._internal_ids:
-            raise RuntimeError(f"asked to sleep with {len(self._internal_ids)} requests unfinished")
+        if self._running:
+            raise RuntimeError(f"asked to sleep with {len(self._running)} requests unfinished")
         if self._options.sleeps and self._options.device == "cuda":
             self._engine.sleep(level=2)  # the weights, too: a pull comes before the next step
 
@@ -240,6 +231,18 @@ class VllmEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """vLLM's `RequestState`, whose first ``num_resumed`` output tokens were sampled before."""
+
+    state: Any
+    num_resumed: int
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.state.detokenizer.num_output_tokens()) - self.num_resumed
 
 
 class _Counters:
@@ -290,24 +293,25 @@ def _engine_args(options: VllmEngineOptions) -> Any:
     return EngineArgs(**args)
 
 
-def _wait_for_grammar(request: Any) -> None:
-    """Raise what is wrong with a structured-output grammar now, while it is this request's fault.
-
-    Ranks that compile in the background would begin such a request at different steps.
-    """
-    structured = request.structured_output_request
-    if structured is None:
-        return
-    if isinstance(structured._grammar, Future):
-        structured.grammar = structured._grammar.result()
-
-
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
     if reason in ("stop", "repetition"):
         return FinishReason.STOP
     if reason == "length":
         return FinishReason.LENGTH
     raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
+
+
+def _partial_output(running: _Running, start: int = 0) -> EngineOutput:
+    state = running.state
+    return _output(
+        state.external_req_id,
+        state.detokenizer.output_token_ids[running.num_resumed :],
+        state.logprobs_processor.logprobs,
+        FinishReason.ABORT,
+        cached_tokens=state.num_cached_tokens,
+        stats=state.stats,
+        start=start,
+    )
 
 
 def _output(

@@ -34,8 +34,9 @@ ENGINE_OPTIONS = frozenset(
 MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps in its server alone, and infinities give NaN
 
 
-def vllm_sampling_params(sampling: SamplingParams) -> Any:
-    """A `vllm.SamplingParams` that nobody else holds.
+def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
+    """A `vllm.SamplingParams` that nobody else holds, of a completion that is to go on behind
+    ``num_resumed`` tokens: vLLM's limits count those as well.
 
     Text is decoded only where stop strings are to be found.
 
@@ -48,8 +49,8 @@ def vllm_sampling_params(sampling: SamplingParams) -> Any:
 
     return VllmSamplingParams(
         n=1,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens + num_resumed,
+        min_tokens=sampling.min_tokens + num_resumed if sampling.min_tokens else 0,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
