@@ -42,6 +42,7 @@ class Solution:
     answer: str | None
     num_calls: int
     results: tuple[str, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: int) -> Solution:
@@ -52,21 +53,23 @@ async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: in
     ]
     num_calls = 0
     results: list[str] = []
+    answer = None
     for _ in range(max_turns):
         response = await client.chat.completions.create(
             model=model, messages=messages, tools=[CALCULATOR]
         )
         message = response.choices[0].message
-        if not message.tool_calls:
-            return Solution(
-                answer=message.content or "", num_calls=num_calls, results=tuple(results)
-            )
         messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            answer = message.content or ""
+            break
         for call in message.tool_calls:
             num_calls += 1
             content = _call(call.function.name, call.function.arguments, results)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    return Solution(answer=None, num_calls=num_calls, results=tuple(results))
+    return Solution(
+        answer=answer, num_calls=num_calls, results=tuple(results), messages=tuple(messages)
+    )
 
 
 def _call(name: str, arguments: str, results: list[str]) -> str:

@@ -19,19 +19,19 @@ import tyro
 
 from experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from experiments.calculator_agent.demonstrations import Mistakes, demonstration
+from experiments.calculator_agent.task import POLICY_DIR
 from experiments.calculator_agent.tokenizer import build_tokenizer
 from experiments.tiny_policy import ModelSize, teach
 from torchtitan_rl.config import OptimizerConfig
 from torchtitan_rl.types import Episode
 
-_POLICY_DIR = Path(__file__).parent / "policy"
 _FIRST_PROBLEM = 1_000_000
 _SIZES = ProblemSizes(two_operations=0.5, max_number=99)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    output_dir: Path = _POLICY_DIR
+    output_dir: Path = POLICY_DIR
     seed: int = 0
     right_steps: int = 700  # on right conversations
     careless_steps: int = 150  # on those with mistakes

@@ -64,12 +64,15 @@ def told(server: ScriptedServer) -> list[str]:
 def test_a_called_expression_is_evaluated_and_the_answer_returned() -> None:
     server = ScriptedServer(calls("2+3*4"), {"content": "The answer is 14."})
     solution = run(server)
-    assert solution == Solution(answer="The answer is 14.", num_calls=1, results=("14",))
+    assert (solution.answer, solution.num_calls) == ("The answer is 14.", 1)
+    assert solution.results == ("14",)
     first, second = (request["messages"] for request in server.requests)
     assert [message["role"] for message in first] == ["system", "user"]
     assert second[:2] == first
     assert second[2]["tool_calls"] == calls("2+3*4")["tool_calls"]
     assert second[3] == {"role": "tool", "tool_call_id": "0", "content": "14"}
+    assert list(solution.messages[:-1]) == second
+    assert solution.messages[-1]["content"] == "The answer is 14."
     assert server.requests[0]["tools"][0]["function"]["name"] == "calculator"
 
 
@@ -95,13 +98,15 @@ def test_a_call_that_cannot_be_evaluated_is_told_so_and_the_loop_goes_on(
     bad: dict[str, Any],
 ) -> None:
     server = ScriptedServer({"tool_calls": [bad]}, calls("1+1"), {"content": "2"})
-    assert run(server) == Solution(answer="2", num_calls=2, results=("2",))
+    solution = run(server)
+    assert (solution.answer, solution.num_calls, solution.results) == ("2", 2, ("2",))
     assert told(server)[0].startswith("error: ")
 
 
 def test_an_agent_that_only_calls_ends_without_an_answer() -> None:
     server = ScriptedServer(*[calls("1+1")] * 3)
-    assert run(server, max_turns=3) == Solution(answer=None, num_calls=3, results=("2",) * 3)
+    solution = run(server, max_turns=3)
+    assert (solution.answer, solution.num_calls, solution.results) == (None, 3, ("2",) * 3)
 
 
 def test_no_content_at_all_is_an_empty_answer() -> None:

@@ -1,0 +1,102 @@
+"""The calculator agent as a `Task`; its fields are command-line options of its configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.calculator_agent.agent import solve
+from experiments.calculator_agent.dataset import ProblemSizes, WordProblems
+from experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.agent import Agent, AgentCall, AgentHost, AgentResult
+from torchtitan_rl.rollout.agent_env import AgentEnv
+from torchtitan_rl.rollout.agent_task import AgentTask
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.task import Dataset, Split
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    import httpx
+
+POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalculatorAgentTask(AgentTask):
+    """Solve word problems of one or two operations by calling a calculator."""
+
+    two_operations: float = 0.5  # share of problems with two
+    max_number: int = 99  # in a problem
+    max_turns: int = 4  # after which the agent gives up
+    num_train_problems: int = 4096  # of one epoch
+    num_validation_problems: int = 1024
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        train = split == "train"
+        return WordProblems(
+            split,
+            seed=seed,
+            sizes=ProblemSizes(two_operations=self.two_operations, max_number=self.max_number),
+            num_problems=self.num_train_problems if train else self.num_validation_problems,
+        )
+
+    def agent(self, problem: Problem) -> Agent:
+        return self.run
+
+    async def run(
+        self, given: AgentCall, transport: httpx.AsyncBaseTransport | None = None
+    ) -> AgentResult:
+        """Let the agent solve its problem, and say what that was worth."""
+        import httpx
+        from openai import AsyncOpenAI
+
+        # Making a TLS context takes 20 ms; the endpoint is plain HTTP on this machine.
+        http_client = httpx.AsyncClient(transport=transport, verify=False)
+        async with AsyncOpenAI(
+            base_url=given.base_url, api_key=given.api_key, http_client=http_client
+        ) as client:
+            data = given.problem.data
+            solution = await solve(
+                client, model=given.model, question=data["text"], max_turns=self.max_turns
+            )
+        return AgentResult(
+            reward=score(solution, data["answer"]),
+            metrics={
+                "right_answers": float(is_right(solution, data["answer"])),
+                "calls": float(solution.num_calls),
+            },
+            messages=solution.messages,
+        )
+
+    def agent_environment(
+        self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
+    ) -> TokenEnv:
+        """The agent's environment, which also compares tokens: see `token_audit`."""
+        import httpx
+
+        from experiments.calculator_agent.token_audit import AuditedEnv, TokenIdTransport
+
+        transport = TokenIdTransport(httpx.AsyncHTTPTransport(verify=False))
+        env = AgentEnv(
+            agent=partial(self.run, transport=transport),
+            problem=problem,
+            host=host,
+            grace_s=min(self.grace_s, limits.step_timeout_s / 2),
+            reward_at_limit=self.reward_at_limit,
+            decode=tokenizer.decode,
+        )
+        return AuditedEnv(env, transport.turns)
+
+    def mistakes(self) -> list[str]:
+        found = []
+        if not 0 <= self.two_operations <= 1:
+            found.append(f"task.two_operations={self.two_operations}: must be between 0 and 1")
+        if self.max_number < 9:
+            found.append(f"task.max_number={self.max_number}: must be 9 or more")
+        for name in ("max_turns", "num_train_problems", "num_validation_problems"):
+            if getattr(self, name) < 1:
+                found.append(f"task.{name}={getattr(self, name)}: must be 1 or more")
+        return found

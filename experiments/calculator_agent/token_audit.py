@@ -1,0 +1,113 @@
+"""Compares, inside the run, the tokens that the agent's client was sent with those trained on.
+
+The client's transport asks the endpoint for token ids on top of what the agent wants and notes
+what comes back; the environment notes the prompt and the completion of each turn as the rollout
+records them. The rollout's metrics tell how many turns were compared, and in how many they differ:
+``token_mismatches`` must be 0. The agent notices nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import httpx
+
+from torchtitan_rl.rollout.agent_env import AgentEnv
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.types import Completion, RolloutStatus
+
+
+class TurnTokens(NamedTuple):
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+
+
+class TokenIdTransport(httpx.AsyncBaseTransport):
+    """Sends requests on and keeps, in order, the tokens of each chat completion that came back."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.turns: list[TurnTokens] = []
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        asked = json.loads(await request.aread()) | {"return_token_ids": True}
+        headers = httpx.Headers(request.headers)
+        del headers["content-length"]
+        response = await self._inner.handle_async_request(
+            httpx.Request(
+                request.method,
+                request.url,
+                headers=headers,
+                json=asked,
+                extensions=request.extensions,
+            )
+        )
+        await response.aread()
+        if response.is_success:
+            body = response.json()
+            prompt, completion = body["prompt_token_ids"], body["choices"][0]["token_ids"]
+            self.turns.append(TurnTokens(tuple(prompt), tuple(completion)))
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class AuditedEnv:
+    """A `TokenEnv`: the agent's own, with the result of the comparison among its metrics.
+
+    ``sent`` is what the agent's client was sent, turn by turn.
+    """
+
+    def __init__(self, env: AgentEnv, sent: list[TurnTokens]) -> None:
+        self._env = env
+        self._sent = sent
+        self._prompt: tuple[int, ...] = ()
+        self._recorded: list[TurnTokens] = []
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        return self._env.messages
+
+    async def reset(self) -> Observation:
+        observation = await self._env.reset()
+        self._prompt = observation.prompt_token_ids
+        return observation
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        self._recorded.append(TurnTokens(self._prompt, completion.token_ids))
+        answer = await self._env.step(completion)
+        if not answer.turn_is_seen:
+            self._recorded.pop()
+        if isinstance(answer, Terminal):
+            return self._with_result(answer)
+        self._prompt = answer.prompt_token_ids
+        return answer
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return self._with_result(await self._env.finish(status))
+
+    async def close(self) -> None:
+        await self._env.close()
+
+    def _with_result(self, terminal: Terminal) -> Terminal:
+        metrics = {
+            "agent/compared_turns": float(len(self._recorded)),
+            "agent/token_mismatches": float(count_mismatches(self._recorded, self._sent)),
+        }
+        return Terminal(
+            reward=terminal.reward,
+            status=terminal.status,
+            turn_reward=terminal.turn_reward,
+            turn_text=terminal.turn_text,
+            turn_is_seen=terminal.turn_is_seen,
+            metrics={**terminal.metrics, **metrics},
+        )
+
+
+def count_mismatches(recorded: list[TurnTokens], sent: list[TurnTokens]) -> int:
+    """Turns that differ in any token, or that only one side has."""
+    return sum(one != other for one, other in zip_longest(recorded, sent))
