@@ -63,6 +63,8 @@ class SimReplica:
         self.is_dead = False
         self.sampled = 0
         self.requested: list[str] = []
+        self.has_weights = True
+        trainer.awake.append(self)
 
     @property
     def name(self) -> str:
@@ -91,6 +93,7 @@ class SimReplica:
                 if name in self._aborted:
                     reason = FinishReason.ABORT
                     break
+                self._uses_the_devices("samples a token")
                 token, logprob = scripted_token(
                     (*request.prompt_token_ids, *tokens),
                     seed=sampling.seed,
@@ -139,7 +142,10 @@ class SimReplica:
             raise WeightSyncError(f"version {handle.version} is gone")
 
     async def pull(self, version: int) -> PullReport:
+        self.has_weights = True
+        self._uses_the_devices("begins to swap weights")
         await asyncio.sleep(self.pull_s)
+        self._uses_the_devices("swaps weights")
         self.version = version
         return PullReport(
             version=version, stall_s=0.0, running_requests=len(self._running), recomputed=False
@@ -147,8 +153,20 @@ class SimReplica:
 
     async def sleep(self) -> None:
         await self.pause("abort")
+        await asyncio.sleep(0.02)
+        self.has_weights = False
+        self._trainer.awake.remove(self)
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self) -> None:
+        self._trainer.awake.append(self)
+        self._uses_the_devices("wakes up", without_weights=True)
+        await asyncio.sleep(0.02)
+
+    def _uses_the_devices(self, what: str, *, without_weights: bool = False) -> None:
+        if self._trainer.has_devices:
+            self._trainer.complaints.append(f"{self.name} {what} on the trainer's devices")
+        if not (self.has_weights or without_weights):
+            self._trainer.complaints.append(f"{self.name} {what} without weights")
 
     async def stats(self) -> EngineStats:
         return EngineStats(
@@ -246,18 +264,50 @@ class SimDataset:
 
 
 class SimTrainer:
-    """Weights are a checksum over every batch, in order: equal only where all of them are."""
+    """Weights are a checksum over every batch, in order: equal only where all of them are.
 
-    def __init__(self, *, chance: random.Random, step_s: float = 0.0) -> None:
+    ``shares``: with the replicas, which have the devices at the beginning. ``complaints`` say who
+    used them out of turn.
+    """
+
+    def __init__(self, *, chance: random.Random, step_s: float = 0.0, shares: bool = False) -> None:
         self._chance = chance
         self._step_s = step_s
+        self._is_offloaded = shares
+        self._shares = shares
+        self.complaints: list[str] = []
+        self.awake: list[SimReplica] = []
+        self.switches = 0
         self.weights = 0
         self.version = 0
         self.batches: list[TrainingBatch] = []
         self.readable: set[int] = set()
 
+    @property
+    def has_devices(self) -> bool:
+        """For itself alone."""
+        return self._shares and not self._is_offloaded
+
+    async def offload(self) -> None:
+        await asyncio.sleep(0.02)
+        self._is_offloaded = True
+
+    async def onload(self) -> None:
+        self.switches += self._is_offloaded
+        self._is_offloaded = False
+        holders = [replica.name for replica in self.awake if not replica.is_dead]
+        if self._shares and holders:
+            self.complaints.append(f"the trainer comes while {holders} are awake")
+        await asyncio.sleep(0.02)
+
+    def _uses_the_devices(self, what: str) -> None:
+        if self._is_offloaded:
+            self.complaints.append(f"the trainer {what} offloaded")
+
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        self._uses_the_devices("steps")
         await asyncio.sleep(self._step_s * self._chance.uniform(0.5, 2.0))
+        self._uses_the_devices("stepped")
         for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
             self.weights = zlib.crc32(rows.tobytes(), self.weights)
         self.batches.append(batch)
@@ -265,6 +315,7 @@ class SimTrainer:
         return StepOutput(version=self.version)
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+        self._uses_the_devices("publishes")
         self.readable &= {max(self.readable, default=0), *keep}
         self.readable.add(self.version)
         return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
@@ -272,6 +323,7 @@ class SimTrainer:
     async def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
     ) -> None:
+        self._uses_the_devices("saves")
         folder = temporary_path(path)
         folder.mkdir(parents=True)
         (folder / "weights.json").write_text(json.dumps([self.weights, self.version]))
@@ -283,10 +335,12 @@ class SimTrainer:
     async def finish_checkpoint(self) -> None: ...
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        self._uses_the_devices("loads")
         self.weights, self.version = json.loads((path / "weights.json").read_text())
         return read_document(path)
 
-    async def export_hf(self, path: Path) -> None: ...
+    async def export_hf(self, path: Path) -> None:
+        self._uses_the_devices("exports")
 
     async def close(self) -> None: ...
 

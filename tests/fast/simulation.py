@@ -56,7 +56,9 @@ class Simulation:
     def __init__(self, plan: Plan, root: Path) -> None:
         self.plan = plan
         chance = random.Random(plan.chance)
-        self.trainer = SimTrainer(chance=chance, step_s=plan.train_s)
+        self.trainer = SimTrainer(
+            chance=chance, step_s=plan.train_s, shares=plan.during_step == "asleep"
+        )
         self.replicas = [
             SimReplica(f"r{i}", chance=chance, trainer=self.trainer) for i in range(plan.replicas)
         ]
@@ -104,7 +106,11 @@ class Simulation:
 
     async def run(self, *, resume: bool = False) -> None:
         found = self.checkpoints.newest(checksums=True) if resume else None
-        await self.controller.run(resume_from=found)
+        try:
+            await self.controller.run(resume_from=found)
+            await self.trainer.export_hf(self.checkpoints.path(0))
+        finally:
+            assert not self.trainer.complaints
 
     @property
     def requested(self) -> list[str]:
