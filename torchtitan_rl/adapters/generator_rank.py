@@ -47,6 +47,7 @@ class GeneratorRank:
                 seed=self._spec.seed,
                 device=self._spec.device,
                 dtype=self._spec.dtype,
+                sleeps=self._spec.sleeps,
             ),
             self.staging,
         )
