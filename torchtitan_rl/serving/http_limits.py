@@ -68,14 +68,12 @@ def parse_json(body: bytes, *, max_depth: int) -> Any:
 def _check_values(content: Any, max_depth: int) -> None:
     level, depth = [content], 0
     while level:
-        if depth > max_depth:
-            raise _too_deep(max_depth)
         below: list[Any] = []
         for value in level:
-            if isinstance(value, dict):
-                below.extend(value.values())
-            elif isinstance(value, list):
-                below.extend(value)
+            if isinstance(value, dict | list):
+                if depth == max_depth:
+                    raise _too_deep(max_depth)
+                below.extend(value.values() if isinstance(value, dict) else value)
             elif isinstance(value, float):
                 if value - value != 0:  # infinity: a number such as 1e999
                     raise _bad_json("a number is too large")
