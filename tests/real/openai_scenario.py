@@ -1,0 +1,235 @@
+"""vLLM's own server and our endpoint's application over one tiny model, in one process each way:
+``python -m tests.real.openai_scenario DIR`` serves until its standard input is closed.
+
+It prints one JSON object with four base URLs: ``own`` and ``ours`` parse tool calls, and
+``own_reasoning`` and ``ours_reasoning`` reasoning, too. Ours is one engine behind a router, and a
+bridge and a link for each application, all in this process; vLLM's engine core has one of its own.
+What happens to a request of ours depends on its session, see `Happenings`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+
+os.environ.update(engine_environment(1))
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from tests.real.models import tiny_qwen3
+from torchtitan_rl.adapters.http_server import HttpServer
+from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application
+from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import (
+    FromEndpoint,
+    Refusal,
+    RefusedError,
+    SystemStatus,
+    ToEndpoint,
+)
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
+from torchtitan_rl.weights.staging import WeightStaging
+
+MAX_MODEL_LEN = 512
+TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_r1"
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] or '' }}
+{%- for call in message['tool_calls'] or [] %}<tool_call>{{ call | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+class Happenings:
+    """Completes requests, as the router does, but for those of sessions with these names."""
+
+    def __init__(self, router: GeneratorRouter) -> None:
+        self._router = router
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        name = request.session_id or ""
+        if name == "closed":
+            raise RefusedError(
+                Refusal(status=409, message=f"session {name}", code="session_closed")
+            )
+        if name == "lost":
+            raise ReplicaError("replica0 died of /some/path")
+        if name == "relabelled":
+            return await self._relabelled(request, on_progress)
+        if name == "cut":
+            return await self._cut(request, on_progress)
+        completion = await self._router.generate(request, on_progress)
+        if name == "closed late":
+            raise RefusedError(
+                Refusal(status=409, message=f"session {name}", code="session_closed")
+            )
+        return completion
+
+    async def _relabelled(
+        self, request: GenerationRequest, on_progress: OnProgress | None
+    ) -> Completion:
+        """As if weights had changed twice."""
+        runs = (VersionRun(0, 3), VersionRun(5, 4), VersionRun(6, 7))
+
+        def relabel(progress: Progress) -> None:
+            assert on_progress is not None
+            end = progress.start + len(progress.token_ids)
+            so_far = tuple(run for run in runs if run.start < end)
+            on_progress(replace(progress, version_runs=so_far))
+
+        completion = await self._router.generate(request, on_progress and relabel)
+        return replace(completion, version_runs=runs)
+
+    async def _cut(self, request: GenerationRequest, on_progress: OnProgress | None) -> Completion:
+        """While the engine is emptied again and again."""
+        completing = asyncio.create_task(self._router.generate(request, on_progress))
+        while not completing.done():
+            await self._router.pause(mode="abort")
+            await self._router.resume()
+            await asyncio.sleep(0.03)
+        return await completing
+
+
+class LocalEndpoint:
+    """An `Endpoint` whose link is in this process."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    async def poll(self) -> FromEndpoint:
+        return await self._link.poll()
+
+    async def deliver(self, batch: ToEndpoint) -> None:
+        self._link.deliver(batch)
+
+
+def build_engine(model: Path) -> VllmEngine:
+    return VllmEngine(
+        VllmEngineOptions(
+            model=str(model),
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_bytes=32 << 20,
+            seed=0,
+        )
+    )
+
+
+async def build_own(model: Path, template: Path) -> Any:
+    """vLLM's applications, as ``vllm serve`` makes them, over one engine of the same settings."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    flags = (
+        f"--model {model} --served-model-name policy --seed 0 --dtype float32 --enforce-eager"
+        f" --max-model-len {MAX_MODEL_LEN} --max-num-batched-tokens 4096 --max-num-seqs 128"
+        " --no-enable-chunked-prefill --no-async-scheduling --logprobs-mode processed_logprobs"
+        f" --kv-cache-memory-bytes {32 << 20} --chat-template {template}"
+        f" --enable-auto-tool-choice --tool-call-parser {TOOL_PARSER}"
+    )
+    engine: Any = None
+    routes = []
+    for name, more in {"tools": "", "reasoning": f" --reasoning-parser {REASONING_PARSER}"}.items():
+        parser = make_arg_parser(FlexibleArgumentParser())
+        args = parser.parse_args((flags + more).split())
+        args.structured_outputs_config.reasoning_parser = args.reasoning_parser
+        if engine is None:
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        app = build_app(args, ("generate",), engine.model_config)
+        await init_app_state(engine, app.state, args, ("generate",))
+        routes.append(Mount(f"/{name}", app))
+    return Starlette(routes=routes)
+
+
+def serve_ours(model: Path, template: Path, reasoning_parser: str) -> tuple[HttpServer, Any]:
+    link = ControllerLink()
+
+    async def build() -> Any:
+        link.attach()
+        return build_application(
+            OpenAIOptions(
+                model=str(model),
+                max_model_len=MAX_MODEL_LEN,
+                tool_call_parser=TOOL_PARSER,
+                reasoning_parser=reasoning_parser,
+                chat_template=str(template),
+            ),
+            link,
+        )
+
+    server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
+    server.start()
+    return server, link
+
+
+async def main(root: Path) -> None:
+    model, template = tiny_qwen3(root / "model"), root / "template.jinja"
+    template.write_text(TEMPLATE)
+    own = HttpServer(
+        lambda: build_own(model, template), at_end=lambda: None, host="127.0.0.1", port=0
+    )
+    starting = asyncio.create_task(asyncio.to_thread(own.start))
+    loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
+    loop.start()
+    router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    tokens = router.outstanding_tokens
+    await starting  # vLLM's metrics are those of the front end that was made last
+    urls = {
+        name: f"http://127.0.0.1:{own.port}/{path}"
+        for name, path in (("own", "tools"), ("own_reasoning", "reasoning"))
+    }
+    servers, bridges = [own], []
+    for name, parser in (("ours_reasoning", REASONING_PARSER), ("ours", "")):
+        server, link = await asyncio.to_thread(serve_ours, model, template, parser)
+        bridge = EndpointBridge(
+            LocalEndpoint(link),  # type: ignore[arg-type]
+            complete=Happenings(router).complete,
+            handlers={},
+            status=lambda: SystemStatus(
+                is_healthy=True, gauges={'tokens{replica="replica0"}': sum(tokens().values())}
+            ),
+            interval_s=0.02,
+            status_interval_s=0.05,
+        )
+        servers.append(server)
+        bridges.append(asyncio.create_task(bridge.run()))
+        urls[name] = f"http://127.0.0.1:{server.port}"
+    print(json.dumps(urls), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for server in servers:
+        await asyncio.to_thread(server.close, 1.0)
+    for bridge in bridges:
+        bridge.cancel()
+    await asyncio.gather(*bridges, return_exceptions=True)
+    await router.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,467 @@
+"""The official client gets the same answers of our endpoint as of vLLM's own server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.real.models import SPECIAL_TOKENS
+from tests.real.openai_answers import joined, plain
+
+ROOT = Path(__file__).parents[2]
+MESSAGES = [{"role": "user", "content": "hello there"}]
+BASE = {"model": "policy", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
+TEXT = {"model": "policy", "prompt": "once upon", "max_tokens": 24, "seed": 5}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+# A model with random weights calls no tool unless it is made to.
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]{2}, "b": [0-9]\}\}\n</tool_call>'
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "size": {"type": "boolean"}},
+    "required": ["colour", "size"],
+    "additionalProperties": False,
+}
+THINK_END = 256 + SPECIAL_TOKENS.index("</think>")
+
+
+def extra(**body: Any) -> dict[str, Any]:
+    """What is not in the client's signatures."""
+    return {"extra_body": body}
+
+
+CHATS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {},
+    "warm and truncated": {"temperature": 0.7, "top_p": 0.9, **extra(top_k=20, min_p=0.01)},
+    "three answers": {"n": 3},
+    "logprobs": {"logprobs": True},
+    "top logprobs": {"logprobs": True, "top_logprobs": 5, "n": 2},
+    "top logprobs of a truncated distribution": {
+        "logprobs": True,
+        "top_logprobs": 5,
+        "top_p": 0.5,
+    },
+    "stop strings": {"stop": [" ", "e", "o"], "max_tokens": 200},
+    "an included stop string": {
+        "stop": ["e", "o"],
+        "max_tokens": 200,
+        **extra(include_stop_str_in_output=True),
+    },
+    "a stop string after a minimum": {
+        "stop": ["e", "o"],
+        "max_tokens": 200,
+        **extra(min_tokens=60),
+    },
+    "a stop string that was not met": {"stop": ["never to be seen"]},
+    "a special token as stop string": {
+        "stop": ["<|fim_middle|>", "<|im_start|>"],
+        "max_tokens": 300,
+        **extra(skip_special_tokens=False),
+    },
+    "stop tokens": {"max_tokens": 200, **extra(stop_token_ids=[65, 66, 67, 68])},
+    "no end of sequence": {"max_tokens": 200, **extra(ignore_eos=True)},
+    "penalties": {
+        "max_tokens": 100,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 1.5,
+        **extra(repetition_penalty=1.2),
+    },
+    "logit bias": {"logit_bias": {"65": 8, "66": -100}, "logprobs": True, "top_logprobs": 2},
+    "bad words": {**extra(bad_words=["a", "bc"], allowed_token_ids=list(range(64, 90)))},
+    "a JSON schema": {
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+    "a JSON object": {"max_tokens": 60, "response_format": {"type": "json_object"}},
+    "a regular expression": {**extra(structured_outputs={"regex": "[a-c]{3}-[0-9]{4}"})},
+    "a choice": {**extra(structured_outputs={"choice": ["red", "green", "blue"]})},
+    "a forced tool": {
+        "seed": 3,
+        "max_tokens": 200,
+        "tools": [ADD],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+    },
+    "a required tool": {"seed": 3, "max_tokens": 200, "tools": [ADD], "tool_choice": "required"},
+    "a tool by itself": {
+        "max_tokens": 200,
+        "tools": [ADD],
+        "tool_choice": "auto",
+        **extra(structured_outputs={"regex": CALL}),
+    },
+    "no tool by itself": {"tools": [ADD], "tool_choice": "auto"},
+    "tools that are forbidden": {"tools": [ADD], "tool_choice": "none"},
+    "one token": {"max_tokens": 1},
+    "all the context": {"max_tokens": None, "n": 2},
+    "token ids": {"n": 2, **extra(return_token_ids=True)},
+    "continued": {**extra(add_generation_prompt=False, continue_final_message=True)},
+    "usage": {},
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "token ids in": {"prompt": [65, 66, 67, 200, 270]},
+    "several prompts": {"prompt": ["abc", "xyz"], "n": 2, **extra(return_token_ids=True)},
+    "several prompts of token ids": {"prompt": [[65, 66], [90]], "stop": ["e", "o"]},
+    "echo": {"echo": True},
+    "logprobs": {"logprobs": 4},
+    "no further logprobs": {"logprobs": 0, "n": 2},
+    "an empty stop list": {"stop": []},
+    "two stop strings": {"stop": ["th", "o"], "max_tokens": 300, "logprobs": 1},
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "unknown model": ("/chat/completions", {**BASE, "model": "gpt"}),
+    "long prompt": (
+        "/chat/completions",
+        {**BASE, "messages": [{"role": "user", "content": "x" * 600}]},
+    ),
+    "prompt that leaves no room": ("/completions", {**TEXT, "prompt": [65] * 512}),
+    "long prompt of ids": ("/completions", {**TEXT, "prompt": [65] * 513}),
+    "unknown token": ("/completions", {**TEXT, "prompt": [65, 100_000]}),
+    "negative token": ("/completions", {**TEXT, "prompt": [-1]}),
+    "empty prompt": ("/completions", {**TEXT, "prompt": []}),
+    "no messages": ("/chat/completions", {"model": "policy"}),
+    "messages of a wrong type": ("/chat/completions", {**BASE, "messages": "hi"}),
+    "temperature": ("/chat/completions", {**BASE, "temperature": -1}),
+    "hot": ("/chat/completions", {**BASE, "temperature": 1e9}),
+    "no tokens": ("/chat/completions", {**BASE, "max_tokens": 0}),
+    "too many tokens": ("/chat/completions", {**BASE, "max_completion_tokens": 5000}),
+    "no answer": ("/chat/completions", {**BASE, "n": 0}),
+    "greedy siblings": ("/chat/completions", {**BASE, "n": 2, "temperature": 0}),
+    "too many logprobs": ("/chat/completions", {**BASE, "logprobs": True, "top_logprobs": 50}),
+    "top logprobs alone": ("/chat/completions", {**BASE, "top_logprobs": 2}),
+    "bias of no token": ("/chat/completions", {**BASE, "logit_bias": {"x": 1}}),
+    "bias of an unknown token": ("/chat/completions", {**BASE, "logit_bias": {"99999": 1}}),
+    "schema": (
+        "/chat/completions",
+        {**BASE, "structured_outputs": {"json": '{"type": "nothing"}'}},
+    ),
+    "regex": ("/chat/completions", {**BASE, "structured_outputs": {"regex": "[a"}}),
+    "tool of no name": (
+        "/chat/completions",
+        {**BASE, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+    ),
+    "template": ("/chat/completions", {**BASE, "chat_template": "{{ messages }}"}),
+    "image": (
+        "/chat/completions",
+        {
+            **BASE,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}],
+                }
+            ],
+        },
+    ),
+}
+UNSERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "logprobs of the prompt": ("/completions", {**TEXT, "echo": True, "logprobs": 1}),
+    "beams": ("/chat/completions", {**BASE, "use_beam_search": True, "n": 2}),
+    "cache salt": ("/chat/completions", {**BASE, "cache_salt": "x"}),
+    "repetitions": (
+        "/chat/completions",
+        {**BASE, "repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    root = tmp_path_factory.mktemp("openai")
+    with (
+        open(root / "log", "w") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.real.openai_scenario", str(root)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = (line for line in process.stdout if line.startswith("{"))
+        urls = json.loads(next(lines, "{}"))
+        assert urls, (root / "log").read_text()[-3000:]
+        yield urls
+        process.stdin.close()
+        assert process.wait(60) == 0, (root / "log").read_text()[-3000:]
+
+
+def client(url: str, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **options)
+
+
+@pytest.fixture(scope="module")
+def own(urls: dict[str, str]) -> openai.OpenAI:
+    return client(urls["own"])
+
+
+@pytest.fixture(scope="module")
+def ours(urls: dict[str, str]) -> openai.OpenAI:
+    return client(urls["ours"])
+
+
+def chat(server: openai.OpenAI, **request: Any) -> dict[str, Any]:
+    if request.get("stream"):
+        return joined(server.chat.completions.create(**{**BASE, **request}))
+    return plain(server.chat.completions.create(**{**BASE, **request}))
+
+
+def text(server: openai.OpenAI, **request: Any) -> dict[str, Any]:
+    if request.get("stream"):
+        return joined(server.completions.create(**{**TEXT, **request}))
+    return plain(server.completions.create(**{**TEXT, **request}))
+
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_a_chat_is_answered_as_vllms_own_server_does(own, ours, case: str) -> None:
+    assert chat(ours, **CHATS[case]) == chat(own, **CHATS[case])
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_a_streamed_chat_says_what_vllms_own_server_says(own, ours, case: str) -> None:
+    assert chat(ours, **CHATS[case], **STREAMED) == chat(own, **CHATS[case], **STREAMED)
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_completion_is_that_of_vllms_own_server(own, ours, case: str) -> None:
+    assert text(ours, **TEXTS[case]) == text(own, **TEXTS[case])
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_streamed_completion_is_that_of_vllms_own_server(own, ours, case: str) -> None:
+    assert text(ours, **TEXTS[case], **STREAMED) == text(own, **TEXTS[case], **STREAMED)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_request_is_refused_in_vllms_words(urls, case: str, stream: bool) -> None:
+    path, body = REFUSED[case]
+    answers = [
+        httpx.post(f"{urls[server]}/v1{path}", json={**body, "stream": stream})
+        for server in ("own", "ours")
+    ]
+    assert answers[1].status_code in (400, 404, 422)
+    assert answers[1].headers["content-type"] == "application/json"
+    words = [answer.text.removeprefix("data: ").partition("\n")[0] for answer in answers]
+    assert json.loads(words[1]) == json.loads(words[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", UNSERVED)
+def test_what_cannot_be_served_is_refused(urls, case: str, stream: bool) -> None:
+    path, body = UNSERVED[case]
+    answer = httpx.post(f"{urls['ours']}/v1{path}", json={**body, "stream": stream})
+    assert answer.status_code == 400
+    assert "not served" in answer.json()["error"]["message"]
+
+
+def test_tools_were_called(own, ours) -> None:
+    """What the comparisons above are about."""
+    for case in ("a forced tool", "a required tool", "a tool by itself"):
+        for stream in ({}, STREAMED):
+            message = chat(ours, **CHATS[case], **stream)["choices"][0]
+            calls = (message.get("message") or message["delta"])["tool_calls"]
+            assert calls[0]["function"]["name"] == "add"
+
+
+def test_stops_were_met(ours) -> None:
+    for case in ("stop strings", "an included stop string", "a special token as stop string"):
+        choice = chat(ours, **CHATS[case])["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] in CHATS[case]["stop"]
+    choice = chat(ours, **CHATS["stop tokens"])["choices"][0]
+    assert choice["stop_reason"] in CHATS["stop tokens"]["extra_body"]["stop_token_ids"]
+
+
+@pytest.mark.parametrize("stream", [{}, STREAMED])
+def test_reasoning_is_parsed_as_by_vllms_own_server(urls, stream: dict[str, Any]) -> None:
+    # This model's token is a special one; and half a character before it is lost in vLLM's stream.
+    shown = extra(skip_special_tokens=False, allowed_token_ids=[*range(94), THINK_END])
+    request = {"max_tokens": 60, "logit_bias": {str(THINK_END): 2}, **shown, **stream}
+    answers = [chat(client(urls[name]), **request) for name in ("own_reasoning", "ours_reasoning")]
+    assert answers[1] == answers[0]
+    message = answers[1]["choices"][0]
+    message = message.get("message") or message["delta"]
+    assert message["reasoning"]
+    assert message["content"]
+
+
+def test_structured_output_of_a_reasoning_model_needs_reasoning_turned_off(urls) -> None:
+    """Else the engine would bind the reasoning, too."""
+    with pytest.raises(openai.BadRequestError, match="while the model reasons"):
+        chat(client(urls["ours_reasoning"]), **CHATS["a choice"])
+
+
+def test_the_asynchronous_client_gets_the_same_answers_at_once(urls, own) -> None:
+    async def ask() -> list[Any]:
+        server = openai.AsyncOpenAI(base_url=f"{urls['ours']}/v1", api_key="x", max_retries=0)
+        calls = [
+            server.chat.completions.create(**{**BASE, **CHATS[case], "seed": seed})
+            for case in ("three answers", "stop strings", "a JSON schema", "top logprobs")
+            for seed in range(4)
+        ]
+        stream = await server.chat.completions.create(**{**BASE, "stream": True})
+        chunks = [chunk async for chunk in stream]
+        return [*map(plain, await asyncio.gather(*calls)), joined(chunks)]
+
+    *answers, streamed = asyncio.run(ask())
+    expected = [
+        chat(own, **{**CHATS[case], "seed": seed})
+        for case in ("three answers", "stop strings", "a JSON schema", "top logprobs")
+        for seed in range(4)
+    ]
+    assert answers == expected
+    assert streamed == chat(own, stream=True)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/tokenize", "/detokenize"])
+def test_the_other_routes_answer_as_vllms_do(urls, path: str) -> None:
+    bodies = {
+        "/tokenize": {"model": "policy", "messages": MESSAGES},
+        "/detokenize": {"model": "policy", "tokens": [65, 66]},
+    }
+    answers = []
+    for server in ("own", "ours"):
+        url = f"{urls[server]}{path}"
+        answer = httpx.post(url, json=bodies[path]) if path in bodies else httpx.get(url)
+        assert answer.status_code == 200
+        answers.append(plain(answer.json()))
+    if path == "/v1/models":
+        answers[0]["data"][0]["root"] = "policy"  # ours does not say where the model lies
+    assert answers[1] == answers[0]
+
+
+def test_only_these_routes_are_served(urls) -> None:
+    document = httpx.get(f"{urls['ours']}/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/health",
+        "/metrics",
+    }
+
+
+def in_session(server: openai.OpenAI, name: str, **request: Any) -> Any:
+    return server.chat.completions.create(
+        **{**BASE, **request}, extra_headers={"X-Session-ID": name}
+    )
+
+
+@pytest.mark.parametrize("request_", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}])
+def test_a_refused_request_fails_alone_and_in_the_controllers_words(ours, request_) -> None:
+    with pytest.raises(openai.ConflictError) as refused:
+        in_session(ours, "closed", **request_)
+    assert refused.value.code == "session_closed"
+    assert refused.value.body["message"] == "session closed"
+    with pytest.raises(openai.APIStatusError) as lost:
+        in_session(ours, "lost", **request_)
+    assert lost.value.status_code == 503
+    assert "/some/path" not in lost.value.response.text
+    assert chat(ours)["choices"][0]["finish_reason"]
+
+
+def test_a_stream_that_is_refused_late_ends_with_the_error(ours) -> None:
+    stream = in_session(ours, "closed late", stream=True, max_tokens=200, temperature=0)
+    seen = []
+    with pytest.raises(openai.APIError) as refused:
+        seen.extend(stream)
+    assert seen
+    assert refused.value.code == "session_closed"
+
+
+def test_each_token_carries_its_policy_version(ours) -> None:
+    runs = [[0, 3], [5, 4], [6, 7]]
+    asked = {"n": 2, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    answer = in_session(ours, "relabelled", **asked)
+    assert [choice.policy_versions for choice in answer.choices] == [runs, runs]
+    chunks = list(in_session(ours, "relabelled", **asked, stream=True))
+    last = {
+        choice.index: choice.policy_versions
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.finish_reason
+    }
+    assert last == {0: runs, 1: runs}
+    completion = ours.completions.create(
+        **{**TEXT, **asked, "prompt": ["abc", "de"]}, extra_headers={"X-Session-ID": "relabelled"}
+    )
+    assert [choice.policy_versions for choice in completion.choices] == [runs] * 4
+    assert not hasattr(in_session(ours, "relabelled").choices[0], "policy_versions")
+
+
+@pytest.mark.parametrize("case", ["greedy", "stop strings", "a JSON schema", "penalties"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_greedy_answer_is_the_same_however_often_it_is_cut(ours, case, stream) -> None:
+    """Traps 6 and 8: resumed by tokens, with everything that looks back at the text."""
+    request = {**CHATS[case], "temperature": 0, "max_tokens": 300}
+    whole = chat(ours, **request)
+    if stream:
+        cut = joined(in_session(ours, "cut", **request, **STREAMED))
+        assert cut["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
+        assert cut["usage"] == whole["usage"]
+    else:
+        assert plain(in_session(ours, "cut", **request)) == whole
+
+
+def test_a_client_that_leaves_leaves_nothing_running(urls, ours) -> None:
+    endless = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
+    stream = in_session(ours, "s", **endless, stream=True, n=4)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        in_session(client(urls["ours"], timeout=0.2), "s", **endless, n=4)
+    deadline = time.monotonic() + 30
+    while outstanding(urls) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert outstanding(urls) == 0
+
+
+def outstanding(urls: dict[str, str]) -> float:
+    lines = httpx.get(f"{urls['ours']}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("tokens{"))
+
+
+def test_health_and_metrics_tell_of_the_system(urls) -> None:
+    answer = httpx.get(f"{urls['ours']}/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "policy_version": 0})
+    metrics = httpx.get(f"{urls['ours']}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert "torchtitan_rl_healthy 1.0" in metrics.text
+    assert 'tokens{replica="replica0"}' in metrics.text
+    generated = [
+        float(line.split()[-1])
+        for line in metrics.text.splitlines()
+        if line.startswith("vllm:generation_tokens_total{")
+    ]
+    assert generated[0] > 100
