@@ -74,6 +74,7 @@ class VllmEngine:
     """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
 
     def __init__(self, options: VllmEngineOptions, weights: StagedWeights | None = None) -> None:
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._options = options
@@ -88,7 +89,7 @@ class VllmEngine:
         is_cpu_group = is_cpu and options.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
         with names:
-            self._engine: Any = LLMEngine.from_engine_args(_engine_args(options))
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(options)))
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core
@@ -263,9 +264,8 @@ class _Counters:
         """vLLM asks for a log line every 10 s; the loop's stats are read instead."""
 
 
-def _engine_args(options: VllmEngineOptions) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
+def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
+    """vLLM's names and values for these options, for an engine of vLLM's own, too."""
     is_cpu = options.device == "cpu"
     args: dict[str, Any] = {
         "model": options.model,
@@ -290,7 +290,7 @@ def _engine_args(options: VllmEngineOptions) -> Any:
         args["kv_cache_memory_bytes"] = options.kv_cache_bytes
     else:
         args["gpu_memory_utilization"] = options.gpu_memory_utilization
-    return EngineArgs(**args)
+    return args
 
 
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:

@@ -1,0 +1,282 @@
+"""Synchronous against continuous batching, and how close to the limit our engine loop is.
+
+    python -m benchmarks.generation [--rollouts 256] [--turns 3] [--repeats 5] [--policy DIR]
+
+Sides, each in processes of its own on the same core (`--cores`), measured in turns:
+
+- one: a blocking call after another (on a sixteenth of the rollouts);
+- rounds: synchronous batching, all turns of a round together, waiting for the slowest;
+- loop: our continuous-batching engine loop;
+- router: the same through `GeneratorRouter` and a Monarch replica, two processes;
+- AsyncLLM: vLLM's, two processes;
+- offline: vLLM's `LLM.generate`, all prompts known up front, on single-turn workloads only.
+
+All run the same requests with the same engine settings. The bound is what `step_model.py` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.generation_sides import (
+    MAX_MODEL_LEN,
+    EngineSettings,
+    SideResult,
+    build_async_llm,
+    build_loop,
+    build_monarch,
+    build_offline,
+)
+from benchmarks.plots import bars
+from benchmarks.report import machine, print_table, write_report
+from benchmarks.step_model import fit, least_seconds
+from benchmarks.workers import Worker
+from benchmarks.workload import Workload, draw_workload
+from experiments.alphabet_sort.task import POLICY_DIR
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+
+WAYS = {  # side -> (worker, way to run a workload)
+    "one": ("loop", "one"),
+    "rounds": ("loop", "rounds"),
+    "loop": ("loop", "all"),
+    "router": ("router", "all"),
+    "AsyncLLM": ("AsyncLLM", "all"),
+    "offline": ("offline", "offline"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    side: str
+    result: SideResult
+    cpu_s: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.result.timing.num_tokens / self.result.timing.seconds
+
+    @property
+    def outside_share(self) -> float | None:
+        """Share of the wall time that was not spent in engine steps."""
+        if not self.result.steps:
+            return None
+        return 1.0 - sum(s.seconds for s in self.result.steps) / self.result.timing.seconds
+
+    @property
+    def mean_batch(self) -> float | None:
+        """Tokens a step."""
+        steps = self.result.steps
+        return sum(s.tokens for s in steps) / len(steps) if steps else None
+
+
+def main() -> None:
+    options = _options()
+    policy = with_room(options.policy, MAX_MODEL_LEN)
+    settings = EngineSettings(
+        policy=str(policy), max_running=options.max_running, device=options.device
+    )
+    workloads = {
+        f"{name}, {turns} turn{'s' if turns > 1 else ''}": draw_workload(
+            name, rollouts=options.rollouts, turns=turns, delay_s=options.delay_s
+        )
+        for name, turns in [
+            *((name, options.turns) for name in options.distributions),
+            (options.distributions[0], 1),
+        ]
+    }
+    cores = tuple(options.cores)
+    workers = _workers(settings, cores, options.device, options.sides)
+    report: dict[str, Any] = {}
+    try:
+        _warm_up(workers)
+        for name, workload in workloads.items():
+            measured = _measure(workers, workload, options)
+            report[name] = _summarize(name, workload, measured, options)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    first = next(iter(report))
+    bars(
+        options.output.with_suffix(".png"),
+        {side: row["tokens_per_second"] for side, row in report[first]["sides"].items()},
+        title=f"{options.rollouts} rollouts, {first}, at most {options.max_running} running",
+        label="tokens/s",
+    )
+    write_report(
+        options.output,
+        {
+            "machine": machine(),
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "workloads": report,
+        },
+    )
+
+
+def with_room(policy: Path, max_model_len: int) -> Path:
+    """The policy, or a copy of it that says it takes ``max_model_len`` positions: what is sampled
+    does not matter here, and rotary positions have no end."""
+    config = json.loads((policy / "config.json").read_text())
+    if config["max_position_embeddings"] >= max_model_len:
+        return policy
+    copy = Path(tempfile.mkdtemp(prefix="policy-")) / policy.name
+    shutil.copytree(policy, copy)
+    config["max_position_embeddings"] = max_model_len
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def _workers(
+    settings: EngineSettings, cores: tuple[int, ...], device: str, sides: Sequence[str]
+) -> dict[str, Worker]:
+    environment = engine_environment(1, "cuda" if device == "cuda" else "cpu")
+    vllm_environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log_dir = tempfile.mkdtemp(prefix="generation-")
+    wanted = {WAYS[side][0] for side in sides}
+    workers = {}
+    if "loop" in wanted:
+        workers["loop"] = Worker(build_loop, settings, cores=cores, environment=environment)
+    if "router" in wanted:
+        workers["router"] = Worker(
+            build_monarch, settings, log_dir, cores=cores, environment=environment
+        )
+    if "AsyncLLM" in wanted:
+        workers["AsyncLLM"] = Worker(
+            build_async_llm, settings, cores=cores, environment=vllm_environment
+        )
+    if "offline" in wanted:
+        workers["offline"] = Worker(build_offline, settings, cores=cores, environment=environment)
+    return workers
+
+
+def _warm_up(workers: Mapping[str, Worker]) -> None:
+    workload = draw_workload("uniform", rollouts=16, turns=1, seed=1)
+    for name, worker in workers.items():
+        worker.call("offline" if name == "offline" else "all", workload)
+
+
+def _measure(
+    workers: Mapping[str, Worker], workload: Workload, options: argparse.Namespace
+) -> list[Measurement]:
+    is_single_turn = len(workload.rollouts[0].turns) == 1
+    measured = []
+    for _ in range(options.repeats):
+        for side in options.sides:
+            if side == "offline" and not is_single_turn:
+                continue
+            worker, way = WAYS[side]
+            given = workload
+            if side == "one":
+                given = dataclasses.replace(
+                    workload, rollouts=workload.rollouts[: max(1, len(workload.rollouts) // 16)]
+                )
+            result, cpu_s = workers[worker].call(way, given)
+            measured.append(Measurement(side=side, result=result, cpu_s=cpu_s))
+    return measured
+
+
+def _summarize(
+    name: str, workload: Workload, measured: Sequence[Measurement], options: argparse.Namespace
+) -> dict[str, Any]:
+    by_side = {
+        side: [m for m in measured if m.side == side]
+        for side in dict.fromkeys(m.side for m in measured)
+    }
+    sides = {side: _medians(repeats) for side, repeats in by_side.items()}
+    summary: dict[str, Any] = {"sampled_tokens": workload.num_sampled, "sides": sides}
+    print(f"\n{name}: {workload.num_sampled} tokens, longest rollout {workload.longest_rollout}")
+    if "loop" in by_side:
+        samples = [s for m in by_side["loop"] for s in m.result.steps]
+        model = fit(samples)
+        of_one_run = by_side["loop"][0].result.steps
+        least_s = least_seconds(workload, model, of_one_run, max_running=options.max_running)
+        summary["step_model"] = dataclasses.asdict(model)
+        summary["bound_tokens_per_second"] = bound = workload.num_sampled / least_s
+        print(
+            f"a step: {model.base * 1e3:.2f} ms + {model.per_token * 1e3:.3f} ms a token "
+            f"+ {model.per_prompt_token * 1e3:.3f} ms a prompt token "
+            f"+ {model.per_kv_use * 1e3:.2f} ms x cache use (error {model.error:.0%}); "
+            f"bound {bound:,.0f} tokens/s"
+        )
+        loop = sides["loop"]["tokens_per_second"]
+        summary["ratios"] = {
+            f"loop / {side}": loop / row["tokens_per_second"] for side, row in sides.items()
+        } | {"loop / bound": loop / bound}
+    _print(sides, summary.get("ratios", {}))
+    return summary
+
+
+def _medians(repeats: Sequence[Measurement]) -> dict[str, Any]:
+    latencies = [np.percentile(m.result.timing.latencies_s or (0.0,), (50, 99)) for m in repeats]
+    p50, p99 = np.median(latencies, axis=0)
+    outside = [m.outside_share for m in repeats if m.outside_share is not None]
+    batch = [m.mean_batch for m in repeats if m.mean_batch is not None]
+    return {
+        "seconds": [m.result.timing.seconds for m in repeats],
+        "tokens_per_second": statistics.median(m.tokens_per_second for m in repeats),
+        "cpu_us_per_token": statistics.median(
+            1e6 * m.cpu_s / m.result.timing.num_tokens for m in repeats
+        ),
+        "latency_p50_s": float(p50),
+        "latency_p99_s": float(p99),
+        "outside_share": statistics.median(outside) if outside else None,
+        "mean_batch": statistics.median(batch) if batch else None,
+    }
+
+
+def _print(sides: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, float]) -> None:
+    def optional(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            side,
+            f"{row['tokens_per_second']:,.0f}",
+            optional(ratios.get(f"loop / {side}"), ".2f"),
+            f"{row['cpu_us_per_token']:.0f}",
+            optional(row["mean_batch"], ".1f"),
+            optional(row["outside_share"], ".1%"),
+            f"{row['latency_p50_s']:.2f}" if row["latency_p99_s"] else "-",
+            f"{row['latency_p99_s']:.2f}" if row["latency_p99_s"] else "-",
+        ]
+        for side, row in sides.items()
+    ]
+    header = ["side", "tokens/s", "loop / it", "CPU us/token", "batch", "outside", "p50 s", "p99 s"]
+    print_table(header, rows)
+    if "loop / bound" in ratios:
+        print(f"loop / bound: {ratios['loop / bound']:.3f}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", type=Path, default=POLICY_DIR)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rollouts", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--delay-s", type=float, default=0.0, help="mean environment delay")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--distributions", nargs="+", default=["pareto", "lognormal", "uniform"], metavar="NAME"
+    )
+    parser.add_argument("--sides", nargs="+", choices=tuple(WAYS), default=list(WAYS))
+    parser.add_argument(
+        "--cores", nargs="+", type=int, default=[max(os.sched_getaffinity(0))], metavar="CORE"
+    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/generation.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

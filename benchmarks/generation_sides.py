@@ -1,0 +1,257 @@
+"""The engines that `benchmarks/generation.py` compares, each in its own worker process.
+
+A side is called with the name of a way to run a workload (`one`, `rounds`, `all`, `offline`) and
+the workload; it answers with a `SideResult`. All engines have the same settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import (
+    Complete,
+    Timing,
+    Workload,
+    all_at_once,
+    in_rounds,
+    one_after_another,
+    request_of,
+)
+from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
+from torchtitan_rl.types import GenerationRequest
+
+MAX_MODEL_LEN = 2304  # three turns of the longest answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """``max_running``: places in the batch, and rollouts in one of the synchronous batches."""
+
+    policy: str
+    max_running: int = 64
+    max_model_len: int = MAX_MODEL_LEN
+    kv_cache_bytes: int = 512 << 20
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One engine step: what was in it, and how long it took."""
+
+    tokens: int  # sampled in it, one for each request in its batch
+    prompt_tokens: int  # of requests that were added before it
+    kv_use: float  # share of the cache in use after it
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideResult:
+    timing: Timing
+    steps: tuple[StepSample, ...] = ()  # where the side can tell
+
+
+def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
+    """Our engine loop in this process, without router or Monarch."""
+    from torchtitan_rl.adapters.vllm_engine import VllmEngine
+    from torchtitan_rl.generation.lockstep import SoloChannel
+    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+
+    engine = MeasuredEngine(VllmEngine(_our_options(settings)))
+    loop = EngineLoop(engine, SoloChannel(), is_leader=True, config=LoopConfig())
+    loop.start()
+
+    async def complete(request: GenerationRequest) -> tuple[int, ...]:
+        return (await asyncio.wrap_future(loop.submit(request))).token_ids
+
+    def side(name: str, workload: Any) -> Any:
+        if name == "close":
+            return loop.close()
+        engine.samples.clear()
+        timing = asyncio.run(_ways(settings)[name](workload, complete))
+        return SideResult(timing=timing, steps=tuple(engine.samples))
+
+    return side
+
+
+def build_monarch(settings: EngineSettings, log_dir: str) -> Callable[[str, Any], Any]:
+    """The same through `GeneratorRouter` and one Monarch replica, which is another process."""
+    runner = asyncio.Runner()
+    router = runner.run(_monarch_router(settings, Path(log_dir)))
+
+    async def complete(request: GenerationRequest) -> tuple[int, ...]:
+        return (await router.generate(request)).token_ids
+
+    def side(name: str, workload: Any) -> Any:
+        if name == "close":
+            runner.run(router.close())
+            return runner.close()
+        return SideResult(timing=runner.run(_ways(settings)[name](workload, complete)))
+
+    return side
+
+
+def build_async_llm(settings: EngineSettings) -> Callable[[str, Any], Any]:
+    """vLLM's `AsyncLLM`: its engine core runs in a second process."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    runner = asyncio.Runner()
+
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_vllm_arguments(settings)))
+
+    engine = runner.run(start())
+
+    async def complete(request: GenerationRequest) -> list[int]:
+        sampling = _vllm_sampling(SamplingParams, RequestOutputKind.FINAL_ONLY, request)
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
+        tokens: list[int] = []
+        async for output in engine.generate(prompt, sampling, request.request_id):
+            tokens = output.outputs[0].token_ids
+        return tokens
+
+    def side(name: str, workload: Any) -> Any:
+        if name == "close":
+            engine.shutdown()
+            return runner.close()
+        return SideResult(timing=runner.run(_ways(settings)[name](workload, complete)))
+
+    return side
+
+
+def build_offline(settings: EngineSettings) -> Callable[[str, Any], Any]:
+    """vLLM's `LLM.generate` with all prompts known: one turn a rollout."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = LLM(**_vllm_arguments(settings))
+
+    def side(name: str, workload: Any) -> Any:
+        if name == "close":
+            return None
+        requests = [request_of(rollout, 0, ()) for rollout in workload.rollouts]
+        started = time.monotonic()
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=list(r.prompt_token_ids)) for r in requests],
+            [_vllm_sampling(SamplingParams, RequestOutputKind.FINAL_ONLY, r) for r in requests],
+            use_tqdm=False,
+        )
+        seconds = time.monotonic() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return SideResult(timing=Timing(seconds=seconds, num_tokens=tokens, latencies_s=()))
+
+    return side
+
+
+class MeasuredEngine:
+    """An `Engine` that notes each of its steps; every call goes to the engine behind it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._admitted = 0
+        self._generated = 0
+        self.samples: list[StepSample] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add_request(self, admission: Admission) -> None:
+        self._engine.add_request(admission)
+        self._admitted += len(admission.request.prompt_token_ids)
+
+    def step(self) -> list[EngineOutput]:
+        started = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - started
+        stats = self._engine.stats()
+        self.samples.append(
+            StepSample(
+                tokens=stats.generated_tokens - self._generated,
+                prompt_tokens=self._admitted,
+                kv_use=stats.kv_use,
+                seconds=seconds,
+            )
+        )
+        self._admitted, self._generated = 0, stats.generated_tokens
+        return outputs
+
+
+def _ways(settings: EngineSettings) -> dict[str, Callable[[Workload, Complete], Awaitable[Timing]]]:
+    return {
+        "one": one_after_another,
+        "rounds": partial(in_rounds, batch=settings.max_running),
+        "all": all_at_once,
+    }
+
+
+def _our_options(settings: EngineSettings) -> Any:
+    from torchtitan_rl.adapters.vllm_engine import VllmEngineOptions
+
+    return VllmEngineOptions(
+        model=settings.policy,
+        max_model_len=settings.max_model_len,
+        max_running_requests=settings.max_running,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        device="cuda" if settings.device == "cuda" else "cpu",
+    )
+
+
+def _vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """What the adapter's engine is given, to an engine of vLLM's own."""
+    from torchtitan_rl.adapters.vllm_engine import engine_arguments
+
+    return engine_arguments(_our_options(settings))
+
+
+def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
+    return params(
+        n=1,
+        max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature,
+        seed=request.sampling.seed,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=kind,
+    )
+
+
+async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
+    from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
+    from torchtitan_rl.adapters.monarch_runtime import supervise
+    from torchtitan_rl.adapters.vllm_cpu import engine_environment
+    from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
+    from torchtitan_rl.plan import ProcessGroup
+    from torchtitan_rl.routing.router import GeneratorRouter
+
+    supervise()
+    is_cuda = settings.device == "cuda"
+    group = ProcessGroup(name="replica0", ranks=1, threads=1, devices=(0,) if is_cuda else ())
+    spec = GeneratorSpec(
+        name="replica0",
+        model=Path(settings.policy),
+        device="cuda" if is_cuda else "cpu",
+        dtype="bfloat16",
+        seed=0,
+        generator=GeneratorConfig(
+            max_model_len=settings.max_model_len,
+            max_running_requests=settings.max_running,
+            kv_cache_bytes=settings.kv_cache_bytes,
+        ),
+        weight_sync=WeightSyncConfig(),
+        log_dir=log_dir,
+        trace_dir=None,
+    )
+    replica = await MonarchReplica.spawn(group, spec, engine_environment(1, spec.device))
+    await replica.start()
+    return GeneratorRouter([replica])

@@ -1,0 +1,110 @@
+"""A side of a benchmark in a process of its own, on cores of its own, that works when it is told.
+
+So sides can be measured in turns in one run, without sharing an interpreter, memory or threads. A
+side that is not being measured is stopped (SIGSTOP), with the processes it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+Side = Callable[[str, Any], Any]
+"""Does what a name says with an argument, and gives what came of it."""
+
+
+class Worker:
+    """``build(*args)`` makes the side in the new process; it and its calls are picklable."""
+
+    def __init__(
+        self,
+        build: Callable[..., Side],
+        *args: Any,
+        cores: tuple[int, ...],
+        environment: Mapping[str, str],
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, build, args, cores, dict(environment))
+        )
+        held = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)  # the child imports before it could set them
+        try:
+            self._process.start()
+        finally:
+            for name, value in held.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        theirs.close()
+        self._receive()  # built
+        self._signal(signal.SIGSTOP)
+
+    def call(self, name: str, argument: Any = None) -> tuple[Any, float]:
+        """The answer, and the CPU seconds that the side's processes spent on it."""
+        self._signal(signal.SIGCONT)
+        before = self._cpu_seconds()
+        self._connection.send((name, argument))
+        answer = self._receive()
+        spent = self._cpu_seconds() - before
+        self._signal(signal.SIGSTOP)
+        return answer, spent
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._connection.send(None)
+        self._process.join(30.0)
+        for process in self._processes():
+            process.kill()
+
+    def _receive(self) -> Any:
+        try:
+            is_fine, answer = self._connection.recv()
+        except EOFError:
+            raise RuntimeError("a side's process ended by itself") from None
+        if not is_fine:
+            raise RuntimeError(f"a side failed:\n{answer}")
+        return answer
+
+    def _processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _cpu_seconds(self) -> float:
+        times = [process.cpu_times() for process in self._processes()]
+        return sum(one.user + one.system for one in times)
+
+
+def _serve(
+    connection: Connection,
+    build: Callable[..., Side],
+    args: tuple[Any, ...],
+    cores: tuple[int, ...],
+    environment: dict[str, str],
+) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+    os.environ.update(environment)
+    try:
+        side = build(*args)
+        connection.send((True, None))
+        while (work := connection.recv()) is not None:
+            connection.send((True, side(*work)))
+        side("close", None)
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+        raise

@@ -1,0 +1,207 @@
+"""Rollouts as a generator sees them: prompts, lengths and waits, drawn once and the same for all.
+
+Output lengths are fixed (end-of-sequence is ignored), so that every side samples equally many
+tokens in equally many turns. Siblings of a group share their first prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan_rl.types import GenerationRequest, SamplingParams
+
+Distribution = Literal["pareto", "lognormal", "uniform"]
+
+MAX_OUTPUT = 640
+_FIRST_PROMPT, _LATER_PROMPT = 48, 12  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTurn:
+    """``new_token_ids`` come behind what is there; then ``num_tokens`` are sampled, and the
+    environment takes ``delay_s``."""
+
+    new_token_ids: tuple[int, ...]
+    num_tokens: int
+    delay_s: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRollout:
+    rollout_id: str
+    turns: tuple[PlannedTurn, ...]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(turn.num_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    distribution: Distribution
+    rollouts: tuple[PlannedRollout, ...]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(rollout.num_sampled for rollout in self.rollouts)
+
+    @property
+    def longest_rollout(self) -> int:
+        """Tokens that can only be sampled one after another."""
+        return max(rollout.num_sampled for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """``latencies_s``: of each request, from its submission to its whole completion."""
+
+    seconds: float
+    num_tokens: int
+    latencies_s: tuple[float, ...]
+
+
+Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
+"""Completes one request and gives its tokens."""
+
+
+def draw_workload(
+    distribution: Distribution,
+    *,
+    rollouts: int,
+    turns: int,
+    group_size: int = 8,
+    delay_s: float = 0.0,
+    vocab_size: int = 256,
+    seed: int = 0,
+) -> Workload:
+    """``delay_s`` is the mean of the environment's exponential delays."""
+    chance = random.Random(f"{distribution}-{seed}")
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(vocab_size) for _ in range(count))
+
+    planned = []
+    first: tuple[int, ...] = ()
+    for index in range(rollouts):
+        if index % group_size == 0:
+            first = tokens(_FIRST_PROMPT)
+        planned.append(
+            PlannedRollout(
+                rollout_id=f"{distribution}-{index}",
+                turns=tuple(
+                    PlannedTurn(
+                        new_token_ids=tokens(_LATER_PROMPT) if number else first,
+                        num_tokens=draw_length(distribution, chance),
+                        delay_s=chance.expovariate(1 / delay_s) if delay_s else 0.0,
+                        seed=chance.getrandbits(31),
+                    )
+                    for number in range(turns)
+                ),
+            )
+        )
+    return Workload(distribution=distribution, rollouts=tuple(planned))
+
+
+def draw_length(distribution: Distribution, chance: random.Random) -> int:
+    """Median 41, at most `MAX_OUTPUT`."""
+    match distribution:
+        case "uniform":
+            return chance.randint(2, 80)
+        case "lognormal":
+            length = math.exp(chance.gauss(math.log(41), 1.0))
+        case "pareto":  # of exponent 1
+            length = 20.5 / (1 - chance.random())
+    return max(1, min(MAX_OUTPUT, round(length)))
+
+
+async def one_after_another(workload: Workload, complete: Complete) -> Timing:
+    """Each request waits for the one before."""
+    latencies: list[float] = []
+    started = time.monotonic()
+    for rollout in workload.rollouts:
+        history: tuple[int, ...] = ()
+        for number in range(len(rollout.turns)):
+            history = await _turn(rollout, number, history, complete, latencies)
+            await asyncio.sleep(rollout.turns[number].delay_s)
+    return _timing(workload, started, latencies)
+
+
+async def in_rounds(workload: Workload, complete: Complete, *, batch: int) -> Timing:
+    """Synchronous batching: ``batch`` rollouts take each turn together; all wait for the slowest
+    answer, then for the slowest environment."""
+    latencies: list[float] = []
+    started = time.monotonic()
+    for start in range(0, len(workload.rollouts), batch):
+        rollouts = workload.rollouts[start : start + batch]
+        histories: list[tuple[int, ...]] = [()] * len(rollouts)
+        for number in range(max(len(rollout.turns) for rollout in rollouts)):
+            histories = list(
+                await asyncio.gather(
+                    *(
+                        _turn(rollout, number, history, complete, latencies)
+                        for rollout, history in zip(rollouts, histories, strict=True)
+                    )
+                )
+            )
+            await asyncio.sleep(max(rollout.turns[number].delay_s for rollout in rollouts))
+    return _timing(workload, started, latencies)
+
+
+async def all_at_once(workload: Workload, complete: Complete) -> Timing:
+    """Each rollout goes on by itself; the engine runs as many requests as it has places for."""
+    latencies: list[float] = []
+
+    async def run(rollout: PlannedRollout) -> None:
+        history: tuple[int, ...] = ()
+        for number, turn in enumerate(rollout.turns):
+            history = await _turn(rollout, number, history, complete, latencies)
+            await asyncio.sleep(turn.delay_s)
+
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as rollouts:
+        for rollout in workload.rollouts:
+            rollouts.create_task(run(rollout))
+    return _timing(workload, started, latencies)
+
+
+def request_of(rollout: PlannedRollout, number: int, history: tuple[int, ...]) -> GenerationRequest:
+    turn = rollout.turns[number]
+    return GenerationRequest(
+        request_id=f"{rollout.rollout_id}/t{number}",
+        prompt_token_ids=history + turn.new_token_ids,
+        sampling=SamplingParams(max_tokens=turn.num_tokens, ignore_eos=True, seed=turn.seed),
+        session_id=rollout.rollout_id,
+    )
+
+
+async def _turn(
+    rollout: PlannedRollout,
+    number: int,
+    history: tuple[int, ...],
+    complete: Complete,
+    latencies: list[float],
+) -> tuple[int, ...]:
+    request = request_of(rollout, number, history)
+    started = time.monotonic()
+    tokens = tuple(await complete(request))
+    latencies.append(time.monotonic() - started)
+    if len(tokens) != request.sampling.max_tokens:
+        raise RuntimeError(
+            f"{request.request_id}: {len(tokens)} tokens, not {request.sampling.max_tokens}"
+        )
+    return request.prompt_token_ids + tokens
+
+
+def _timing(workload: Workload, started: float, latencies: list[float]) -> Timing:
+    return Timing(
+        seconds=time.monotonic() - started,
+        num_tokens=workload.num_sampled,
+        latencies_s=tuple(latencies),
+    )
