@@ -17,7 +17,13 @@ from torchtitan_rl.adapters.vllm_cpu import engine_environment
 from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    SamplingParams,
+)
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 NUM_PULLS = 20
@@ -51,10 +57,41 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
+class Heard:
+    """What callers were told of their requests."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.versions: dict[str, tuple[int, ...]] = {}
+        self.gaps = self.messages = 0
+
+    def hear(self, progress: Progress) -> None:
+        tokens = self.tokens.setdefault(progress.request_id, [])
+        self.messages += 1
+        self.gaps += progress.start != len(tokens)
+        tokens += progress.token_ids
+        so_far = Completion(
+            request_id="",
+            token_ids=tuple(tokens),
+            logprobs=(),
+            version_runs=progress.version_runs,
+            finish_reason=FinishReason.ABORT,
+        )
+        self.versions[progress.request_id] = so_far.versions
+
+    def fits(self, done: Completion) -> bool:
+        count = len(self.tokens[done.request_id])
+        return (
+            tuple(self.tokens[done.request_id]) == done.token_ids[:count]
+            and self.versions[done.request_id] == done.versions[:count]
+        )
+
+
 async def disturbed(
     router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any
 ) -> dict[str, Any]:
-    calls = [asyncio.create_task(router.generate(item)) for item in requests()]
+    heard = Heard()
+    calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()]
     partials: dict[str, Completion] = {}
     lagging = 0
     for version in range(1, NUM_PULLS + 1):
@@ -78,6 +115,10 @@ async def disturbed(
             and part.versions == done[name].versions[: len(part.token_ids)]
             for name, part in partials.items()
         ),
+        "heard_fits": all(heard.fits(one) for one in done.values()),
+        "gaps": heard.gaps,
+        "messages": heard.messages,
+        "unheard": sum(len(one.token_ids) - len(heard.tokens[name]) for name, one in done.items()),
         "partial_tokens": sum(len(part.token_ids) for part in partials.values()),
     }
 

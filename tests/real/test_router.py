@@ -23,6 +23,10 @@ def test_no_pull_and_no_pause_changes_loses_or_repeats_a_greedy_request(tmp_path
     assert (seen["num_done"], seen["num_equal"]) == (64, 64)
     assert seen["partials_fit"]
     assert seen["partial_tokens"] > 64
+    assert seen["heard_fits"]  # what was streamed is the beginning of each completion
+    assert seen["gaps"] == 0
+    assert seen["messages"] > 10 * 64
+    assert seen["unheard"] < 64 * 20  # the last of them come with the completions
     assert seen["num_boundaries"] > 64
     assert seen["replicas"] == ["replica0", "replica1"]
     assert seen["states"] == ["serving", "serving"]

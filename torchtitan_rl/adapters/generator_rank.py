@@ -13,6 +13,7 @@ from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.mailbox import Mailbox
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.observability.traced_engine import TracedEngine
 from torchtitan_rl.routing.loop_replica import LoopReplica
@@ -30,6 +31,7 @@ class GeneratorRank:
         with self._tracer.span("start"):
             self._loop = self._build_loop()
         self.replica = LoopReplica(spec.name, self._loop, self.staging)
+        self.mailbox = Mailbox(self._loop, interval_s=spec.stream_interval_s)
         self._loop.start()
 
     def _build_loop(self) -> EngineLoop:
@@ -59,6 +61,7 @@ class GeneratorRank:
                 name=self._spec.name,
                 max_steps_per_decision=generator.max_steps_per_decision,
                 heartbeat_s=generator.heartbeat_s,
+                stream_interval_s=self._spec.stream_interval_s,
                 kv_policy=KvPolicy(
                     reset_prefix_cache=sync.reset_prefix_cache_on_pull,
                     recompute_running=sync.recompute_running_on_pull,

@@ -1,8 +1,9 @@
 """A generator replica in processes of its own: one actor a rank, each with its engine loop.
 
 The actors are shells: rank 0 passes calls to its `LoopReplica`, the other ranks follow the
-broadcast decisions and only stage weights. All endpoints are concurrent, for a plain one would
-hold up every other call of its actor (and turn continuous batching off).
+broadcast decisions and only stage weights. Requests, their progress and their ends travel through
+an `Exchange`, in few calls, for each costs milliseconds. All endpoints are concurrent, for a plain
+one would hold up every other call of its actor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torchtitan_rl.adapters.monarch_runtime import (
 from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.generation.mailbox import Batch, News
 from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.routing.exchange import Exchange
 from torchtitan_rl.types import (
     Completion,
     EngineStats,
@@ -52,6 +55,7 @@ class GeneratorSpec:
     weight_sync: WeightSyncConfig
     log_dir: Path
     trace_dir: Path | None
+    stream_interval_s: float = 0.02  # between two messages with ends and progress
     sleeps: bool = False  # it shares its devices
 
 
@@ -74,12 +78,12 @@ class GeneratorActor(Actor):
         self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
 
     @concurrent_endpoint
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return await self._generator.replica.generate(request)
+    async def submit(self, batch: Batch) -> None:
+        self._generator.mailbox.submit(batch)
 
     @concurrent_endpoint
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        await self._generator.replica.abort(request_ids)
+    async def collect(self) -> News:
+        return await self._generator.mailbox.collect()
 
     @concurrent_endpoint
     async def stage(self, handle: WeightHandle) -> None:
@@ -131,6 +135,14 @@ class MonarchReplica:
         self._spec = spec
         self._ranks = mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
+        # The router holds the deadlines.
+        self._exchange = Exchange(
+            self.name,
+            submit=lambda batch: call(
+                self._leader.submit.call_one(batch), what=f"{self.name}: submission"
+            ),
+            collect=lambda: call(self._leader.collect.call_one(), what=f"{self.name}: news"),
+        )
 
     @classmethod
     async def spawn(
@@ -166,13 +178,10 @@ class MonarchReplica:
         *,
         streams: bool = False,
     ) -> Completion:
-        # The router holds the deadline.
-        return await call(
-            self._leader.generate.call_one(request), what=f"{self.name}: {request.request_id}"
-        )
+        return await self._exchange.generate(request, on_progress, streams=streams)
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        await call(self._leader.abort.call_one(request_ids), what=f"abort on {self.name}")
+        await self._exchange.abort(request_ids)
 
     async def stage(self, handle: WeightHandle) -> None:
         await call(
@@ -217,4 +226,5 @@ class MonarchReplica:
         except (ProcessLostError, DeadlineError, WeightSyncError):
             pass  # the processes end below, whatever state they are in
         finally:
+            await self._exchange.close()
             await stop_processes(self._mesh)

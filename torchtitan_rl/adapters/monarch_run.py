@@ -113,5 +113,6 @@ def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -
         weight_sync=config.weight_sync,
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
+        stream_interval_s=config.endpoint.interval_s,
         sleeps=prepared.plan.is_shared,
     )

@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.progress import Listener, ProgressBook, ProgressSink
 from torchtitan_rl.generation.versions import VersionLedger
 from torchtitan_rl.types import Completion, CompletionMetrics, Progress, VersionRun
+
+_Error = TypeVar("_Error", bound=GenerationError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,12 @@ def failed_future(error: GenerationError) -> Future[Any]:
 
 
 def fail_future(future: Future[Any], error: GenerationError) -> None:
-    """Fail it with a copy of ``error``: one exception raised in many places mixes tracebacks."""
+    """Fail it with a copy of ``error``."""
+    future.set_exception(copy_of(error))
+
+
+def copy_of(error: _Error) -> _Error:
+    """One exception raised in many places mixes tracebacks, so each gets a copy."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
-    future.set_exception(copy)
+    return copy

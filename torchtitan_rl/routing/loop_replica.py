@@ -92,6 +92,10 @@ class LoopReplica:
 
     def _tell(self, batch: tuple[Progress, ...]) -> None:
         for progress in batch:
-            listener = self._listeners.get(progress.request_id)
-            if listener is not None:
-                listener(progress)
+            # Each by itself: one that raises disturbs nobody else.
+            asyncio.get_running_loop().call_soon(self._tell_one, progress)
+
+    def _tell_one(self, progress: Progress) -> None:
+        listener = self._listeners.get(progress.request_id)
+        if listener is not None:
+            listener(progress)

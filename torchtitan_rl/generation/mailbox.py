@@ -1,0 +1,132 @@
+"""The replica's end of an exchange: submissions come in batches, what becomes of them is collected.
+
+Invariants: each submitted request has exactly one end, whatever happens to the loop, and it comes
+after all progress of that request; what was put here leaves once, at most once per interval; the
+event loop is woken once for each reply, whatever number of ends it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.types import Completion, GenerationRequest, Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """``hears``: its progress is wanted; ``streams``: within milliseconds."""
+
+    request: GenerationRequest
+    hears: bool = False
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a replica is to do: take the requests in order, then end the aborted ones."""
+
+    requests: tuple[Submission, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The end of one request: exactly one of the two."""
+
+    request_id: str
+    completion: Completion | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What happened since the last reply; progress comes before the ends. May be empty."""
+
+    progress: tuple[Progress, ...] = ()
+    ends: tuple[End, ...] = ()
+
+
+class Mailbox:
+    """``interval_s``: between two replies; one without any news is given after ``idle_s``."""
+
+    def __init__(self, loop: EngineLoop, *, interval_s: float = 0.02, idle_s: float = 30.0) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._idle_s = idle_s
+        self._next_reply_s = 0.0  # in the event loop's time
+        self._lock = threading.Lock()  # guards the three below
+        self._progress: list[Progress] = []
+        self._ends: list[End] = []
+        self._wake: Callable[[], object] | None = None  # who collects waits for this
+
+    def submit(self, batch: Batch) -> None:
+        """Hand it to the loop; a request that is refused ends by that."""
+        for submission in batch.requests:
+            request = submission.request
+            listener = None
+            if submission.hears:
+                listener = Listener(sink=self._hear, streams=submission.streams)
+            try:
+                future = self._loop.submit(request, listener)
+            except GenerationError as error:
+                self._end(End(request_id=request.request_id, error=error))
+            else:
+                future.add_done_callback(partial(self._on_done, request.request_id))
+        self._loop.abort(batch.aborts)
+
+    async def collect(self) -> News:
+        """What happened since the last reply, as soon as there is something and the interval has
+        passed. One call at a time."""
+        clock = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._next_reply_s - clock.time()))
+        has_news = asyncio.Event()
+        with self._lock:
+            if self._progress or self._ends:
+                has_news.set()
+            else:
+                self._wake = partial(clock.call_soon_threadsafe, has_news.set)
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await has_news.wait()
+        except TimeoutError:
+            pass  # the reply says so
+        finally:
+            with self._lock:
+                self._wake = None
+        self._next_reply_s = clock.time() + self._interval_s
+        with self._lock:
+            news = News(progress=tuple(self._progress), ends=tuple(self._ends))
+            self._progress, self._ends = [], []
+        return news
+
+    # The rest runs in the loop's thread, as a rule.
+
+    def _on_done(self, request_id: str, future: Future[Completion]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._end(End(request_id=request_id, error=error))
+        else:
+            self._end(End(request_id=request_id, completion=future.result()))
+
+    def _hear(self, progress: tuple[Progress, ...]) -> None:
+        with self._lock:
+            self._progress += progress
+            self._ring()
+
+    def _end(self, end: End) -> None:
+        with self._lock:
+            self._ends.append(end)
+            self._ring()
+
+    def _ring(self) -> None:
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
