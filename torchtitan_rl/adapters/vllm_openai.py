@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -38,9 +39,11 @@ from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -50,6 +53,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.adapters.vllm_openai_answers import Chat, Completions, error_response
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, refuse_unserved
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
@@ -85,7 +89,12 @@ class OpenAIOptions:
 
 def build_application(options: OpenAIOptions, link: ControllerLink) -> FastAPI:
     """The whole application, without keys and limits. It runs on the event loop that ``link`` is
-    attached to; its lifespan must be run."""
+    attached to; its lifespan must be run.
+
+    Raises:
+        ConfigError: vLLM knows no such parser, or the chat template cannot be read.
+    """
+    _check_names(options)
     llm = RouterLLM(_vllm_config(options), link)
     app = FastAPI(
         title="torchtitan-rl",
@@ -102,6 +111,23 @@ def build_application(options: OpenAIOptions, link: ControllerLink) -> FastAPI:
     _watch_routes(app, llm, link)
     _handle_errors(app)
     return app
+
+
+def _check_names(options: OpenAIOptions) -> None:
+    mistakes = []
+    for kind, name, manager in (
+        ("tool_call_parser", options.tool_call_parser, ToolParserManager),
+        ("reasoning_parser", options.reasoning_parser, ReasoningParserManager),
+    ):
+        known = manager.list_registered()
+        if name and name not in known:
+            mistakes.append(f"endpoint.{kind} = {name!r}: vLLM has {', '.join(known)}")
+    if options.chat_template and not Path(options.chat_template).is_file():
+        mistakes.append(
+            f"endpoint.chat_template = {options.chat_template!r}: there is no such file"
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 class RouterLLM(AsyncLLM):

@@ -267,7 +267,7 @@ def _new_tokens(
 def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(version, first index, index behind the last) of the tokens from ``start`` to ``end``."""
     run_ends = [run.start for run in runs[1:]] + [end]
-    for run, run_end in zip(runs, run_ends, strict=True):
+    for run, run_end in zip(runs, run_ends, strict=False):  # without a token there is no run
         first, last = max(run.start, start), min(run_end, end)
         if first < last:
             yield run.version, first, last

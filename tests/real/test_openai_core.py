@@ -1,0 +1,221 @@
+"""The engine core that vLLM's front end sees: every token once, in order, under its own version.
+
+These import vLLM, and play without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from torchtitan_rl.adapters.vllm_openai_core import RouterCore, generation_request
+from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
+from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
+
+
+@dataclass
+class RecordedLink:
+    """A link whose controller says ``batches``."""
+
+    batches: list[ToEndpoint]
+    submitted: list[EndpointRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def submit(self, request: EndpointRequest) -> None:
+        self.submitted.append(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted.extend(request_ids)
+
+    async def next_outputs(self) -> ToEndpoint:
+        if not self.batches:
+            raise EOFError
+        return self.batches.pop(0)
+
+
+def core_request(request_id: str, **params: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        mm_features=None,
+        sampling_params=VllmSamplingParams(**{"logprobs": 1, **params}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+@st.composite
+def completions(draw: st.DrawFn, request_id: str) -> Completion:
+    num_tokens = draw(st.integers(0, 12))
+    token_ids = tuple(range(100, 100 + num_tokens))
+    starts = draw(st.sets(st.integers(1, max(1, num_tokens - 1)), max_size=3))
+    starts = {0, *starts} if num_tokens > 1 else ({0} if num_tokens else set())
+    logprobs = tuple(-float(token) for token in token_ids)
+    return Completion(
+        request_id=request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_runs=tuple(VersionRun(start, 7 + start) for start in sorted(starts)),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        stop_reason=draw(st.sampled_from([None, 5, "stop"])),
+        top_logprobs=tuple(
+            ((token, logprob), (9, -0.5))
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ),
+    )
+
+
+def progress_of(completion: Completion, start: int, end: int) -> Progress:
+    return Progress(
+        request_id=completion.request_id,
+        start=start,
+        token_ids=completion.token_ids[start:end],
+        logprobs=completion.logprobs[start:end],
+        version_runs=tuple(run for run in completion.version_runs if run.start < end),
+        top_logprobs=completion.top_logprobs[start:end],
+    )
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[ToEndpoint]]:
+    """Completions, and batches that bring them in any split, repeats and gaps included."""
+    done = [draw(completions(f"r{n}")) for n in range(draw(st.integers(1, 4)))]
+    num_batches = draw(st.integers(1, 5))
+    progress: list[list[Progress]] = [[] for _ in range(num_batches)]
+    ends: list[list[RequestEnd]] = [[] for _ in range(num_batches)]
+    for completion in done:
+        last = draw(st.integers(0, num_batches - 1))
+        ends[last].append(RequestEnd(request_id=completion.request_id, completion=completion))
+        if completion.token_ids:
+            for batch in range(last + 1):
+                if draw(st.booleans()):
+                    start = draw(st.integers(0, len(completion.token_ids) - 1))
+                    end = draw(st.integers(start + 1, len(completion.token_ids)))
+                    progress[batch].append(progress_of(completion, start, end))
+    batches = [
+        ToEndpoint(progress=tuple(some), ends=tuple(ended))
+        for some, ended in zip(progress, ends, strict=True)
+    ]
+    return done, batches
+
+
+async def outputs_of(core: RouterCore) -> list[Any]:
+    outputs = []
+    try:
+        while True:
+            outputs.append(await core.get_output_async())
+    except EOFError:
+        return outputs
+
+
+@settings(max_examples=300, deadline=None)
+@given(deliveries())
+def test_every_token_is_delivered_once_in_order_with_its_logprob_and_version(delivery) -> None:
+    done, batches = delivery
+
+    async def play() -> list[Any]:
+        core = RouterCore(RecordedLink(batches))  # type: ignore[arg-type]
+        for completion in done:
+            await core.add_request_async(core_request(completion.request_id))
+        return await outputs_of(core)
+
+    outputs = asyncio.run(play())
+    for completion in done:
+        mine = [
+            (batch.weight_version, output)
+            for batch in outputs
+            for output in batch.outputs
+            if output.request_id == completion.request_id
+        ]
+        tokens = [token for _, output in mine for token in output.new_token_ids]
+        assert tuple(tokens) == completion.token_ids
+        versions = [int(label or -1) for label, output in mine for _ in output.new_token_ids]
+        assert tuple(versions) == completion.versions
+        rows = [output.new_logprobs for _, output in mine if output.new_token_ids]
+        ids = [row.tolist() for lists in rows for row in lists.logprob_token_ids]
+        logprobs = [row.tolist() for lists in rows for row in lists.logprobs]
+        assert ids == [[token, 9] for token in completion.token_ids]
+        assert logprobs == [[logprob, -0.5] for logprob in completion.logprobs]
+        assert [output.finished for _, output in mine] == [False] * (len(mine) - 1) + [True]
+        assert str(mine[-1][1].finish_reason) == completion.finish_reason
+        assert mine[-1][1].stop_reason == completion.stop_reason
+
+
+def test_a_stop_string_is_left_to_vllm_to_find_in_the_last_tokens() -> None:
+    """Told that the request has stopped, it would leave the last token's text out."""
+    completion = Completion(
+        request_id="r",
+        token_ids=(4, 5),
+        logprobs=(-1.0, -1.0),
+        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.STOP,
+        stop_reason="x",
+    )
+
+    async def play() -> list[Any]:
+        end = RequestEnd(request_id="r", completion=completion)
+        core = RouterCore(RecordedLink([ToEndpoint(ends=(end,))]))  # type: ignore[arg-type]
+        await core.add_request_async(core_request("r"))
+        return await outputs_of(core)
+
+    outputs = [output for batch in asyncio.run(play()) for output in batch.outputs]
+    assert [(output.new_token_ids, output.finished) for output in outputs] == [
+        ([4, 5], False),
+        ([], True),
+    ]
+
+
+def test_a_refusal_fails_its_request_once_and_what_is_late_is_dropped() -> None:
+    failed = []
+
+    async def play() -> tuple[list[Any], list[str]]:
+        refusal = Refusal(status=503, message="gone", code="lost")
+        ends = (RequestEnd(request_id="a", refusal=refusal),)
+        link = RecordedLink([ToEndpoint(ends=ends), ToEndpoint(ends=ends)])
+        core = RouterCore(link)  # type: ignore[arg-type]
+        core.fail = lambda name, error: failed.append((name, error.http_status, error.code))
+        await core.add_request_async(core_request("a"))
+        outputs = await outputs_of(core)
+        core.abort(["a", "never"])
+        return outputs, link.aborted
+
+    assert asyncio.run(play()) == ([], [])
+    assert failed == [("a", 503, "lost")]
+
+
+def test_only_what_differs_from_vllms_defaults_travels_as_an_option() -> None:
+    plain = generation_request(core_request("a", seed=4, top_k=-1)).sampling
+    assert plain.engine_options == {}
+    assert (plain.top_k, plain.num_logprobs, plain.seed) == (0, 1, 4)
+    bound = VllmSamplingParams(skip_special_tokens=False, logit_bias={5: 1.0}, bad_words=["x"])
+    request = core_request("b")
+    request.sampling_params = bound
+    assert generation_request(request).sampling.engine_options == {
+        "logit_bias": {"5": 1.0},
+        "bad_words": ["x"],
+    }
+    bound.stop = ["y"]
+    options = generation_request(request).sampling.engine_options
+    assert options["skip_special_tokens"] is False
+
+
+def test_only_streams_are_told_of_progress() -> None:
+    link = RecordedLink([])
+
+    async def play() -> None:
+        core = RouterCore(link)  # type: ignore[arg-type]
+        for name, kind in (("a", RequestOutputKind.DELTA), ("b", RequestOutputKind.FINAL_ONLY)):
+            await core.add_request_async(core_request(name, output_kind=kind))
+
+    asyncio.run(play())
+    assert [request.streams for request in link.submitted] == [True, False]
