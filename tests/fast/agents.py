@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tests.fast.resuming import SeededGenerate
+from tests.fast.rollouts import PROBLEM
 from torchtitan_rl.rollout.agent import AgentCall, AgentHost
 from torchtitan_rl.rollout.agent_env import AgentEnv
 from torchtitan_rl.serving.sessions import Sessions
@@ -97,10 +97,13 @@ class Hosted:
 
     def __call__(self, problem: Problem) -> AgentEnv:
         host = AgentHost(base_url="http://here/v1", model="policy", sessions=self.sessions)
-        agent = self.agent if not callable(self.agent) else self._run
+        agent = self._run if callable(self.agent) else self.agent
         env = AgentEnv(agent=agent, problem=problem, host=host, **self.options)
         self.envs.append(env)
         return env
+
+    def bound(self) -> AgentEnv:
+        return self(PROBLEM)
 
     async def _run(self, call: AgentCall):
         self.calls.append(call)
@@ -118,6 +121,3 @@ async def three_turns(ask, call) -> float:
         completion = await ask(prompt, max_tokens=3)
         prompt = (*prompt, *completion.token_ids, 0)
     return float(sum(prompt))
-
-
-__all__ = ["Hosted", "SeededGenerate", "TokenRouter", "asked", "replace", "three_turns"]

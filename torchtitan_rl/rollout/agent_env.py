@@ -120,13 +120,8 @@ class AgentEnv:
         Raises:
             Exception: what the agent raised.
         """
-        asked, self._current = self._current, None
-        is_seen = asked is not None and not asked.answer.done() and not self._has_ended()
-        if is_seen and asked is not None:
-            request_id = asked.request.request_id
-            asked.answer.set_result(replace(completion, request_id=request_id))
-        else:
-            self._counts["unseen_turns"] += 1
+        is_seen = self._answer(completion)
+        self._counts["unseen_turns"] += not is_seen
         text = None
         if self._decode is not None:
             text = await compute(self._decode, completion.token_ids)
@@ -170,6 +165,17 @@ class AgentEnv:
         self._posted = reward
         self._refuse_all()
         self._changed.set()
+
+    def _answer(self, completion: Completion) -> bool:
+        """Whether the agent gets the completion that it asked for."""
+        asked = self._current
+        if self._has_ended():
+            self._refuse_all()
+        self._current = None
+        if asked is None or asked.answer.done():
+            return False
+        asked.answer.set_result(replace(completion, request_id=asked.request.request_id))
+        return True
 
     async def _next(self) -> Observation | Terminal:
         while True:

@@ -60,7 +60,7 @@ class RunningAgent:
         self._home = asyncio.get_running_loop()
         self._loop = loop or self._home
         self._ended = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[AgentResult | BaseException] | None = None
         if self._loop is self._home:
             self._start()
         else:
@@ -88,17 +88,20 @@ class RunningAgent:
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._work())
+        self._task.add_done_callback(self._report)  # called even where it never began
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _work(self) -> None:
-        outcome: AgentResult | BaseException
+    async def _work(self) -> AgentResult | BaseException:
         try:
-            outcome = await run_agent(self._agent, self._given)
+            return await run_agent(self._agent, self._given)
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            outcome = error  # an event loop would end by a task's SystemExit
+            return error  # an event loop would end by a task's SystemExit
+
+    def _report(self, task: asyncio.Task[AgentResult | BaseException]) -> None:
+        outcome = asyncio.CancelledError() if task.cancelled() else task.result()
         with contextlib.suppress(RuntimeError):  # the loop that wanted to know is closed
             self._home.call_soon_threadsafe(self._finish, outcome)
 
