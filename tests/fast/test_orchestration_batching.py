@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -53,6 +55,16 @@ def group(*rollouts: Rollout) -> RolloutGroup:
     return RolloutGroup(
         group_id="g", problem=Problem(problem_id="p", data={}), rollouts=tuple(rollouts)
     )
+
+
+def test_turns_that_no_agent_saw_are_masked_by_name_unless_their_rollout_failed():
+    half = rollout(0, 1.0, num_sampled=5)
+    unseen = replace(half, turns=(replace(half.turns[0], is_seen=False),))
+    failed = replace(unseen, rollout_id="r2", reward=None, status=RolloutStatus.ENV_ERROR)
+    _, tokens = BATCHER([group(unseen, rollout(1, 0.0), failed)])
+    assert tokens.discarded == {"unseen_turn": 5, "env_error": 5}
+    assert (tokens.generated, tokens.trained) == (12, 2)
+    assert "unseen_turn" in MASKED_CAUSES
 
 
 def test_advantages_are_of_the_group_and_only_on_sampled_tokens():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -55,6 +57,14 @@ def test_an_unedited_rollout_is_one_episode_with_loss_on_sampled_tokens_only():
     assert episode.versions == (-1, -1, 5, 6, -1, -1, 7)
     assert episode.advantages == (0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5)
     assert (episode.rollout_id, episode.group_id) == ("g/r0", "g")
+
+
+def test_a_turn_that_no_agent_saw_is_in_no_episode_and_opens_none():
+    first, unseen = turn([1, 2], [3]), replace(turn([1, 2, 3], [7, 8]), is_seen=False)
+    seen = rollout(first, unseen, turn([1, 2, 3, 4], [5]))
+    (episode,) = rollout_to_episodes(seen, advantage=1.0)
+    assert episode.token_ids == (1, 2, 3, 4, 5)
+    assert episode.num_trained_tokens + num_unseen_tokens(seen) == seen.num_sampled_tokens == 4
 
 
 def test_trap_16_an_end_of_turn_that_was_not_sampled_is_not_trained_on():

@@ -54,6 +54,8 @@ def completions(draw):
         finish_reason=draw(st.sampled_from(FinishReason)),
         metrics=draw(st.sampled_from([None, METRICS])),
         replica=draw(st.sampled_from(["", "replica 1"])),
+        stop_reason=draw(st.sampled_from([None, 7, "END"])),
+        top_logprobs=draw(st.sampled_from([(), (((5, -0.5), (6, -1 / 3)),) * len(token_ids)])),
     )
 
 
@@ -65,8 +67,15 @@ def turn_lists(draw):
         if turns and draw(st.booleans()):
             prompt = turns[-1].prompt_token_ids + turns[-1].completion.token_ids + prompt
         reward, text = draw(st.none() | FLOATS), draw(st.none() | st.text(max_size=3))
-        turn = Turn(prompt_token_ids=prompt, completion=completion, reward=reward, text=text)
-        turns.append(turn)
+        turns.append(
+            Turn(
+                prompt_token_ids=prompt,
+                completion=completion,
+                reward=reward,
+                text=text,
+                is_seen=draw(st.booleans()),
+            )
+        )
     return tuple(turns)
 
 
@@ -94,7 +103,9 @@ def recorded_rollouts(draw):
     prompt = (turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else ()) + (7,)
     answers = [
         Observation(prompt_token_ids=prompt, max_tokens=4, stop_token_ids=(9,), turn_reward=0.1),
+        Observation(prompt_token_ids=prompt, stop=("END",), num_logprobs=3, turn_is_seen=False),
         Terminal(reward=0.3, turn_text="t", metrics={"m": 1.5}),
+        Terminal(reward=0.3, turn_is_seen=False),
     ]
     answer = draw(st.sampled_from(answers))
     return RecordedRollout(
