@@ -67,9 +67,15 @@ class Attempt:
         self.has_ended = True
         self._tell()
 
-    async def replay(self, send: Send, *, headers: list[tuple[bytes, bytes]]) -> None:
+    def replay(self, send: Send, *, headers: list[tuple[bytes, bytes]]) -> asyncio.Task[None]:
         """Send all there is and all that comes, until the end. ``headers`` are added."""
-        recorded, num_sent = self._messages, 0
+        # The recording as it is now, not when this is first awaited: it may be dropped before.
+        return asyncio.create_task(self._replay(self._messages, send, headers))
+
+    async def _replay(
+        self, recorded: list[Message], send: Send, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        num_sent = 0
         while True:
             news = self._news
             messages = recorded[num_sent:]

@@ -174,7 +174,7 @@ def _detail(status: int, body: bytes) -> str:
     try:
         detail = json.loads(body)["detail"]
     except (ValueError, TypeError, KeyError):
-        return HTTPStatus(status).phrase
+        return _phrase(status)
     if isinstance(detail, list):  # of a failed validation, one entry for each mistake
         mistakes = [entry for entry in detail if isinstance(entry, dict)]
         return "; ".join(
@@ -185,7 +185,14 @@ def _detail(status: int, body: bytes) -> str:
 
 
 def _code(status: int) -> str:
-    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return _phrase(status).lower().replace(" ", "_")
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:  # 499, say
+        return f"Error {status}"
 
 
 def _describes_body(name: bytes) -> bool:

@@ -147,7 +147,7 @@ class Retries:
         headers: list[tuple[bytes, bytes]],
     ) -> None:
         attempt.num_followers += 1
-        sends = asyncio.ensure_future(attempt.replay(send, headers=headers))
+        sends = attempt.replay(send, headers=headers)
         leaves = asyncio.ensure_future(request.gone())
         try:
             await asyncio.wait({sends, leaves}, return_when=asyncio.FIRST_COMPLETED)

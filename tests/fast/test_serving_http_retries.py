@@ -1,0 +1,389 @@
+"""No request is run twice because a client retried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.fast.http_driver import Client, OnDemandApp, settle
+from torchtitan_rl.serving.http_admission import Admission
+from torchtitan_rl.serving.http_auth import Authentication
+from torchtitan_rl.serving.http_body import BufferedBody
+from torchtitan_rl.serving.http_errors import OpenAIErrors
+from torchtitan_rl.serving.http_limits import RequestLimits
+from torchtitan_rl.serving.http_retries import Retries, RetryOptions
+
+KEY = {"Idempotency-Key": "k1"}
+ID = {"X-Request-Id": "r1"}
+FIRST = {"x-stainless-retry-count": "0"}
+AGAIN = {"x-stainless-retry-count": "1"}
+IDENTIFIED = [(KEY, KEY), (ID, ID), (FIRST, AGAIN)]
+
+
+class Served:
+    """An on-demand app behind the layers that a retry passes."""
+
+    def __init__(self, *, max_running: int = 100, max_queued: int = 100, **options: Any) -> None:
+        self.app = OnDemandApp()
+        self.now_s = 0.0
+        self.retries = Retries(
+            OpenAIErrors(Admission(self.app, max_running=max_running, max_queued=max_queued)),
+            RetryOptions(**{"grace_s": 60.0, **options}),
+            clock=lambda: self.now_s,
+        )
+        body = BufferedBody(self.retries, limits=RequestLimits(), timeout_s=60.0)
+        self.asgi = OpenAIErrors(
+            Authentication(body, host="127.0.0.1", api_key="", admin_key="chief")
+        )
+
+    async def ask(self, headers: Mapping[str, str] = {}, **options: Any) -> Client:
+        client = Client(self.asgi, headers=headers, **options)
+        await settle()
+        return client
+
+    async def answered(self, headers: Mapping[str, str], answer: bytes, **options: Any) -> Client:
+        """A new run of its own, that is answered whole."""
+        num_calls = len(self.app.calls)
+        client = await self.ask(headers, **options)
+        assert len(self.app.calls) == num_calls + 1
+        self.app.calls[-1].finish(answer)
+        await client.task
+        return client
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+def test_a_retry_of_a_running_request_gets_its_answer_and_starts_nothing(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask(first)
+        await client.leave()
+        retry = await served.ask(again)
+        assert len(served.app.calls) == 1
+        served.app.calls[0].finish(b"answer")
+        await retry.task
+        assert (retry.status, retry.body) == (200, b"answer")
+        assert retry.headers["x-replayed"] == "true"
+        assert not served.app.calls[0].is_aborted.is_set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+def test_a_retry_of_a_request_that_just_ended_gets_its_answer_again(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.answered(first, b"answer")
+        assert client.body == b"answer"
+        assert "x-replayed" not in client.headers
+        retry = await served.ask(again)
+        assert retry.body == b"answer"
+        assert len(served.app.calls) == 1
+        assert served.retries.num_replayed == 1
+
+    asyncio.run(run())
+
+
+def test_trap_10_a_repeated_request_id_is_answered_not_run_twice() -> None:
+    async def run() -> None:
+        served = Served()
+        clients = [await served.ask(ID) for _ in range(4)]
+        assert len(served.app.calls) == 1
+        served.app.calls[0].finish(b"answer")
+        for client in clients:
+            await client.task
+            assert (client.status, client.body) == (200, b"answer")
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_replayed_from_its_beginning_and_followed() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask(KEY)
+        served.app.calls[0].stream(b"one,")
+        served.app.calls[0].stream(b"two,")
+        await settle()
+        assert client.body == b"one,two,"
+        await client.leave()
+        retry, second = await served.ask(KEY), await served.ask(KEY)
+        assert retry.body == b"one,two,"
+        assert not retry.is_whole
+        served.app.calls[0].stream(b"three,")
+        served.app.calls[0].finish(b"four")
+        for follower in (retry, second):
+            await follower.task
+            assert follower.body == b"one,two,three,four"
+            assert follower.is_whole
+        assert len(served.app.calls) == 1
+
+    asyncio.run(run())
+
+
+def test_without_identity_a_disconnect_aborts_at_once_and_a_repetition_is_a_new_request() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask()
+        await client.leave()
+        assert served.app.calls[0].is_aborted.is_set()
+        await served.ask()
+        await served.ask()
+        assert len(served.app.calls) == 3
+        assert served.retries.num_kept == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", [KEY, ID, FIRST])
+def test_a_run_whose_client_does_not_come_back_is_aborted_after_its_grace(
+    first: dict[str, str],
+) -> None:
+    async def run() -> None:
+        served = Served(grace_s=0.01)
+        client = await served.ask(first)
+        await client.leave()
+        await asyncio.wait_for(served.app.calls[0].is_aborted.wait(), 10.0)
+        await settle()
+        await served.ask(first)
+        assert len(served.app.calls) == 2
+
+    asyncio.run(run())
+
+
+def test_each_departure_has_a_grace_of_its_own() -> None:
+    async def run() -> None:
+        served = Served(grace_s=0.2)
+        client = await served.ask(KEY)
+        await client.leave()
+        await asyncio.sleep(0.15)
+        retry = await served.ask(KEY)
+        await retry.leave()
+        await asyncio.sleep(0.1)  # the first departure's would be over
+        assert not served.app.calls[0].is_aborted.is_set()
+        await asyncio.wait_for(served.app.calls[0].is_aborted.wait(), 10.0)
+
+    asyncio.run(run())
+
+
+def test_an_official_client_that_leaves_its_stream_will_not_retry_so_it_aborts_at_once() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask(FIRST)
+        served.app.calls[0].stream(b"one")
+        await settle()
+        await client.leave()
+        await settle()
+        assert served.app.calls[0].is_aborted.is_set()
+        keyed = await served.ask(KEY)
+        served.app.calls[1].stream(b"one")
+        await settle()
+        await keyed.leave()
+        await settle()
+        assert not served.app.calls[1].is_aborted.is_set()
+
+    asyncio.run(run())
+
+
+def test_an_idempotency_key_with_another_body_is_refused() -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(KEY, b"answer", body=b'{"a": 1}')
+        refused = await served.ask(KEY, body=b'{"a": 2}')
+        assert await refused.refusal() == (422, "idempotency_key_reused", "Idempotency-Key")
+        for key in ("", "x" * 256):
+            refused = await served.ask({"Idempotency-Key": key})
+            assert (await refused.refusal())[:2] == (400, "invalid_idempotency_key")
+
+    asyncio.run(run())
+
+
+def test_a_request_id_that_other_requests_share_does_not_keep_them_from_running() -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(ID, b"one", body=b'{"a": 1}')
+        await served.answered(ID, b"two", body=b'{"a": 2}')
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("headers", [KEY, ID, AGAIN])
+def test_another_session_path_or_method_is_another_request(headers: dict[str, str]) -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(headers, b"1")
+        await served.answered({**headers, "X-Session-ID": "a"}, b"2")
+        await served.answered({**headers, "X-Session-ID": "b"}, b"3")
+        client = Client(served.asgi, "/v1/completions?x=1", headers=headers)
+        await settle()
+        served.app.calls[-1].finish()
+        await client.task
+        assert len(served.app.calls) == 4
+        for _ in range(2):  # reading is no run that could be doubled
+            Client(served.asgi, "/v1/models", headers=headers, method="GET")
+            await settle()
+        assert len(served.app.calls) == 6
+
+    asyncio.run(run())
+
+
+def test_the_run_knows_its_session_although_it_outlives_its_client() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask({**KEY, "X-Session-ID": "12/r0"})
+        await client.leave()
+        assert served.app.calls[0].session_id == "12/r0"
+
+    asyncio.run(run())
+
+
+def test_equal_requests_are_several_samples_until_a_client_says_that_it_retries() -> None:
+    async def run() -> None:
+        served = Served()
+        for answer in (b"1", b"2", b"3"):
+            await served.answered(FIRST, answer)
+        retry = await served.ask(AGAIN)
+        assert retry.body == b"1"
+        retry = await served.ask({"x-stainless-retry-count": "2"})
+        assert retry.body == b"2"
+        elsewhere = await served.ask(AGAIN, address="10.0.0.2")
+        assert elsewhere.status is None  # another machine's request: it runs
+        assert len(served.app.calls) == 4
+
+    asyncio.run(run())
+
+
+def test_a_retry_belongs_to_the_attempt_that_lost_its_client() -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(FIRST, b"whole")
+        running = await served.ask(FIRST)
+        lost = await served.ask(FIRST)
+        await lost.leave()
+        retry = await served.ask(AGAIN)
+        served.app.calls[1].finish(b"running")
+        served.app.calls[2].finish(b"lost")
+        await running.task
+        await retry.task
+        assert (running.body, retry.body) == (b"running", b"lost")
+        assert len(served.app.calls) == 3
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_its_client_did_not_stay_for_waits_for_the_retry() -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(FIRST, b"whole")
+        lost = await served.ask(FIRST)
+        await lost.leave()
+        served.app.calls[1].finish(b"lost")
+        await settle()
+        retry = await served.ask(AGAIN)
+        assert retry.body == b"lost"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 400])
+def test_a_failed_answer_is_not_replayed_and_its_retry_takes_no_equal_requests_sample(
+    status: int,
+) -> None:
+    async def run() -> None:
+        served = Served()
+        await served.answered(FIRST, b"whole")
+        failed = await served.ask(FIRST)
+        served.app.calls[1].finish(b"no", status=status)
+        await failed.task
+        assert failed.status == status
+        await served.answered(AGAIN, b"new")
+        keyed = await served.ask(KEY)
+        served.app.calls[3].finish(b"no", status=status)
+        await keyed.task
+        await served.answered(KEY, b"new")
+
+    asyncio.run(run())
+
+
+def test_a_retry_after_a_full_queue_runs_and_samples_of_its_own() -> None:
+    async def run() -> None:
+        served = Served(max_running=1, max_queued=0)
+        running = await served.ask(FIRST)
+        refused = await served.ask(FIRST)
+        assert await refused.refusal() == (429, "queue_full", None)
+        served.app.calls[0].finish(b"one")
+        await running.task
+        await served.answered(AGAIN, b"two")
+
+    asyncio.run(run())
+
+
+def test_a_retry_of_a_request_that_waits_for_a_place_keeps_its_place_in_the_queue() -> None:
+    async def run() -> None:
+        served = Served(max_running=1, max_queued=2)
+        first = await served.ask()
+        waiting = await served.ask(KEY)
+        last = await served.ask()
+        await waiting.leave()
+        retry = await served.ask(KEY)
+        for answer, client in ((b"1", first), (b"2", retry), (b"3", last)):
+            served.app.calls[-1].finish(answer)
+            await client.task
+            assert client.body == answer
+            await settle()
+        assert len(served.app.calls) == 3
+
+    asyncio.run(run())
+
+
+def test_a_waiting_run_that_nobody_comes_back_for_leaves_the_queue() -> None:
+    async def run() -> None:
+        served = Served(max_running=1, max_queued=1, grace_s=0.01)
+        first = await served.ask()
+        waiting = await served.ask(KEY)
+        await waiting.leave()
+        while (await served.ask()).status == 429:
+            await asyncio.sleep(0.01)
+        served.app.calls[0].finish()
+        await first.task
+        await settle()
+        assert [call.session_id for call in served.app.calls] == [None, None]
+
+    asyncio.run(run())
+
+
+def test_what_is_kept_is_bounded_in_time_count_and_bytes() -> None:
+    async def run() -> None:
+        served = Served(keep_s=10.0, max_kept=3, max_kept_bytes=100)
+        for i in range(5):
+            await served.answered({"Idempotency-Key": f"k{i}"}, b"x")
+            await served.answered({**FIRST, "X-Request-Id": f"r{i}"}, b"x")
+            assert served.retries.num_kept <= 3
+        assert (await served.ask({"X-Request-Id": "r4"})).body == b"x"
+        await served.answered({"Idempotency-Key": "large"}, b"x" * 99)
+        assert served.retries.num_kept <= 2
+        await served.answered({"Idempotency-Key": "larger"}, b"x" * 101)
+        assert served.retries.num_kept == 0
+        await served.answered(KEY, b"x")
+        served.now_s = 11.0
+        await served.answered(KEY, b"y")
+        assert served.retries.num_kept == 1
+        assert len(served.retries._by_key) == 1
+
+    asyncio.run(run())
+
+
+def test_runs_that_nobody_follows_end_when_the_server_does() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask(KEY)
+        await client.leave()
+        await served.retries.close()
+        assert not served.retries._running
+
+    asyncio.run(run())
