@@ -72,10 +72,9 @@ class Happenings:
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
         name = request.session_id or ""
-        if name == "closed":
-            raise RefusedError(
-                Refusal(status=409, message=f"session {name}", code="session_closed")
-            )
+        closed = Refusal(status=409, message=f"session {name}", code="session_closed")
+        if name == "closed" or (name == "closed to one" and request.request_id.startswith("0_")):
+            raise RefusedError(closed)
         if name == "lost":
             raise ReplicaError("replica0 died of /some/path")
         if name == "relabelled":
@@ -84,9 +83,7 @@ class Happenings:
             return await self._cut(request, on_progress)
         completion = await self._router.generate(request, on_progress)
         if name == "closed late":
-            raise RefusedError(
-                Refusal(status=409, message=f"session {name}", code="session_closed")
-            )
+            raise RefusedError(closed)
         return completion
 
     async def _relabelled(
@@ -138,7 +135,7 @@ def build_engine(model: Path) -> VllmEngine:
     )
 
 
-async def build_own(model: Path, template: Path) -> Any:
+async def build_own(model: Path, template: Path, engines: list[Any]) -> Any:
     """vLLM's applications, as ``vllm serve`` makes them, over one engine of the same settings."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -154,21 +151,22 @@ async def build_own(model: Path, template: Path) -> Any:
         f" --kv-cache-memory-bytes {32 << 20} --chat-template {template}"
         f" --enable-auto-tool-choice --tool-call-parser {TOOL_PARSER}"
     )
-    engine: Any = None
     routes = []
     for name, more in {"tools": "", "reasoning": f" --reasoning-parser {REASONING_PARSER}"}.items():
         parser = make_arg_parser(FlexibleArgumentParser())
         args = parser.parse_args((flags + more).split())
         args.structured_outputs_config.reasoning_parser = args.reasoning_parser
-        if engine is None:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
-        app = build_app(args, ("generate",), engine.model_config)
-        await init_app_state(engine, app.state, args, ("generate",))
+        if not engines:
+            engines.append(AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args)))
+        app = build_app(args, ("generate",), engines[0].model_config)
+        await init_app_state(engines[0], app.state, args, ("generate",))
         routes.append(Mount(f"/{name}", app))
     return Starlette(routes=routes)
 
 
-def serve_ours(model: Path, template: Path, reasoning_parser: str) -> tuple[HttpServer, Any]:
+def serve_ours(
+    model: Path, template: Path, reasoning_parser: str
+) -> tuple[HttpServer, ControllerLink]:
     link = ControllerLink()
 
     async def build() -> Any:
@@ -189,45 +187,54 @@ def serve_ours(model: Path, template: Path, reasoning_parser: str) -> tuple[Http
     return server, link
 
 
+def bridged(router: GeneratorRouter, link: ControllerLink) -> EndpointBridge:
+    def status() -> SystemStatus:
+        gauges = {'tokens{replica="replica0"}': sum(router.outstanding_tokens().values())}
+        return SystemStatus(is_healthy=True, gauges={**gauges, "aborted": bridge.counts.aborted})
+
+    bridge = EndpointBridge(
+        LocalEndpoint(link),  # type: ignore[arg-type]
+        complete=Happenings(router).complete,
+        handlers={},
+        status=status,
+        interval_s=0.02,
+        status_interval_s=0.05,
+    )
+    return bridge
+
+
 async def main(root: Path) -> None:
     model, template = tiny_qwen3(root / "model"), root / "template.jinja"
     template.write_text(TEMPLATE)
+    engines: list[Any] = []
     own = HttpServer(
-        lambda: build_own(model, template), at_end=lambda: None, host="127.0.0.1", port=0
+        lambda: build_own(model, template, engines),
+        at_end=lambda: [engine.shutdown() for engine in engines],  # type: ignore[arg-type]
+        host="127.0.0.1",
+        port=0,
     )
     starting = asyncio.create_task(asyncio.to_thread(own.start))
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
     router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
-    tokens = router.outstanding_tokens
     await starting  # vLLM's metrics are those of the front end that was made last
     urls = {
         name: f"http://127.0.0.1:{own.port}/{path}"
         for name, path in (("own", "tools"), ("own_reasoning", "reasoning"))
     }
-    servers, bridges = [own], []
+    servers, tasks = [own], []
     for name, parser in (("ours_reasoning", REASONING_PARSER), ("ours", "")):
         server, link = await asyncio.to_thread(serve_ours, model, template, parser)
-        bridge = EndpointBridge(
-            LocalEndpoint(link),  # type: ignore[arg-type]
-            complete=Happenings(router).complete,
-            handlers={},
-            status=lambda: SystemStatus(
-                is_healthy=True, gauges={'tokens{replica="replica0"}': sum(tokens().values())}
-            ),
-            interval_s=0.02,
-            status_interval_s=0.05,
-        )
         servers.append(server)
-        bridges.append(asyncio.create_task(bridge.run()))
+        tasks.append(asyncio.create_task(bridged(router, link).run()))
         urls[name] = f"http://127.0.0.1:{server.port}"
     print(json.dumps(urls), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     for server in servers:
         await asyncio.to_thread(server.close, 1.0)
-    for bridge in bridges:
-        bridge.cancel()
-    await asyncio.gather(*bridges, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await router.close()
 
 

@@ -434,22 +434,39 @@ def test_a_greedy_answer_is_the_same_however_often_it_is_cut(ours, case, stream)
         assert plain(in_session(ours, "cut", **request)) == whole
 
 
+ENDLESS = {"max_tokens": None, "n": 4, "extra_body": {"ignore_eos": True}}
+
+
 def test_a_client_that_leaves_leaves_nothing_running(urls, ours) -> None:
-    endless = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
-    stream = in_session(ours, "s", **endless, stream=True, n=4)
+    before = gauge(urls, "aborted")
+    stream = in_session(ours, "s", **ENDLESS, stream=True)
     next(iter(stream))
     stream.close()
     with pytest.raises(openai.APITimeoutError):
-        in_session(client(urls["ours"], timeout=0.2), "s", **endless, n=4)
-    deadline = time.monotonic() + 30
-    while outstanding(urls) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert outstanding(urls) == 0
+        in_session(client(urls["ours"], timeout=0.2), "s", **ENDLESS)
+    await_gauge(urls, "aborted", before + 8)
+    await_gauge(urls, 'tokens{replica="replica0"}', 0)
 
 
-def outstanding(urls: dict[str, str]) -> float:
+def test_the_siblings_of_a_refused_request_are_aborted(urls, ours) -> None:
+    before = gauge(urls, "aborted")
+    with pytest.raises(openai.ConflictError):
+        in_session(ours, "closed to one", **ENDLESS)
+    with pytest.raises(openai.APIError, match="session closed to one"):  # before or in the stream
+        list(in_session(ours, "closed to one", **ENDLESS, stream=True))
+    await_gauge(urls, "aborted", before + 6)
+
+
+def gauge(urls: dict[str, str], name: str) -> float:
     lines = httpx.get(f"{urls['ours']}/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("tokens{"))
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def await_gauge(urls: dict[str, str], name: str, value: float) -> None:
+    deadline = time.monotonic() + 30
+    while gauge(urls, name) != value and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gauge(urls, name) == value
 
 
 def test_health_and_metrics_tell_of_the_system(urls) -> None:
