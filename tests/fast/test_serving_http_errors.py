@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from typing import Any
@@ -15,6 +16,7 @@ from tests.fast.http_driver import Client
 from torchtitan_rl.serving.http_errors import HttpError, OpenAIErrors
 
 
+@functools.cache
 def served() -> OpenAIErrors:
     app = FastAPI()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -29,10 +29,12 @@ class Served:
     def __init__(self, *, max_running: int = 100, max_queued: int = 100, **options: Any) -> None:
         self.app = OnDemandApp()
         self.now_s = 0.0
+        self.ends_of_grace: list[Callable[[], None]] = []
         self.retries = Retries(
             OpenAIErrors(Admission(self.app, max_running=max_running, max_queued=max_queued)),
-            RetryOptions(**{"grace_s": 60.0, **options}),
+            RetryOptions(**options),
             clock=lambda: self.now_s,
+            call_later=lambda _, end: self.ends_of_grace.append(end),
         )
         body = BufferedBody(self.retries, limits=RequestLimits(), timeout_s=60.0)
         self.asgi = OpenAIErrors(
@@ -145,11 +147,14 @@ def test_a_run_whose_client_does_not_come_back_is_aborted_after_its_grace(
     first: dict[str, str],
 ) -> None:
     async def run() -> None:
-        served = Served(grace_s=0.01)
+        served = Served()
         client = await served.ask(first)
         await client.leave()
-        await asyncio.wait_for(served.app.calls[0].is_aborted.wait(), 10.0)
         await settle()
+        assert not served.app.calls[0].is_aborted.is_set()
+        served.ends_of_grace[0]()
+        await settle()
+        assert served.app.calls[0].is_aborted.is_set()
         await served.ask(first)
         assert len(served.app.calls) == 2
 
@@ -158,15 +163,21 @@ def test_a_run_whose_client_does_not_come_back_is_aborted_after_its_grace(
 
 def test_each_departure_has_a_grace_of_its_own() -> None:
     async def run() -> None:
-        served = Served(grace_s=0.2)
-        client = await served.ask(KEY)
-        await client.leave()
-        await asyncio.sleep(0.15)
-        retry = await served.ask(KEY)
-        await retry.leave()
-        await asyncio.sleep(0.1)  # the first departure's would be over
+        served = Served()
+        for _ in range(2):
+            client = await served.ask(KEY)
+            await client.leave()
+        follower = await served.ask(KEY)
+        for end in served.ends_of_grace:
+            end()  # while it is followed again
+        await follower.leave()
+        for end in served.ends_of_grace[:2]:
+            end()
+        await settle()
         assert not served.app.calls[0].is_aborted.is_set()
-        await asyncio.wait_for(served.app.calls[0].is_aborted.wait(), 10.0)
+        served.ends_of_grace[2]()
+        await settle()
+        assert served.app.calls[0].is_aborted.is_set()
 
     asyncio.run(run())
 
@@ -343,16 +354,15 @@ def test_a_retry_of_a_request_that_waits_for_a_place_keeps_its_place_in_the_queu
 
 def test_a_waiting_run_that_nobody_comes_back_for_leaves_the_queue() -> None:
     async def run() -> None:
-        served = Served(max_running=1, max_queued=1, grace_s=0.01)
-        first = await served.ask()
+        served = Served(max_running=1, max_queued=1)
+        await served.ask()
         waiting = await served.ask(KEY)
         await waiting.leave()
-        while (await served.ask()).status == 429:
-            await asyncio.sleep(0.01)
-        served.app.calls[0].finish()
-        await first.task
+        assert (await served.ask()).status == 429
+        served.ends_of_grace[0]()
         await settle()
-        assert [call.session_id for call in served.app.calls] == [None, None]
+        assert (await served.ask()).status is None  # it took the place in the queue
+        assert len(served.app.calls) == 1
 
     asyncio.run(run())
 

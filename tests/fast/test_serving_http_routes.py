@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +24,7 @@ OPTIONS = ShellOptions(host="0.0.0.0", api_key="secret", admin_key="chief")
 class Controller:
     """Remembers what it was told; refuses everything about the session "gone"."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+    told: list[tuple[str, dict[str, Any]]]
 
     async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self.told.append((name, dict(arguments)))
@@ -38,37 +38,47 @@ class Controller:
         return {"mode": arguments.get("mode")}
 
 
+CONTROLLER = Controller()
+
+
+@functools.cache
+def shell() -> HttpShell:
+    return protect(FastAPI(), OPTIONS, commands=CONTROLLER)
+
+
+@pytest.fixture(autouse=True)
+def controller() -> Controller:
+    CONTROLLER.told = []
+    return CONTROLLER
+
+
 def ask(
-    method: str,
-    path: str,
-    body: Any = None,
-    headers: Mapping[str, str] = CLIENT,
-    controller: Controller | None = None,
+    method: str, path: str, body: Any = None, headers: Mapping[str, str] = CLIENT
 ) -> tuple[int | None, Any]:
+    raw = b"" if body is None else json.dumps(body).encode()
+
     async def run() -> tuple[int | None, Any]:
-        shell = protect(FastAPI(), OPTIONS, commands=controller or Controller())
-        raw = b"" if body is None else json.dumps(body).encode()
-        headers_ = {**headers, "content-type": "application/json"}
-        return await Client(shell, path, method=method, body=raw, headers=headers_).answer()
+        typed = {**headers, "content-type": "application/json"}
+        return await Client(shell(), path, method=method, body=raw, headers=typed).answer()
 
     return asyncio.run(run())
 
 
-def test_a_session_is_opened_with_a_name_of_ours_or_of_the_clients() -> None:
-    controller = Controller()
-    assert ask("POST", "/v1/sessions", controller=controller)[1]["session_id"] == "new"
-    assert ask("POST", "/v1/sessions", {}, controller=controller)[0] == 200
-    named = ask("POST", "/v1/sessions", {"session_id": "12/r0"}, controller=controller)
+def test_a_session_is_opened_with_a_name_of_ours_or_of_the_clients(controller: Controller) -> None:
+    assert ask("POST", "/v1/sessions")[1]["session_id"] == "new"
+    assert ask("POST", "/v1/sessions", {})[0] == 200
+    named = ask("POST", "/v1/sessions", {"session_id": "12/r0"})
     assert named[1]["session_id"] == "12/r0"
     assert controller.told[1:] == [("session.open", {}), ("session.open", {"session_id": "12/r0"})]
 
 
-def test_a_reward_closes_a_session_and_gives_its_episodes_to_who_asks() -> None:
-    controller = Controller()
-    status, answer = ask("POST", "/v1/sessions/12/r0/reward", {"reward": 1}, controller=controller)
+def test_a_reward_closes_a_session_and_gives_its_episodes_to_who_asks(
+    controller: Controller,
+) -> None:
+    status, answer = ask("POST", "/v1/sessions/12/r0/reward", {"reward": 1})
     assert (status, answer) == (200, {"session_id": "12/r0", "state": "open"})
     wanted = {"reward": -0.5, "return_episodes": True}
-    _, answer = ask("POST", "/v1/sessions/a/reward", wanted, controller=controller)
+    _, answer = ask("POST", "/v1/sessions/a/reward", wanted)
     assert answer["episodes"] == [{"tokens": [1]}]
     assert controller.told == [
         ("session.close", {"session_id": "12/r0", "reward": 1.0}),
@@ -76,10 +86,11 @@ def test_a_reward_closes_a_session_and_gives_its_episodes_to_who_asks() -> None:
     ]
 
 
-def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads() -> None:
-    controller = Controller()
-    assert ask("DELETE", "/v1/sessions/12/r0", controller=controller)[0] == 200
-    assert ask("GET", "/v1/sessions/12/r0", controller=controller)[1]["state"] == "open"
+def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads(
+    controller: Controller,
+) -> None:
+    assert ask("DELETE", "/v1/sessions/12/r0")[0] == 200
+    assert ask("GET", "/v1/sessions/12/r0")[1]["state"] == "open"
     told = [("session.close", {"session_id": "12/r0"}), ("session.read", {"session_id": "12/r0"})]
     assert controller.told == told
 
@@ -96,24 +107,24 @@ def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads() ->
         {"reward": []},
     ],
 )
-def test_a_reward_that_is_none_is_refused_and_closes_nothing(body: Any) -> None:
-    controller = Controller()
-    status, answer = ask("POST", "/v1/sessions/a/reward", body, controller=controller)
+def test_a_reward_that_is_none_is_refused_and_closes_nothing(
+    body: Any, controller: Controller
+) -> None:
+    status, answer = ask("POST", "/v1/sessions/a/reward", body)
     assert status == 422
     assert answer["error"]["type"] == "invalid_request_error"
     assert controller.told == []
 
 
 @pytest.mark.parametrize("session_id", ["a b", "ä", "a/../b", ".hidden", "x" * 129])
-def test_a_session_id_of_another_form_is_refused(session_id: str) -> None:
+def test_a_session_id_of_another_form_is_refused(session_id: str, controller: Controller) -> None:
     for method, path, body in [
         ("POST", "/v1/sessions", {"session_id": session_id}),
         ("POST", f"/v1/sessions/{session_id}/reward", {"reward": 1}),
         ("GET", f"/v1/sessions/{session_id}", None),
         ("DELETE", f"/v1/sessions/{session_id}", None),
     ]:
-        controller = Controller()
-        assert ask(method, path, body, controller=controller)[0] in (400, 422)
+        assert ask(method, path, body)[0] in (400, 422)
         assert controller.told == []
 
 
@@ -124,25 +135,26 @@ def test_what_the_controller_refuses_is_answered_with_its_status_message_and_cod
     assert answer["error"]["code"] == "no_session"
 
 
-def test_administration_passes_mode_and_answers_with_the_admin_key_alone() -> None:
-    controller = Controller()
+def test_administration_passes_mode_and_answers_with_the_admin_key_alone(
+    controller: Controller,
+) -> None:
     for mode in ("keep", "abort", "wait"):
-        answer = ask("POST", f"/admin/pause?mode={mode}", None, ADMIN, controller)
+        answer = ask("POST", f"/admin/pause?mode={mode}", None, ADMIN)
         assert answer == (200, {"mode": mode})
-    assert ask("POST", "/admin/resume", None, ADMIN, controller)[0] == 200
-    status, versions = ask("GET", "/admin/versions", None, ADMIN, controller)
+    assert ask("POST", "/admin/resume", None, ADMIN)[0] == 200
+    status, versions = ask("GET", "/admin/versions", None, ADMIN)
     assert (status, versions["newest"], versions["replicas"]) == (200, 3, {"r0": 2})
-    assert ask("POST", "/admin/pause?mode=stop", None, ADMIN, controller)[0] == 422
+    assert ask("POST", "/admin/pause?mode=stop", None, ADMIN)[0] == 422
     told = len(controller.told)
     for method, path in [("POST", "/pause"), ("POST", "/resume"), ("GET", "/versions")]:
-        assert ask(method, "/admin" + path, None, CLIENT, controller)[0] == 403
+        assert ask(method, "/admin" + path, None, CLIENT)[0] == 403
     assert len(controller.told) == told
 
 
 def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:
     app = FastAPI()
     app.openapi()  # made, and kept, before our routes were there
-    protect(app, OPTIONS, commands=Controller())
+    protect(app, OPTIONS, commands=CONTROLLER)
     paths = app.openapi()["paths"]
     assert {
         "/v1/sessions",
@@ -159,7 +171,7 @@ def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:
 
 def test_an_endpoint_on_another_address_is_not_built_without_a_key() -> None:
     with pytest.raises(ConfigError):
-        protect(FastAPI(), ShellOptions(host="0.0.0.0"), commands=Controller())
+        protect(FastAPI(), ShellOptions(host="0.0.0.0"), commands=CONTROLLER)
 
 
 def test_the_shell_starts_and_ends_its_app_and_speaks_over_no_web_socket() -> None:

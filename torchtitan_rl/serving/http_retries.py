@@ -55,10 +55,12 @@ class Retries:
         options: RetryOptions,
         *,
         clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,  # the loop's
     ) -> None:
         self._handler = handler
         self._options = options
         self._clock = clock
+        self._call_later = call_later
         self._running: set[Attempt] = set()
         self._ended: dict[Attempt, float] = {}  # oldest first, with the time of its end
         self._by_key: dict[Key, list[Attempt]] = {}  # both of the above
@@ -174,7 +176,8 @@ class Retries:
             if not attempt.num_followers and attempt.num_departures == departure:
                 attempt.is_abandoned.set()
 
-        asyncio.get_running_loop().call_later(self._options.grace_s, end_grace)
+        call_later = self._call_later or asyncio.get_running_loop().call_later
+        call_later(self._options.grace_s, end_grace)
 
     def _keep(self, attempt: Attempt) -> None:
         """Of a failed attempt only that a retry of it is owed a new run."""
