@@ -36,7 +36,7 @@ config = RunConfig(
         row_len=256,
         rows_per_microbatch=32,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=40, min_lr_factor=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=40, min_lr_factor=0.1),
     ),
     validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
     endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes"),
