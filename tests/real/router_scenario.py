@@ -29,14 +29,14 @@ from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 NUM_PULLS = 20
 
 
-async def spawn(root: Path, index: int) -> MonarchReplica:
+async def spawn(root: Path, index: int, *, max_model_len: int = 512) -> MonarchReplica:
     spec = GeneratorSpec(
         name=f"replica{index}",
         model=root / "model",
         device="cpu",
         dtype="float32",
         seed=index,
-        generator=GeneratorConfig(max_model_len=512, kv_cache_bytes=32 << 20),
+        generator=GeneratorConfig(max_model_len=max_model_len, kv_cache_bytes=32 << 20),
         weight_sync=WeightSyncConfig(),
         log_dir=root,
         trace_dir=None,

@@ -1,0 +1,241 @@
+"""64 concurrent chats by the official client, half of them streaming, over a real endpoint and two
+replicas, all in processes of their own, while weights are pulled 20 times and every replica is
+emptied 10 times. ``python -m tests.real.endpoint_pulls_scenario DIR`` prints one JSON object.
+
+Each chat is a session of two turns, the second of which has the first one's answer in its prompt.
+They run twice: undisturbed, and disturbed; the pulled weights are the same, and sampling is greedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.router_scenario import NUM_PULLS, spawn
+from torchtitan_rl.adapters.monarch_endpoint import EndpointSpec, MonarchEndpoint
+from torchtitan_rl.adapters.monarch_runtime import supervise
+from torchtitan_rl.config import EndpointConfig
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+NUM_CHATS = 64
+ADMIN_KEY = "admin-of-the-test"
+TURNS = (40, 90)  # tokens of each; a chat's second has up to 63 more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One turn as the client saw it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reasons: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    version_runs: int
+
+
+async def chat(client: AsyncOpenAI, number: int, session_id: str) -> tuple[Answer, ...]:
+    """A conversation of two turns; odd ones stream."""
+    messages: list[Any] = [{"role": "user", "content": f"Tell me of {number}. " + "ha " * number}]
+    answers = []
+    for turn, max_tokens in enumerate(TURNS):
+        arguments: dict[str, Any] = {
+            "model": "policy",
+            "messages": messages,
+            "temperature": 0.0,
+            "max_tokens": max_tokens + turn * number,
+            "extra_body": {"ignore_eos": True, "return_token_ids": True},
+            "extra_headers": {"X-Session-ID": session_id},
+        }
+        ask = streamed if number % 2 else whole
+        answers.append(await ask(client, arguments))
+        messages = [
+            *messages,
+            {"role": "assistant", "content": answers[-1].text},
+            {"role": "user", "content": "Go on."},
+        ]
+    return tuple(answers)
+
+
+async def whole(client: AsyncOpenAI, arguments: dict[str, Any]) -> Answer:
+    response = await client.chat.completions.create(**arguments)
+    (choice,) = response.choices
+    extra, of_choice = response.model_extra or {}, choice.model_extra or {}
+    assert response.usage is not None
+    return Answer(
+        text=choice.message.content or "",
+        token_ids=tuple(of_choice["token_ids"]),
+        prompt_token_ids=tuple(extra["prompt_token_ids"]),
+        finish_reasons=(choice.finish_reason,),
+        prompt_tokens=response.usage.prompt_tokens,
+        completion_tokens=response.usage.completion_tokens,
+        version_runs=len(of_choice["policy_versions"]),
+    )
+
+
+async def streamed(client: AsyncOpenAI, arguments: dict[str, Any]) -> Answer:
+    text, token_ids, finish_reasons = "", [], []
+    prompt_token_ids: Sequence[int] = ()
+    usage, runs = None, 0
+    stream = await client.chat.completions.create(
+        **arguments, stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        prompt_token_ids = (chunk.model_extra or {}).get("prompt_token_ids") or prompt_token_ids
+        for choice in chunk.choices:
+            extra = choice.model_extra or {}
+            text += choice.delta.content or ""
+            token_ids += extra.get("token_ids") or []
+            runs = len(extra.get("policy_versions") or ()) or runs
+            if choice.finish_reason:
+                finish_reasons.append(choice.finish_reason)
+    assert usage is not None
+    return Answer(
+        text=text,
+        token_ids=tuple(token_ids),
+        prompt_token_ids=tuple(prompt_token_ids),
+        finish_reasons=tuple(finish_reasons),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        version_runs=runs,
+    )
+
+
+async def all_chats(client: AsyncOpenAI, prefix: str) -> list[tuple[Answer, ...]]:
+    return await asyncio.gather(
+        *(chat(client, number, f"{prefix}-{number}") for number in range(NUM_CHATS))
+    )
+
+
+async def disturb(
+    router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any, url: str
+) -> list[int]:
+    """Pull and, every other time, pause by the admin route; returns the statuses."""
+    statuses = []
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0) as admin:
+        for version in range(1, NUM_PULLS + 1):
+            await asyncio.sleep(0.05)
+            handle = await asyncio.to_thread(publisher.publish, version, tensors)
+            if version % 2:
+                statuses.append(
+                    (await admin.post("/admin/pause", params={"mode": "abort"})).status_code
+                )
+            await router.sync_weights(handle, mode="hot_swap", order="one_by_one")
+            if version % 2:
+                statuses.append((await admin.post("/admin/resume")).status_code)
+    return statuses
+
+
+async def recorded(sessions: Sessions, prefix: str, chats: list[tuple[Answer, ...]]) -> int:
+    """How many chats' sessions recorded exactly what the client saw; each gets a reward."""
+    exact = 0
+    for number, answers in enumerate(chats):
+        report = await sessions.close(f"{prefix}-{number}", 1.0)
+        sampled = [
+            tuple(
+                token
+                for token, is_sampled in zip(one.token_ids, one.loss_mask, strict=True)
+                if is_sampled
+            )
+            for one in report.episodes
+        ]
+        seen = [answer.token_ids for answer in answers]
+        is_trained = report.tokens_trained == report.tokens_generated == sum(map(len, seen))
+        exact += report.turns == len(TURNS) and is_trained and sum(sampled, ()) == sum(seen, ())
+    return exact
+
+
+async def scenario(root: Path) -> dict[str, Any]:
+    supervise()
+    model = tiny_qwen3(root / "model", tied=True, seed=0)
+    publisher = SharedMemoryPublisher("endpoint-pulls", root)
+    spec = EndpointSpec(
+        model=model,
+        device="cpu",
+        dtype="float32",
+        max_model_len=1024,
+        generation_config="vllm",
+        endpoint=EndpointConfig(start_timeout_s=600.0),
+        keys=Keys(admin=ADMIN_KEY),
+        log_dir=root,
+    )
+    endpoint = await MonarchEndpoint.spawn(ProcessGroup(name="endpoint", ranks=1, threads=1), spec)
+    replicas = [await spawn(root, index, max_model_len=1024) for index in range(2)]
+    router = GeneratorRouter(replicas, request_timeout_s=300.0)
+    sessions = Sessions(router)
+    try:
+        await asyncio.gather(endpoint.start(), *(replica.start() for replica in replicas))
+        async with EndpointService(endpoint, router, sessions, interval_s=0.02) as service:
+            url = endpoint.base_url
+            async with AsyncOpenAI(
+                base_url=url, api_key="any", max_retries=0, timeout=300.0
+            ) as client:
+                alone = await all_chats(client, "alone")
+                chats = asyncio.create_task(all_chats(client, "cut"))
+                statuses = await disturb(
+                    router, publisher, hf_tensors(model), url.removesuffix("/v1")
+                )
+                was_over = chats.done()
+                cut = await chats
+            return {
+                "statuses": sorted(set(statuses)),
+                "pauses": len(statuses) // 2,
+                "was_over": was_over,
+                "complete": sum(map(is_complete, alone)) + sum(map(is_complete, cut)),
+                "equal": sum(map(is_equal, alone, cut)),
+                "cuts_heard": sum(one.version_runs - 1 for answers in cut for one in answers),
+                "recorded": await recorded(sessions, "alone", alone)
+                + await recorded(sessions, "cut", cut),
+                "polled": service.counts.polled,
+                "completed": service.counts.completed,
+                "refused": service.counts.by_refusal,
+                "aborted": service.counts.aborted,
+                "sampled": sum(one.generated_tokens for one in (await router.stats()).values()),
+                "answered": sum(len(one.token_ids) for each in (*alone, *cut) for one in each),
+                "states": sorted(router.states().values()),
+                "outstanding": sum(router.outstanding_tokens().values()),
+                "versions": sorted(router.versions().values()),
+            }
+    finally:
+        await sessions.aclose()
+        await asyncio.gather(endpoint.close(), router.close())
+        publisher.close()
+
+
+def is_complete(answers: tuple[Answer, ...]) -> bool:
+    """Every count fits, wherever it is said; the second prompt is whole, too."""
+    return all(
+        one.finish_reasons == ("length",)
+        and one.completion_tokens == len(one.token_ids)
+        and one.prompt_tokens == len(one.prompt_token_ids)
+        for one in answers
+    ) and all(len(a.prompt_token_ids) < len(b.prompt_token_ids) for a, b in pairwise(answers))
+
+
+def is_equal(alone: tuple[Answer, ...], cut: tuple[Answer, ...]) -> bool:
+    return all(
+        (a.text, a.token_ids, a.prompt_token_ids) == (b.text, b.token_ids, b.prompt_token_ids)
+        for a, b in zip(alone, cut, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(scenario(Path(sys.argv[1])))))
