@@ -1,4 +1,4 @@
-"""``torchtitan-rl train CONFIG [options]`` and ``torchtitan-rl generate [options]``.
+"""``torchtitan-rl train CONFIG``, ``torchtitan-rl serve MODEL`` and ``torchtitan-rl generate``.
 
 Exit codes: 0 done; 1 the run failed; 2 the configuration is wrong; 128 + n ended by signal n.
 """
@@ -14,6 +14,8 @@ from torchtitan_rl.errors import ConfigError
 _USAGE = """\
 usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file says
        torchtitan-rl train CONFIG --help                  list its options
+       torchtitan-rl serve MODEL [--dry-run] [options]    an OpenAI-compatible endpoint
+       torchtitan-rl serve --help                         list its options
        torchtitan-rl generate [options]                   complete a file of prompts
        torchtitan-rl generate --help                      list its options
 """
@@ -29,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from torchtitan_rl.generate import main as generate
 
             return generate(rest)
+        case ["serve", *rest]:
+            from torchtitan_rl.serve import main as serve
+
+            return serve(rest)
         case ["-h" | "--help"]:
             print(_USAGE, end="")
             return 0

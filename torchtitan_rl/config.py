@@ -221,7 +221,7 @@ class EndpointConfig:
     max_queued_requests: int = 1024  # beyond it they are refused
     interval_s: float = 0.02  # between two messages of progress
     session_timeout_s: float = 600.0  # without a request or a reward a session is abandoned
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = 300.0
     threads: int = 1
 
 

@@ -49,11 +49,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             f"({error}); give a directory with config.json, tokenizer.json and *.safetensors"
         ) from error
     cores = sorted(os.sched_getaffinity(0))
-    machine = MachineFacts(
-        num_cuda_devices=_num_cuda_devices(),
-        num_cores=len(cores),
-        memory_bytes=psutil.virtual_memory().total,
-    )
+    machine = machine_facts()
     mistakes = find_mistakes(config, policy, machine)
     if mistakes:
         raise ConfigError(mistakes)
@@ -69,7 +65,12 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     )
 
 
-def _num_cuda_devices() -> int:
+def machine_facts() -> MachineFacts:
+    """Of the machine that this process runs on, as far as it may use it."""
     import torch
 
-    return torch.cuda.device_count()
+    return MachineFacts(
+        num_cuda_devices=torch.cuda.device_count(),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+    )

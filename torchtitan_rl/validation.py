@@ -6,64 +6,36 @@ user sees all of them at once.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from dataclasses import dataclass
-from pathlib import Path
 
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_mistakes
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_mistakes
-from torchtitan_rl.plan import num_devices_needed, num_threads_needed
+from torchtitan_rl.plan import needs_endpoint, num_devices_needed, num_threads_needed
+from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.training.loss_mistakes import loss_mistakes
+from torchtitan_rl.validation_generator import (
+    ENGINE_OVERHEAD_BYTES,
+    MachineFacts,
+    PolicyFacts,
+    generator_mistakes,
+    head_mistakes,
+    not_positive,
+    read_policy_facts,
+    too_small,
+)
 
-_ENGINE_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFacts:
-    """What the configuration is checked against, read from a checkpoint's ``config.json``."""
-
-    num_heads: int
-    num_kv_heads: int
-    max_positions: int
-    vocab_size: int
-    num_bytes: int  # of the weight files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """What the machine has."""
-
-    num_cuda_devices: int
-    num_cores: int
-    memory_bytes: int
+__all__ = ["MachineFacts", "PolicyFacts", "find_mistakes", "read_policy_facts"]
 
 
-def read_policy_facts(directory: Path) -> PolicyFacts:
-    """Raises OSError or ValueError where the directory is no Hugging Face checkpoint."""
-    hf_config = json.loads((directory / "config.json").read_text())
-    weights = list(directory.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"{directory} has no *.safetensors file")
-    if not (directory / "tokenizer.json").exists():
-        raise ValueError(f"{directory} has no tokenizer.json")
-    num_heads = int(hf_config["num_attention_heads"])
-    return PolicyFacts(
-        num_heads=num_heads,
-        num_kv_heads=int(hf_config.get("num_key_value_heads") or num_heads),
-        max_positions=int(hf_config["max_position_embeddings"]),
-        vocab_size=int(hf_config["vocab_size"]),
-        num_bytes=sum(path.stat().st_size for path in weights),
-    )
-
-
-def find_mistakes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:
+def find_mistakes(
+    config: RunConfig, policy: PolicyFacts, machine: MachineFacts, keys: Keys | None = None
+) -> list[str]:
     """Every mistake in ``config`` for this policy on this machine; empty where it can start."""
     return [
         *_amounts(config),
+        *generator_mistakes(config.generator, policy),
         *_sampling(config),
         *_lengths(config, policy),
         *_parallelism(config, policy, machine),
@@ -72,6 +44,7 @@ def find_mistakes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
         *_weight_sync(config),
         *_memory(config, policy, machine),
         *_paths(config),
+        *(endpoint_mistakes(config.endpoint, keys or Keys.of()) if needs_endpoint(config) else []),
         *config.task.mistakes(),
     ]
 
@@ -82,11 +55,6 @@ def _amounts(config: RunConfig) -> list[str]:
         "rollout.group_size": (config.rollout.group_size, 2),
         "rollout.max_turns": (config.rollout.max_turns, 1),
         "rollout.sampling.max_tokens_per_turn": (config.rollout.sampling.max_tokens_per_turn, 1),
-        "generator.replicas": (config.generator.replicas, 1),
-        "generator.tensor_parallel": (config.generator.tensor_parallel, 1),
-        "generator.max_running_requests": (config.generator.max_running_requests, 1),
-        "generator.max_steps_per_decision": (config.generator.max_steps_per_decision, 1),
-        "generator.threads": (config.generator.threads, 1),
         "trainer.threads": (config.trainer.threads, 1),
         "trainer.data_parallel_replicate": (config.trainer.data_parallel_replicate, 1),
         "trainer.data_parallel_shard": (config.trainer.data_parallel_shard, 1),
@@ -101,18 +69,9 @@ def _amounts(config: RunConfig) -> list[str]:
         "checkpoint.keep": (config.checkpoint.keep, 1),
         "metrics.rollouts_per_step": (config.metrics.rollouts_per_step, 0),
     }
-    mistakes = [
-        f"{name} is {value}: give at least {least}"
-        for name, (value, least) in at_least.items()
-        if value < least
-    ]
     positive = {
         "rollout.step_timeout_s": config.rollout.step_timeout_s,
         "rollout.rollout_timeout_s": config.rollout.rollout_timeout_s,
-        "generator.heartbeat_s": config.generator.heartbeat_s,
-        "generator.collective_timeout_s": config.generator.collective_timeout_s,
-        "generator.request_timeout_s": config.generator.request_timeout_s,
-        "generator.start_timeout_s": config.generator.start_timeout_s,
         "schedule.report_wait_s": config.schedule.report_wait_s,
         "schedule.max_wait_s": config.schedule.max_wait_s,
         "weight_sync.lag_timeout_s": config.weight_sync.lag_timeout_s,
@@ -124,21 +83,11 @@ def _amounts(config: RunConfig) -> list[str]:
         "trainer.loss.clip_high": config.trainer.loss.clip_high,
         "trainer.loss.max_log_ratio": config.trainer.loss.max_log_ratio,
     }
-    mistakes += [
-        f"{name} is {value}: give a finite number above 0"
-        for name, value in positive.items()
-        if not (math.isfinite(value) and value > 0)
-    ]
+    mistakes = [*too_small(at_least), *not_positive(positive)]
     if config.trainer.loss.clip_low >= 1.0:
         mistakes.append(
             f"trainer.loss.clip_low is {config.trainer.loss.clip_low}: give less than 1, for "
             "1 - clip_low bounds a ratio from below"
-        )
-    if config.generator.heartbeat_s * 2 > config.generator.collective_timeout_s:
-        mistakes.append(
-            f"generator.heartbeat_s is {config.generator.heartbeat_s}: give at most half of "
-            f"generator.collective_timeout_s ({config.generator.collective_timeout_s}), or idle "
-            "ranks time out"
         )
     return mistakes
 
@@ -170,11 +119,6 @@ def _sampling(config: RunConfig) -> list[str]:
 def _lengths(config: RunConfig, policy: PolicyFacts) -> list[str]:
     mistakes = []
     total = config.rollout.max_total_tokens
-    if config.generator.max_model_len > policy.max_positions:
-        mistakes.append(
-            f"generator.max_model_len is {config.generator.max_model_len}: the policy has "
-            f"{policy.max_positions} positions; give at most that"
-        )
     if total > config.generator.max_model_len:
         mistakes.append(
             f"rollout.max_total_tokens is {total}: give at most generator.max_model_len "
@@ -200,16 +144,8 @@ def _lengths(config: RunConfig, policy: PolicyFacts) -> list[str]:
 
 
 def _parallelism(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:
-    mistakes = []
-    for name, degree in (
-        ("generator.tensor_parallel", config.generator.tensor_parallel),
-        ("trainer.tensor_parallel", config.trainer.tensor_parallel),
-    ):
-        if degree > 0 and (policy.num_heads % degree or policy.num_kv_heads % degree):
-            mistakes.append(
-                f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
-                f"{policy.num_kv_heads} key/value heads"
-            )
+    degree = config.trainer.tensor_parallel
+    mistakes = head_mistakes("trainer.tensor_parallel", degree, policy)
     threads = num_threads_needed(config)
     if config.pin_cores and not machine.num_cuda_devices and threads > machine.num_cores:
         mistakes.append(
@@ -283,9 +219,9 @@ def _memory(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> li
     engines = config.generator.replicas * config.generator.tensor_parallel
     copies = 5 if config.trainer.loss.kl_coefficient > 0 else 4
     needed = (
-        engines * (weights + config.generator.kv_cache_bytes + _ENGINE_OVERHEAD_BYTES)
+        engines * (weights + config.generator.kv_cache_bytes + ENGINE_OVERHEAD_BYTES)
         + copies * weights * config.trainer.data_parallel_replicate
-        + config.trainer.world_size * _ENGINE_OVERHEAD_BYTES
+        + config.trainer.world_size * ENGINE_OVERHEAD_BYTES
         + 2 * weights
     )
     if needed <= machine.memory_bytes:

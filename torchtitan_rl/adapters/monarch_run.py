@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
-from torchtitan_rl.adapters.monarch_runtime import supervise
+from torchtitan_rl.adapters.monarch_runtime import all_of, supervise
 from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
 from torchtitan_rl.prepare import PreparedRun
@@ -58,21 +57,11 @@ async def _start(
 ) -> None:
     """On shared devices the engines, which take what memory they find, come second."""
     if not is_shared:
-        await _all(trainer.start(transport), *(replica.start() for replica in replicas))
+        await all_of(trainer.start(transport), *(replica.start() for replica in replicas))
         return
     await trainer.start(transport)
     await trainer.offload()
-    await _all(*(replica.start() for replica in replicas))
-
-
-async def _all(*work: Coroutine[Any, Any, None]) -> None:
-    """All of it, or the first error, with the rest cancelled."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    await all_of(*(replica.start() for replica in replicas))
 
 
 async def _transport(

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 _STOP_TIMEOUT_S = 20.0
 
-ACTOR_NAMES = ("generator", "trainer")  # as our meshes are named
+ACTOR_NAMES = ("generator", "trainer", "endpoint")  # as our meshes are named
 
 
 class ProcessLostError(ReplicaError):
@@ -121,6 +121,16 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
         raise ProcessLostError(f"{what} failed: {error}") from error
     except SupervisionError as error:
         raise ProcessLostError(f"{what}: {error}") from error
+
+
+async def all_of(*work: Coroutine[Any, Any, None]) -> None:
+    """All of it, or the first error, with the rest cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def stop_processes(mesh: ProcMesh) -> None:

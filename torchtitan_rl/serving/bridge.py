@@ -103,11 +103,16 @@ class EndpointBridge:
         self._answers: list[CommandAnswer] = []
         self._status: SystemStatus | None = None
         self._has_news = asyncio.Event()
+        self._is_ready = asyncio.Event()
         self.counts = BridgeCounts()
 
     @property
     def num_running(self) -> int:
         return len(self._requests)
+
+    async def ready(self) -> None:
+        """Wait until the endpoint knows the system's status."""
+        await self._is_ready.wait()
 
     async def run(self) -> None:
         """Until it is cancelled; what runs then is refused.
@@ -223,6 +228,7 @@ class EndpointBridge:
             await self._has_news.wait()
             started = now()
             await self._endpoint.deliver(self._take_batch())
+            self._is_ready.set()
             await asyncio.sleep(max(0.0, started + self._interval_s - now()))
 
     def _take_batch(self) -> ToEndpoint:

@@ -12,6 +12,7 @@ is closed; of an aborted or ended request nothing more is heard.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.serving.messages import (
+    GAUGE_PREFIX,
     Command,
     CommandAnswer,
     CommandName,
@@ -64,6 +66,7 @@ class ControllerLink:
         self._ends: list[RequestEnd] = []
         self._has_outputs = asyncio.Event()
         self._status = _STARTING
+        self._gauges: list[Callable[[], Mapping[str, float]]] = []
         self._numbers = itertools.count()
         self._watch: asyncio.TimerHandle | None = None
         self._refuses: Refusal | None = None
@@ -134,16 +137,17 @@ class ControllerLink:
         finally:
             del self._answers[command.command_id]
 
+    def add_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Of this process, to come with every `status`, under the common prefix."""
+        self._gauges.append(read)
+
     def status(self) -> SystemStatus:
         """As last delivered; unhealthy before the first time and where the controller is lost."""
+        own = {GAUGE_PREFIX + key: value for read in self._gauges for key, value in read().items()}
+        status = dataclasses.replace(self._status, gauges={**self._status.gauges, **own})
         if self._refuses is None:
-            return self._status
-        return SystemStatus(
-            is_healthy=False,
-            cause=self._refuses.message,
-            newest_version=self._status.newest_version,
-            gauges=self._status.gauges,
-        )
+            return status
+        return dataclasses.replace(status, is_healthy=False, cause=self._refuses.message)
 
     def close(self) -> None:
         """Fail all that waits, and all that comes."""

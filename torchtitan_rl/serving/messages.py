@@ -22,6 +22,8 @@ CommandName = Literal[
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
 
+GAUGE_PREFIX = "torchtitan_rl_"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
@@ -122,5 +124,10 @@ class Endpoint(Protocol):
         ...
 
     async def deliver(self, batch: ToEndpoint) -> None: ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new connection; requests that run may end within ``grace_s``, while polls and
+        deliveries go on. Then all are refused."""
+        ...
 
     async def close(self) -> None: ...

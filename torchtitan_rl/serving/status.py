@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from torchtitan_rl.errors import GenerationError, TorchtitanRLError
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.messages import GAUGE_PREFIX, SystemStatus
 from torchtitan_rl.types import EngineStats
 
-_PREFIX = "torchtitan_rl_"
 _ASK_TIMEOUT_S = 5.0
 
 Counts = Callable[[], Mapping[str, float]]
@@ -54,7 +53,7 @@ class StatusReader:
             is_healthy=not cause,
             cause=cause,
             newest_version=self._router.newest_version,
-            gauges={_PREFIX + name: float(value) for name, value in gauges.items()},
+            gauges={GAUGE_PREFIX + name: float(value) for name, value in gauges.items()},
         )
 
     def _cause(self) -> str:

@@ -1,0 +1,258 @@
+"""``torchtitan-rl serve MODEL [options]``: an OpenAI-compatible endpoint over replicas of a model.
+
+When it is ready it prints the base URL, and nothing else, on stdout. SIGTERM or SIGINT ends it in
+order: no new connection, a few seconds for running requests, then all processes; a second one ends
+it at once.
+
+Exit codes: 1 it did not start, or the endpoint's process or the last replica was lost; 2 the
+options are wrong; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pprint
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import tyro
+from tyro.conf import Positional
+
+from torchtitan_rl.config import EndpointConfig, GeneratorConfig
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.plan import ServingPlan, plan_serving
+from torchtitan_rl.policies import resolve_checkpoint
+from torchtitan_rl.prepare import machine_facts
+from torchtitan_rl.serving.address import Keys, endpoint_mistakes
+from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts, room_mistakes
+
+_LOOK_S = 1.0  # between two looks whether a replica is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Serve a model through an OpenAI-compatible HTTP endpoint."""
+
+    model: Positional[str]  # a directory in Hugging Face format, or package:NAME
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; the CPU computes in float32
+    seed: int = 0  # of sampling without a seed of its own
+    log_dir: Path = Path("outputs/serve")  # what each process prints
+    episodes_file: Path | None = None  # JSONL: the episodes of each session closed with a reward
+    grace_s: float = 5.0  # for running requests, when it ends
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    endpoint: EndpointConfig = field(default_factory=lambda: EndpointConfig(port=8000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedServe:
+    config: ServeConfig
+    model_dir: Path
+    plan: ServingPlan
+    keys: Keys
+
+    def describe(self) -> str:
+        """What ``--dry-run`` prints."""
+        host, port = self.config.endpoint.host, self.config.endpoint.port
+        return "\n".join(
+            [
+                pprint.pformat(self.config, width=100, sort_dicts=False),
+                f"model: {self.model_dir}",
+                f"address: {host}, port {port or 'chosen at start'}; "
+                f"API key: {'set' if self.keys.api else 'none'}, "
+                f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
+                f"logs: {self.config.log_dir}",
+                self.plan.describe(),
+            ]
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run with command-line ``arguments``; returns the exit code."""
+    is_dry_run = "--dry-run" in arguments
+    words = [word for word in arguments if word != "--dry-run"]
+    config = tyro.cli(ServeConfig, args=words, prog="torchtitan-rl serve")
+    try:
+        prepared = prepare_serve(config)
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    if is_dry_run:
+        print(prepared.describe())
+        return 0
+    return run_serve(prepared)
+
+
+def prepare_serve(config: ServeConfig) -> PreparedServe:
+    """Find the model, check everything, plan the processes. Starts nothing.
+
+    Raises:
+        ConfigError: with all mistakes.
+    """
+    model_dir = resolve_checkpoint(config.model)
+    try:
+        policy = read_policy_facts(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
+            "directory with config.json, tokenizer.json and *.safetensors"
+        ) from error
+    machine, keys = machine_facts(), Keys.of()
+    mistakes = [
+        *generator_mistakes(config.generator, policy),
+        *room_mistakes(config.generator, policy, machine),
+        *endpoint_mistakes(config.endpoint, keys),
+        *_path_mistakes(config),
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
+    return PreparedServe(
+        config=config,
+        model_dir=model_dir,
+        plan=plan_serving(
+            config.generator,
+            config.endpoint,
+            num_cuda_devices=machine.num_cuda_devices,
+            seed=config.seed,
+        ),
+        keys=keys,
+    )
+
+
+def run_serve(prepared: PreparedServe) -> int:
+    """Serves until a signal or an error; no process is left behind."""
+    prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(_run(prepared))
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM asks what is served to end in order. A second one, or one while
+    there is nothing yet to be ended in order, ends it at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.stop = asyncio.Event()
+        self.is_serving = False
+
+    def install(self) -> None:
+        main_task = asyncio.current_task()
+        if main_task is None:
+            raise RuntimeError("signals are installed from within a task")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(
+                number, self._on_signal, number, main_task
+            )
+
+    def _on_signal(self, number: int, main_task: asyncio.Task[Any]) -> None:
+        self.received.append(number)
+        if self.is_serving and len(self.received) == 1:
+            self.stop.set()
+        else:
+            main_task.cancel()
+
+
+async def _run(prepared: PreparedServe) -> int:
+    signals = _Signals()
+    signals.install()
+    try:
+        await _serve(prepared, signals)
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+    except TorchtitanRLError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 128 + signals.received[0]
+
+
+async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
+    from torchtitan_rl.adapters.monarch_serve import serve_processes
+    from torchtitan_rl.routing.router import GeneratorRouter
+
+    config = prepared.config
+    async with AsyncExitStack() as stack:
+        print(f"starting; logs are in {config.log_dir}", file=sys.stderr)
+        processes = await stack.enter_async_context(serve_processes(prepared))
+        router = GeneratorRouter(
+            processes.replicas, request_timeout_s=config.generator.request_timeout_s
+        )
+        sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s)
+        stack.push_async_callback(sessions.aclose)
+        handlers = dict(sessions.handlers())
+        if config.episodes_file is not None:
+            episodes = stack.enter_context(config.episodes_file.open("a", encoding="utf-8"))
+            close_session = handlers["session.close"]
+
+            async def close_and_write(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+                report = await close_session(arguments)
+                _write_episodes(episodes, report)
+                return report
+
+            handlers["session.close"] = close_and_write
+        service = await stack.enter_async_context(
+            EndpointService(
+                processes.endpoint,
+                router,
+                sessions,
+                interval_s=config.endpoint.interval_s,
+                handlers=handlers,
+                grace_s=config.grace_s,
+            )
+        )
+        signals.is_serving = True
+        print(processes.endpoint.base_url, flush=True)
+        await _first_of(signals.stop.wait(), service.run_until_lost(), _until_no_replica(router))
+
+
+async def _first_of(*waits: Any) -> None:
+    """Until one has ended; raises what it raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _until_no_replica(router: Any) -> None:
+    """Raises `GenerationError`, with every replica's cause, once none is left."""
+    while True:
+        router.require_live()
+        await asyncio.sleep(_LOOK_S)
+
+
+def _write_episodes(file: TextIO, report: Mapping[str, Any]) -> None:
+    """A line for each episode: the session's id and reward with the episode's own fields."""
+    for episode in report["episodes"]:
+        line = {"session_id": report["session_id"], "reward": report["reward"], **episode}
+        file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+    file.flush()
+
+
+def _path_mistakes(config: ServeConfig) -> list[str]:
+    paths = {"log_dir": config.log_dir}
+    if config.episodes_file is not None:
+        paths["episodes_file"] = config.episodes_file.parent
+        if config.episodes_file.is_dir():
+            return [f"episodes_file is {config.episodes_file}: that is a directory; give a file"]
+    mistakes = []
+    for name, path in paths.items():
+        parent = path
+        while not parent.exists():
+            parent = parent.parent
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            mistakes.append(f"{name} is {path}: {parent} cannot be written to; give another")
+    if config.episodes_file is not None and not config.episodes_file.parent.is_dir():
+        mistakes.append(f"episodes_file is {config.episodes_file}: make its directory first")
+    return mistakes

@@ -1,0 +1,108 @@
+"""Where the endpoint listens, and with which keys: what can be wrong there before it starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_rl.config import EndpointConfig
+from torchtitan_rl.errors import ConfigError, EndpointLostError
+
+API_KEY = "TORCHTITAN_RL_API_KEY"
+ADMIN_KEY = "TORCHTITAN_RL_ADMIN_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Empty where there is none. They are shown nowhere."""
+
+    api: str = field(default="", repr=False)
+    admin: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> Keys:
+        return cls(api=environment.get(API_KEY, ""), admin=environment.get(ADMIN_KEY, ""))
+
+
+def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
+    """One message per mistake. A port is tried out, and given back."""
+    mistakes = [*_amounts(endpoint), *_files(endpoint)]
+    if not 0 <= endpoint.port <= 65535:
+        mistakes.append(f"endpoint.port is {endpoint.port}: give 0 (a free one) to 65535")
+    else:
+        try:
+            bind(endpoint.host, endpoint.port).close()
+        except EndpointLostError as error:
+            mistakes.append(str(error))
+    return mistakes + _key_mistakes(endpoint.host, keys)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address; port 0 takes a free one.
+
+    Raises:
+        EndpointLostError: the address is taken, or not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    # A port whose last connections are still dying is free.
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise EndpointLostError(
+            f"endpoint.host is {host} and endpoint.port {port}: "
+            f"{error.strerror or error}; give another"
+        ) from error
+    return taken
+
+
+def reachable(host: str) -> str:
+    """An address, as part of a URL, that reaches what listens on ``host`` of this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _key_mistakes(host: str, keys: Keys) -> list[str]:
+    from torchtitan_rl.serving.http_auth import check_keys
+
+    try:
+        check_keys(host=host, api_key=keys.api, admin_key=keys.admin)
+    except ConfigError as error:
+        return error.mistakes
+    return []
+
+
+def _amounts(endpoint: EndpointConfig) -> list[str]:
+    at_least = {
+        "max_body_bytes": 1024,
+        "max_n": 1,
+        "max_tokens": 0,
+        "max_concurrent_requests": 1,
+        "max_queued_requests": 0,
+        "interval_s": 0.001,
+        "session_timeout_s": 1.0,
+        "start_timeout_s": 1.0,
+        "threads": 1,
+    }
+    return [
+        f"endpoint.{name} is {value}: give at least {least}"
+        for name, least in at_least.items()
+        if not (value := getattr(endpoint, name)) >= least
+    ]
+
+
+def _files(endpoint: EndpointConfig) -> list[str]:
+    mistakes = []
+    if not endpoint.model_name.strip():
+        mistakes.append("endpoint.model_name is empty: give the name that clients ask for")
+    if endpoint.chat_template and not Path(endpoint.chat_template).is_file():
+        mistakes.append(
+            f"endpoint.chat_template is {endpoint.chat_template}: there is no such file; give a "
+            "Jinja template, or leave it out for the tokenizer's own"
+        )
+    return mistakes

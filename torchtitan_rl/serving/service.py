@@ -1,0 +1,96 @@
+"""An endpoint at work: its bridge, its status, and an orderly end.
+
+Invariant: when the ``async with`` is left no request of a client runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.admin import router_handlers
+from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge, Handler
+from torchtitan_rl.serving.messages import CommandName, Endpoint
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.serving.status import StatusReader
+
+logger = logging.getLogger(__name__)
+
+
+class EndpointService:
+    """Between an endpoint that has started, a router and sessions, none of which it closes.
+
+    ``handlers`` replace those of the sessions and the router. ``grace_s``: what running requests
+    get to end in when the service closes.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        router: GeneratorRouter,
+        sessions: Sessions,
+        *,
+        interval_s: float,
+        handlers: Mapping[CommandName, Handler] | None = None,
+        grace_s: float = 5.0,
+    ) -> None:
+        self._endpoint = endpoint
+        self._grace_s = grace_s
+        self._status = StatusReader(router, lambda: self.counts.gauges(), sessions.counts)
+        self._bridge = EndpointBridge(
+            endpoint,
+            complete=sessions.complete,
+            handlers={**router_handlers(router), **sessions.handlers(), **(handlers or {})},
+            status=self._status.read,
+            interval_s=interval_s,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def counts(self) -> BridgeCounts:
+        return self._bridge.counts
+
+    async def __aenter__(self) -> EndpointService:
+        """Returns once the endpoint knows the system's status."""
+        self._tasks = [
+            asyncio.create_task(self._bridge.run(), name="endpoint bridge"),
+            asyncio.create_task(self._status.ask_engines(), name="endpoint status"),
+        ]
+        ready = asyncio.create_task(self._bridge.ready())
+        try:
+            await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await self.run_until_lost()
+        except BaseException:
+            await self._stop()
+            raise
+        finally:
+            ready.cancel()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            if not self._tasks[0].done():
+                await self._endpoint.drain(self._grace_s)
+        except EndpointLostError as lost:
+            logger.warning("the endpoint did not end in order: %s", lost)
+        finally:
+            await self._stop()
+
+    async def run_until_lost(self) -> None:
+        """Never returns in order.
+
+        Raises:
+            EndpointLostError: the endpoint's process is gone.
+        """
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
