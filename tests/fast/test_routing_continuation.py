@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fast.replicas import GatedReplica
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.generation.engine import Admission
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
+from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
@@ -69,6 +69,8 @@ class CutReplica(GatedReplica):
             version_runs=(VersionRun(0, version),) if output.token_ids else (),
             finish_reason=output.finish_reason,
             replica=self.name,
+            stop_reason=output.stop_reason,
+            top_logprobs=output.top_logprobs,
         )
 
 
@@ -102,6 +104,8 @@ sampled = st.builds(
     st.integers(1, 30),
     min_tokens=st.integers(0, 1),
     stop_token_ids=st.sampled_from([(), (11,), (11, 12)]),
+    stop=st.sampled_from([(), ("ab",), ("f", "gh", "i")]),
+    num_logprobs=st.sampled_from([0, 2]),
     ignore_eos=st.booleans(),
 )
 cut_lists = st.lists(st.integers(0, 12), max_size=8)
@@ -142,6 +146,8 @@ def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request
         logprobs=partial.logprobs[:kept],
         version_runs=partial.version_runs if kept else (),
         finish_reason=FinishReason.ABORT,
+        stop_reason=None,
+        top_logprobs=partial.top_logprobs[:kept],
     )
     resumed, replica = complete(replace(request, resume_from=record), [])
     assert resumed == undisturbed
@@ -199,6 +205,19 @@ def test_trap_7_shared_sampling_parameters_are_never_changed():
     assert request.sampling == before
 
 
+def test_trap_8_a_stop_string_that_straddles_cuts_stops_at_the_token_that_completes_it():
+    request = generation(30, ignore_eos=True)
+    undisturbed, _ = complete(request, [])
+    stop = scripted_text(undisturbed.token_ids[8:12])
+    for cuts in ([9], [10], [11], [9, 1, 1]):
+        stopped, replica = complete(
+            replace(request, sampling=replace(request.sampling, stop=(stop,))), cuts
+        )
+        assert stopped.token_ids == undisturbed.token_ids[:12]
+        assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, stop)
+        assert [one.num_resumed for one in replica.requests[:2]] == [0, cuts[0]]
+
+
 def test_trap_9_a_cut_before_the_first_token_leaves_the_request_as_it_was():
     request = generation(9, seed=1)
     assert remaining_request(request, piece()) == request
@@ -249,6 +268,7 @@ def test_times_of_the_pieces_add_up():
         (piece(*range(6)), "it has 6 tokens, and sampling.max_tokens = 5"),
         (replace(piece(1, 2), logprobs=(-1.0,)), "2 tokens and 1 logprobs"),
         (replace(piece(1, 2), version_runs=()), "version runs start at"),
+        (replace(piece(1, 2), top_logprobs=(((1, -1.0),),)), "alternatives for 1 tokens instead"),
         (replace(piece(1), version_runs=(VersionRun(0, 1), VersionRun(3, 2))), "start at"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
+from tests.real.resume_scenarios import LETTERS, REFUSED
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +200,92 @@ def test_trap_6_greedy_requests_cut_ten_times_equal_the_undisturbed_ones(
     assert num_cuts > 10
     first = seen["resumed"]
     assert first.token_ids == undisturbed[first.request_id].token_ids
+
+
+def test_trap_8_a_greedy_request_cut_at_any_token_goes_on_as_if_never_cut(
+    solo: dict[str, Any],
+) -> None:
+    seen = solo["cut"]
+    assert len(seen) == 12
+    for name, (undisturbed, *cut) in seen.items():
+        assert len(cut) == len(undisturbed.token_ids) > 5
+        for done in cut:
+            assert replace(done, request_id=name) == undisturbed
+    ends = {name: done[0] for name, done in seen.items()}
+    endings = {name: (end.finish_reason, end.stop_reason) for name, end in ends.items()}
+    assert endings["plain"] == ("length", None)
+    assert endings["regex"] == endings["json"] == ("stop", None)
+    assert endings["repetition"] == ("stop", "repetition_detected")
+    assert endings["minimum"][1] == ends["minimum"].token_ids[-1]
+    for name in ("stop string", "early stop string"):
+        reason, string = endings[name]
+        assert (reason, len(string)) == ("stop", 4 if name == "stop string" else 1)
+        letters = "".join(chr(ord("a") + token - LETTERS[0]) for token in ends[name].token_ids)
+        assert letters.endswith(string)
+    assert endings["early stop string"][1] in letters[:8]
+
+
+def test_trap_8_what_was_sampled_before_a_cut_matters_in_each_of_these_requests(
+    solo: dict[str, Any],
+) -> None:
+    """Otherwise the test above would prove nothing."""
+    plain = solo["cut"]["plain"][0].token_ids
+    for name, (undisturbed, *_) in solo["cut"].items():
+        if name not in ("plain", "cached prompt"):
+            assert undisturbed.token_ids != plain
+
+
+def test_trap_8_tensor_parallel_ranks_go_on_as_if_never_cut(
+    solo: dict[str, Any], tp: dict[str, Any]
+) -> None:
+    for name, (undisturbed, *cut) in tp["cut"].items():
+        assert undisturbed.token_ids == solo["cut"][name][0].token_ids
+        assert len(cut) > 0
+        for done in cut:
+            assert done.token_ids == undisturbed.token_ids
+            assert done.finish_reason is undisturbed.finish_reason
+            assert done.stop_reason == undisturbed.stop_reason
+            assert done.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
+
+
+def test_what_is_read_of_a_running_request_piece_by_piece_is_its_completion(
+    solo: dict[str, Any],
+) -> None:
+    done, read = solo["progress"]["done"], solo["progress"]["read"]
+    assert len(read) > 4
+    for field in ("token_ids", "logprobs", "top_logprobs"):
+        whole = getattr(done, field)
+        known = tuple(item for output in read for item in getattr(output, field))
+        assert known == whole[: len(known)]
+        assert len(whole) - len(known) <= 5
+    assert {output.finish_reason for output in read} == {FinishReason.ABORT}
+
+
+def test_alternatives_are_those_of_vllms_own_generate(solo: dict[str, Any]) -> None:
+    seen = solo["alternatives"]
+    mine = seen["mine"]
+    assert mine.token_ids == seen["their token_ids"]
+    for token, logprob, top, theirs in zip(
+        mine.token_ids, mine.logprobs, mine.top_logprobs, seen["theirs"], strict=True
+    ):
+        assert top[0] == (token, logprob)
+        ranked = [value for _, value in top[1:]]
+        assert len(ranked) == 4
+        assert ranked == sorted(ranked, reverse=True)
+        assert dict(top) == theirs
+
+
+@pytest.mark.parametrize("what", [*REFUSED])
+def test_engine_options_that_cannot_be_served_are_refused_one_by_one(
+    solo: dict[str, Any], what: str
+) -> None:
+    assert f"{what!r} refused" in solo["refused"]["told"][what]
+
+
+def test_a_refused_request_disturbs_no_neighbour(solo: dict[str, Any]) -> None:
+    undisturbed = solo["cut"]["plain"][0]
+    assert replace(solo["refused"]["neighbour"], request_id="plain") == undisturbed
+    assert "1 requests unfinished" in solo["refused"]["told"]["sleep"]
 
 
 def test_trap_1_tensor_parallel_ranks_are_paused_together(tp: dict[str, Any]) -> None:

@@ -23,6 +23,14 @@ import torch
 
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.pause_scenarios import frozen, paused_by_abort
+from tests.real.resume_scenarios import (
+    alternatives,
+    cut_everywhere,
+    greedy,
+    progress,
+    refused_beside_a_neighbour,
+    sensitive_requests,
+)
 from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
@@ -314,11 +322,16 @@ def solo(root: Path) -> dict[str, Any]:
         triggers=lambda loop: {PULL_STEP: lambda: loop.pull(0)},
     )["seeded"]
     seen["paused"] = paused(tied)
+    seen["cut"] = cut_everywhere(tied, sensitive_requests(tied))
+    seen["progress"] = progress(tied, greedy("read", num_logprobs=2))
+    seen["refused"] = refused_beside_a_neighbour(tied)
     seen["kept"] = kept_kv(tied)
     seen["idle-report"] = idle_pull(tied, 0)
     seen["mixed"] = mixed(tied)
     seen["stats"] = tied.stats()
     seen["updated-tied"] = probes(tied)
+    # An engine takes the process's groups with it when it goes, so nothing steps this one later.
+    seen["alternatives"] = alternatives(tied, str(paths["tied-new"]))
     seen["fresh-tied"] = probes(build(paths["tied-new"], None))
     untied = build(paths["untied-old"], Checkpoints([paths["untied-old"], paths["untied-new"]]))
     seen["untied-before"] = probes(untied)
@@ -336,7 +349,9 @@ def tp(root: Path) -> dict[str, Any]:
     weights = Checkpoints([paths["tied-old"], paths["tied-new"]])
     engine = build(paths["tied-old"], weights, tensor_parallel=2)
     channel = GlooLockstep(timeout_s=120.0)
-    seen = {"mixed": mixed(engine, channel), "shm": [p.name for p in Path("/dev/shm").iterdir()]}
+    seen: dict[str, Any] = {"cut": cut_everywhere(engine, sensitive_requests(engine), stride=9)}
+    seen["mixed"] = mixed(engine, channel)
+    seen["shm"] = [path.name for path in Path("/dev/shm").iterdir()]
     # A second loop on the same ranks: a tied head is updated under TP as well.
     loop = make_loop(engine, channel, version=1)
     futures = {}

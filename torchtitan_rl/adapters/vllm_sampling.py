@@ -50,7 +50,7 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
     return VllmSamplingParams(
         n=1,
         max_tokens=sampling.max_tokens + num_resumed,
-        min_tokens=sampling.min_tokens + num_resumed if sampling.min_tokens else 0,
+        min_tokens=sampling.min_tokens + num_resumed,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
