@@ -15,6 +15,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.plan import ProcessPlan, plan_processes
 from torchtitan_rl.policies import resolve_checkpoint
+from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.validation import MachineFacts, find_mistakes, read_policy_facts
 
 
@@ -24,6 +25,7 @@ class PreparedRun:
     policy_dir: Path
     plan: ProcessPlan
     capacity: Capacity
+    keys: Keys
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
@@ -50,7 +52,8 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         ) from error
     cores = sorted(os.sched_getaffinity(0))
     machine = machine_facts()
-    mistakes = find_mistakes(config, policy, machine)
+    keys = Keys.of()
+    mistakes = find_mistakes(config, policy, machine, keys)
     if mistakes:
         raise ConfigError(mistakes)
     return PreparedRun(
@@ -62,6 +65,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             staleness=config.schedule.staleness,
             window=config.schedule.window,
         ),
+        keys=keys,
     )
 
 

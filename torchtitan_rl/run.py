@@ -10,7 +10,6 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config import RunConfig
@@ -30,8 +29,11 @@ from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.plan import replica_name
 from torchtitan_rl.prepare import PreparedRun
+from torchtitan_rl.rollout.agent_task import environment_factory
+from torchtitan_rl.rollout.rollout_run import EnvironmentFactory
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.run_endpoint import run_endpoint
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.types import Problem
 
@@ -109,11 +111,29 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                         EngineSampler(router.stats, reserved=reserved_replicas(config))
                     )
                 )
+                endpoint = None
+                if processes.endpoint is not None:
+                    endpoint = await stack.enter_async_context(
+                        run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
+                    )
+                    recorder.watch_endpoint(endpoint.take)
+                    recorder.say(f"endpoint: {endpoint.host.base_url}")
                 controller = _controller(
-                    prepared, processes.trainer, router, tokenizer, recorder, checkpoints
+                    prepared,
+                    processes.trainer,
+                    router,
+                    environment_factory(
+                        config.task,
+                        tokenizer=tokenizer,
+                        limits=config.rollout,
+                        host=endpoint.host if endpoint is not None else None,
+                    ),
+                    recorder,
+                    checkpoints,
                 )
                 signals.controller = controller
-                await controller.run(resume_from=found if is_resumed else None)
+                training = controller.run(resume_from=found if is_resumed else None)
+                await (training if endpoint is None else endpoint.beside(training))
                 if config.checkpoint.export_hf:
                     with recorder.phase("export"):
                         await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
@@ -134,7 +154,7 @@ def _controller(
     prepared: PreparedRun,
     trainer: Trainer,
     router: GeneratorRouter,
-    tokenizer: Any,
+    environment: EnvironmentFactory,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
 ) -> Controller:
@@ -146,9 +166,7 @@ def _controller(
             validation_problems=_validation_problems(config),
             rollouter=Rollouter(
                 generate=router.generate,
-                environment=partial(
-                    config.task.environment, tokenizer=tokenizer, limits=config.rollout
-                ),
+                environment=environment,
                 config=config.rollout,
                 rubric=config.task.rubric(),
             ),

@@ -13,6 +13,7 @@ from torchtitan_rl.generation.decision import kv_policy_mistakes
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_mistakes
 from torchtitan_rl.plan import needs_endpoint, num_devices_needed, num_threads_needed
+from torchtitan_rl.rollout.agent_task import agent_mistakes
 from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.training.loss_mistakes import loss_mistakes
 from torchtitan_rl.validation_generator import (
@@ -45,6 +46,7 @@ def find_mistakes(
         *_memory(config, policy, machine),
         *_paths(config),
         *(endpoint_mistakes(config.endpoint, keys or Keys.of()) if needs_endpoint(config) else []),
+        *agent_mistakes(config.task, config.endpoint),
         *config.task.mistakes(),
     ]
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_rl.adapters.monarch_endpoint import EndpointSpec, MonarchEndpoint
 from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
 from torchtitan_rl.adapters.monarch_runtime import all_of, supervise
 from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
@@ -20,32 +21,41 @@ from torchtitan_rl.weights.transport import Transport, choose_transport
 class RunProcesses:
     trainer: MonarchTrainer
     replicas: tuple[MonarchReplica, ...]
+    endpoint: MonarchEndpoint | None
 
 
 @asynccontextmanager
 async def run_processes(
     prepared: PreparedRun, *, trace_dir: Path | None
 ) -> AsyncIterator[RunProcesses]:
-    """Trainer and replicas, ready to be called; gone when the context is left.
+    """Trainer, replicas and endpoint, ready to be called; gone when the context is left.
 
     Raises:
-        ReplicaError, DeadlineError: one of them did not start; the others are ended.
+        ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
+            ended.
         ConfigError: the configured transport does not reach from the trainer to a replica.
     """
     supervise()
     plan = prepared.plan
     trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
     replicas: list[MonarchReplica] = []
+    endpoint: MonarchEndpoint | None = None
     try:
         for index, group in enumerate(plan.replicas):
             spec = _generator_spec(prepared, index, trace_dir)
             environment = engine_environment(group.threads, plan.device)
             replicas.append(await MonarchReplica.spawn(group, spec, environment))
+        if plan.endpoint is not None:
+            endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         transport = await _transport(prepared, trainer, replicas)
-        await _start(trainer, replicas, transport, is_shared=plan.is_shared)
-        yield RunProcesses(trainer=trainer, replicas=tuple(replicas))
+        start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
+        await all_of(start, *([] if endpoint is None else [endpoint.start()]))
+        yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
     finally:
-        await asyncio.gather(trainer.close(), *(replica.close() for replica in replicas))
+        closes = [trainer.close(), *(replica.close() for replica in replicas)]
+        if endpoint is not None:
+            closes.append(endpoint.close())
+        await asyncio.gather(*closes)
 
 
 async def _start(
@@ -104,4 +114,18 @@ def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -
         trace_dir=trace_dir,
         stream_interval_s=config.endpoint.interval_s,
         sleeps=prepared.plan.is_shared,
+    )
+
+
+def _endpoint_spec(prepared: PreparedRun) -> EndpointSpec:
+    config = prepared.config
+    return EndpointSpec(
+        model=prepared.policy_dir,
+        device=prepared.plan.device,
+        dtype=config.policy.dtype,
+        max_model_len=config.generator.max_model_len,
+        generation_config="vllm",  # what is sampled is the run's decision, not the checkpoint's
+        endpoint=config.endpoint,
+        keys=prepared.keys,
+        log_dir=config.log_dir.absolute(),
     )

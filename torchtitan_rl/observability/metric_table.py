@@ -219,6 +219,12 @@ _RUN = [
     _row("engine/kv_use_mean", "share", "mean", "of a replica's KV cache, while one works"),
     _row("engine/kv_use_max", "share", "max", "the same"),
     _row("engine/tokens_per_second", "tokens/s", "mean of sums", "sampled, while one works"),
+    _row("endpoint/requests", "completions", "sum", "that the endpoint's clients asked for"),
+    _row("endpoint/completed", "completions", "sum", "that they were given"),
+    _row("endpoint/aborted", "completions", "sum", "whose client was gone before"),
+    _row("endpoint/refused/*", "completions", "sum", "not given, by the code of the error"),
+    _row("endpoint/sessions/*", "sessions", "sum", "that ended, by how"),
+    _row("endpoint/sessions_open", "sessions", "last", "at the end of the step"),
     _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
     _row(

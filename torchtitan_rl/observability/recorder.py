@@ -3,7 +3,7 @@ and the trace. Used in the controller's process, on its event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class RunRecorder:
         self._tracer = Tracer(self.trace_dir, "controller")
         self._lag = LoopLagSampler()
         self._engines: EngineSampler | None = None
+        self._take_endpoint: Callable[[], Mapping[str, float]] = dict
         self._has_begun = False
         self._is_async = config.schedule.staleness > 0
         self._advisor = Advisor(staleness=config.schedule.staleness)
@@ -69,6 +70,10 @@ class RunRecorder:
         """Take the engines' metrics from there, from now on."""
         self._engines = sampler
 
+    def watch_endpoint(self, take: Callable[[], Mapping[str, float]]) -> None:
+        """Take the endpoint's metrics since the last step from there, from now on."""
+        self._take_endpoint = take
+
     def merge_traces(self) -> Path | None:
         """Make one trace of all processes' files; call it when they have ended."""
         return None if self.trace_dir is None else merge_traces(self.trace_dir)
@@ -81,6 +86,7 @@ class RunRecorder:
         }
         if self._engines is not None:
             metrics |= self._engines.take()
+        metrics |= self._take_endpoint()
         overlap = overlap_of(metrics)
         if overlap is not None:
             metrics[EFFICIENCY] = overlap.efficiency
