@@ -1,0 +1,142 @@
+"""A load of chat completions, from a process of its own that costs little.
+
+    python -m benchmarks.chat_load  < job.json  > result.json
+
+Requests are bytes before the clock starts, connections stay open, one for each of the concurrent
+clients, and answers are not parsed: only their ends, their first event and the number of tokens
+that the server counted are looked for. A client sends its next request when it has its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+_CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_READ_BYTES = 1 << 16
+
+
+class LoadError(Exception):
+    """The server refused a request or closed a connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Of one request; seconds since it was sent. ``tokens`` is what the server counted."""
+
+    first_s: float  # the first event of a stream; of a whole answer its head
+    total_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """``cpu_s`` is the load's own."""
+
+    seconds: float
+    cpu_s: float
+    timings: tuple[Timing, ...]
+
+
+def run_load(
+    host: str, port: int, bodies: Sequence[dict[str, Any]], *, concurrency: int
+) -> LoadResult:
+    """Send every body to ``/v1/chat/completions``, ``concurrency`` at a time.
+
+    Raises:
+        LoadError: one of them was not answered with 200.
+    """
+    requests = [_request(host, port, body) for body in bodies]
+    return asyncio.run(_run(host, port, requests, concurrency))
+
+
+async def _run(host: str, port: int, requests: list[bytes], concurrency: int) -> LoadResult:
+    waiting, timings = iter(requests), list[Timing]()
+    connections = [
+        await asyncio.open_connection(host, port, limit=1 << 24) for _ in range(concurrency)
+    ]
+    started, cpu_started = time.monotonic(), _cpu_s()
+    async with asyncio.TaskGroup() as tasks:
+        for reader, writer in connections:
+            tasks.create_task(_client(reader, writer, waiting, timings))
+    result = LoadResult(
+        seconds=time.monotonic() - started,
+        cpu_s=_cpu_s() - cpu_started,
+        timings=tuple(timings),
+    )
+    for _, writer in connections:
+        writer.close()
+    return result
+
+
+async def _client(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    waiting: Iterator[bytes],
+    timings: list[Timing],
+) -> None:
+    for request in waiting:
+        sent = time.monotonic()
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head[:20]:
+            raise LoadError((head + await reader.read(2000)).decode(errors="replace"))
+        first_s = time.monotonic() - sent
+        length = _CONTENT_LENGTH.search(head)
+        if length is not None:
+            answer = await reader.readexactly(int(length[1]))
+        else:
+            answer, first_s = await _read_stream(reader, sent)
+        counts = _COMPLETION_TOKENS.findall(answer)
+        if not counts:
+            raise LoadError(f"an answer without usage: {answer[-500:]!r}")
+        timings.append(
+            Timing(first_s=first_s, total_s=time.monotonic() - sent, tokens=int(counts[-1]))
+        )
+
+
+async def _read_stream(reader: asyncio.StreamReader, sent: float) -> tuple[bytes, float]:
+    """The end of a chunked body, and when its first event came that had a token."""
+    tail = await reader.read(_READ_BYTES)
+    first_s = time.monotonic() - sent
+    while not tail.endswith(b"0\r\n\r\n"):
+        piece = await reader.read(_READ_BYTES)
+        if not piece:
+            raise LoadError("the server closed a connection in a stream")
+        tail = tail[-2000:] + piece
+    return tail, first_s
+
+
+def _request(host: str, port: int, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\n"
+        f"Host: {host}:{port}\r\n"
+        "Authorization: Bearer any\r\n"
+        "Content-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    result = run_load(job["host"], job["port"], job["bodies"], concurrency=job["concurrency"])
+    json.dump(asdict(result), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
