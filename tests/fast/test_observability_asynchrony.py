@@ -45,6 +45,13 @@ def test_efficiency_is_the_best_possible_step_over_the_real_one() -> None:
     assert overlap(0.6, 0.3).efficiency == pytest.approx(7 / 10)
 
 
+def test_parts_that_share_their_devices_are_not_told_to_overlap_on_them() -> None:
+    advisor = Advisor(staleness=1, is_colocated=True, every_steps=1)
+    assert "has the devices 40% of the time; with placement separate" in str(
+        advisor.observe(overlap(0.6, 0.5))
+    )
+
+
 @pytest.mark.parametrize(
     ("trainer_idle", "generator_idle", "staleness", "words"),
     [

@@ -65,8 +65,13 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
     )
 
 
-def advice(overlap: Overlap, *, staleness: int) -> str:
+def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
     """One sentence: who waits, and which knob would help."""
+    if is_colocated:
+        return (
+            f"the trainer has the devices {1 - overlap.trainer_idle_share:.0%} of the time; with "
+            "placement separate, and devices of their own, training and generation overlap"
+        )
     trainer, generator = f"{overlap.trainer_idle_share:.0%}", f"{overlap.generator_idle_share:.0%}"
     gain = f"steps could take up to {1 - overlap.efficiency:.0%} less time"
     match overlap.bottleneck:
@@ -101,8 +106,11 @@ class Advisor:
     """Says what limits the run, from the mean of the last ``every_steps`` steps: after the first so
     many, after each further so many where the verdict has changed, and at the end."""
 
-    def __init__(self, *, staleness: int, every_steps: int = 20) -> None:
+    def __init__(
+        self, *, staleness: int, is_colocated: bool = False, every_steps: int = 20
+    ) -> None:
         self._staleness = staleness
+        self._is_colocated = is_colocated
         self._every_steps = every_steps
         self._seen: list[Overlap] = []
         self._said: Bottleneck | None = None
@@ -117,13 +125,16 @@ class Advisor:
         if mean.bottleneck is self._said:
             return None
         self._said = mean.bottleneck
-        return advice(mean, staleness=self._staleness)
+        return self._advice(mean)
 
     def conclude(self) -> str | None:
         """The sentence for the end; None where hardly a step was seen since the last one."""
         if len(self._seen) < min(_FEW_STEPS, self._every_steps):
             return None
-        return advice(_mean(self._seen), staleness=self._staleness)
+        return self._advice(_mean(self._seen))
+
+    def _advice(self, mean: Overlap) -> str:
+        return advice(mean, staleness=self._staleness, is_colocated=self._is_colocated)
 
 
 def idle_share(*, wall_s: float, busy_s: float) -> float:

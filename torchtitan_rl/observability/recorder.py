@@ -50,7 +50,9 @@ class RunRecorder:
         self._take_endpoint: Callable[[], Mapping[str, float]] = dict
         self._has_begun = False
         self._is_async = config.schedule.staleness > 0
-        self._advisor = Advisor(staleness=config.schedule.staleness)
+        self._advisor = Advisor(
+            staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
+        )
         self._phases: list[str] = []  # that are open; loops run beside each other
 
     async def __aenter__(self) -> RunRecorder:
