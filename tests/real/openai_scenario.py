@@ -67,6 +67,7 @@ class Happenings:
 
     def __init__(self, router: GeneratorRouter) -> None:
         self._router = router
+        self.num_sampled = 0  # tokens of whole completions
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -84,6 +85,7 @@ class Happenings:
         completion = await self._router.generate(request, on_progress)
         if name == "closed late":
             raise RefusedError(closed)
+        self.num_sampled += len(completion.token_ids)
         return completion
 
     async def _relabelled(
@@ -188,13 +190,19 @@ def serve_ours(
 
 
 def bridged(router: GeneratorRouter, link: ControllerLink) -> EndpointBridge:
+    happenings = Happenings(router)
+
     def status() -> SystemStatus:
-        gauges = {'tokens{replica="replica0"}': sum(router.outstanding_tokens().values())}
-        return SystemStatus(is_healthy=True, gauges={**gauges, "aborted": bridge.counts.aborted})
+        gauges = {
+            'tokens{replica="replica0"}': sum(router.outstanding_tokens().values()),
+            "aborted": bridge.counts.aborted,
+            "sampled": happenings.num_sampled,
+        }
+        return SystemStatus(is_healthy=True, gauges=gauges)
 
     bridge = EndpointBridge(
         LocalEndpoint(link),  # type: ignore[arg-type]
-        complete=Happenings(router).complete,
+        complete=happenings.complete,
         handlers={},
         status=status,
         interval_s=0.02,

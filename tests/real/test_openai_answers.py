@@ -291,11 +291,19 @@ def test_tools_were_called(own, ours) -> None:
             assert calls[0]["function"]["name"] == "add"
 
 
-def test_stops_were_met(ours) -> None:
-    for case in ("stop strings", "an included stop string", "a special token as stop string"):
-        choice = chat(ours, **CHATS[case])["choices"][0]
-        assert choice["finish_reason"] == "stop"
-        assert choice["stop_reason"] in CHATS[case]["stop"]
+@pytest.mark.parametrize(
+    "case", ["stop strings", "an included stop string", "a special token as stop string"]
+)
+def test_the_engine_samples_no_token_behind_a_stop_string(urls, ours, case: str) -> None:
+    sampled = gauge(urls, "sampled")
+    answer = chat(ours, **CHATS[case])
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] in CHATS[case]["stop"]
+    await_gauge(urls, "sampled", sampled + answer["usage"]["completion_tokens"])
+
+
+def test_a_stop_token_is_named(ours) -> None:
     choice = chat(ours, **CHATS["stop tokens"])["choices"][0]
     assert choice["stop_reason"] in CHATS["stop tokens"]["extra_body"]["stop_token_ids"]
 

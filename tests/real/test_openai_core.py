@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from torchtitan_rl.adapters.vllm_openai_core import RouterCore, generation_request
+from torchtitan_rl.serving.http_context import session_id
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
@@ -219,3 +220,15 @@ def test_only_streams_are_told_of_progress() -> None:
 
     asyncio.run(play())
     assert [request.streams for request in link.submitted] == [True, False]
+
+
+def test_the_session_of_the_http_request_comes_before_the_one_in_the_body() -> None:
+    request = core_request("a")
+    assert generation_request(request).session_id is None
+    request.session_id = "body"
+    assert generation_request(request).session_id == "body"
+    token = session_id.set("header")
+    try:
+        assert generation_request(request).session_id == "header"
+    finally:
+        session_id.reset(token)
