@@ -51,13 +51,12 @@ async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: in
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question},
     ]
+    tools: list[Any] = [CALCULATOR]
     num_calls = 0
     results: list[str] = []
     answer = None
     for _ in range(max_turns):
-        response = await client.chat.completions.create(
-            model=model, messages=messages, tools=[CALCULATOR]
-        )
+        response = await client.chat.completions.create(model=model, messages=messages, tools=tools)
         message = response.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
@@ -65,19 +64,19 @@ async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: in
             break
         for call in message.tool_calls:
             num_calls += 1
-            content = _call(call.function.name, call.function.arguments, results)
+            content = _call(call, results)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     return Solution(
         answer=answer, num_calls=num_calls, results=tuple(results), messages=tuple(messages)
     )
 
 
-def _call(name: str, arguments: str, results: list[str]) -> str:
+def _call(call: Any, results: list[str]) -> str:
     """The tool's reply; a value is added to ``results``."""
-    if name != CALCULATOR["function"]["name"]:
-        return f"error: there is no tool {name}"
+    if call.function.name != CALCULATOR["function"]["name"]:
+        return f"error: there is no tool {call.function.name}"
     try:
-        expression = json.loads(arguments)["expression"]
+        expression = json.loads(call.function.arguments)["expression"]
         result = as_text(calculate(expression))
     except CalculatorError as error:
         return f"error: {error}"

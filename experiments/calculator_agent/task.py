@@ -54,7 +54,7 @@ class CalculatorAgentTask(AgentTask):
         from openai import AsyncOpenAI
 
         # Making a TLS context takes 20 ms; the endpoint is plain HTTP on this machine.
-        http_client = httpx.AsyncClient(transport=transport, verify=False)
+        http_client: Any = httpx.AsyncClient(transport=transport, verify=False)
         async with AsyncOpenAI(
             base_url=given.base_url, api_key=given.api_key, http_client=http_client
         ) as client:

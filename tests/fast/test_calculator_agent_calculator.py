@@ -21,6 +21,7 @@ NUMBERS = st.integers(0, 999)
         ("10/3*3", 10),
         ("0.1+0.2", Fraction(3, 10)),
         ("8/5", Fraction(8, 5)),
+        ("12345678901234567891+0", 12345678901234567891),
     ],
 )
 def test_arithmetic_is_exact_and_follows_the_usual_order(
