@@ -1,0 +1,141 @@
+"""An endpoint in the same process as its controller, and what its clients may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import (
+    EndpointRequest,
+    FromEndpoint,
+    RequestEnd,
+    SystemStatus,
+    ToEndpoint,
+)
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    SamplingParams,
+    VersionRun,
+)
+
+HEALTHY = SystemStatus(is_healthy=True)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def request(request_id: str, *, max_tokens: int = 4, streams: bool = False) -> EndpointRequest:
+    return EndpointRequest(
+        request=GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(max_tokens=max_tokens),
+        ),
+        streams=streams,
+    )
+
+
+def completion(request_id: str, num_tokens: int = 4) -> Completion:
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(range(num_tokens)),
+        logprobs=tuple(-0.1 * (index + 1) for index in range(num_tokens)),
+        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+@dataclass
+class Generator:
+    """Samples token i as i, one every ``step_s``."""
+
+    step_s: float = 0.1
+    fails: Callable[[str], Exception | None] = lambda request_id: None
+    running: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        request_id, num_tokens = request.request_id, request.sampling.max_tokens
+        whole = completion(f"inner {request_id}", num_tokens)
+        self.asked.append(request_id)
+        self.running.add(request_id)
+        try:
+            for index in range(num_tokens):
+                await asyncio.sleep(self.step_s)
+                if on_progress is not None:
+                    on_progress(
+                        Progress(
+                            request_id=whole.request_id,
+                            start=index,
+                            token_ids=whole.token_ids[index : index + 1],
+                            logprobs=whole.logprobs[index : index + 1],
+                            version_runs=whole.version_runs,
+                        )
+                    )
+            if (error := self.fails(request_id)) is not None:
+                raise error
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+        return whole
+
+
+class LinkedEndpoint:
+    """An endpoint whose process is this one. ``delivery_s``: what a delivery takes."""
+
+    def __init__(self, link: ControllerLink, *, delivery_s: float = 0.0) -> None:
+        self.link = link
+        self.base_url = "http://127.0.0.1:1/v1"
+        self.delivered: list[tuple[float, ToEndpoint]] = []  # begun at
+        self.is_lost = False
+        self.drains: list[float] = []
+        self._delivery_s = delivery_s
+        self._delivering = 0
+        self.max_delivering = 0
+
+    async def poll(self) -> FromEndpoint:
+        self._check()
+        return await self.link.poll()
+
+    async def deliver(self, batch: ToEndpoint) -> None:
+        self._check()
+        self.delivered.append((now(), batch))
+        self._delivering += 1
+        self.max_delivering = max(self.max_delivering, self._delivering)
+        await asyncio.sleep(self._delivery_s)
+        self._delivering -= 1
+        self.link.deliver(batch)
+
+    async def drain(self, grace_s: float) -> None:
+        self._check()
+        self.drains.append(grace_s)
+
+    async def close(self) -> None:
+        return
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise EndpointLostError("the endpoint's process is lost")
+
+
+async def ends_of(link: ControllerLink, number: int) -> dict[str, RequestEnd]:
+    """The next so many ends, by id; each id once."""
+    ends: dict[str, RequestEnd] = {}
+    while len(ends) < number:
+        for end in (await link.next_outputs()).ends:
+            assert end.request_id not in ends
+            ends[end.request_id] = end
+    return ends
