@@ -3,20 +3,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.routing.strategies import (
-    LeastLoaded,
-    ReplicaView,
-    RoundRobin,
-    StickyLeastLoaded,
-)
+from torchtitan_rl.routing.load_index import LoadIndex
+from torchtitan_rl.routing.strategies import LeastLoaded, RoundRobin, StickyLeastLoaded
 
 
-def views(*loads: int | None) -> list[ReplicaView]:
-    """One view a load; None is a replica that takes no requests (and looks idle)."""
-    return [
-        ReplicaView(index=i, outstanding_tokens=load or 0, takes_requests=load is not None)
-        for i, load in enumerate(loads)
-    ]
+def views(*loads: int | None, versions: tuple[int, ...] = ()) -> LoadIndex:
+    """One replica a load; None is one that takes no requests (and looks idle)."""
+    replicas = LoadIndex(len(loads))
+    for i, load in enumerate(loads):
+        version = versions[i] if versions else 0
+        replicas.update(i, load=load or 0, version=version, is_eligible=load is not None)
+    return replicas
 
 
 some_views = st.lists(st.none() | st.integers(0, 100_000), min_size=1, max_size=12)
@@ -46,14 +43,11 @@ def test_round_robin_takes_turns_and_skips_those_that_take_none():
 
 
 def test_a_session_leaves_a_home_that_lags_and_waits_where_all_lag():
-    lagging, newest = (
-        ReplicaView(index=i, outstanding_tokens=i, takes_requests=True, version=i + 1)
-        for i in range(2)
-    )
+    lagging_and_newest = views(0, 1, versions=(1, 2))
     for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
-        assert strategy.choose([lagging, newest], 0, 2) == 1
-        assert strategy.choose([lagging, newest], 0, 1) == 0
-        assert strategy.choose([lagging, newest], 0, 3) is None
+        assert strategy.choose(lagging_and_newest, 0, 2) == 1
+        assert strategy.choose(lagging_and_newest, 0, 1) == 0
+        assert strategy.choose(lagging_and_newest, 0, 3) is None
 
 
 @given(loads=some_views, home=st.none() | st.integers(0, 11))

@@ -1,63 +1,77 @@
 """Which of many replicas has the least load, kept up to date change by change.
 
-A binary tree over the replicas in which each node knows the least loaded eligible one below it and
-the range of policy versions there: a change costs O(log N), and so does a question unless versions
-are mixed, when it also visits the nodes whose versions are on both sides of the one asked for.
+One binary tree for each policy version that an eligible replica holds (few at any time), in which
+each node knows the least loaded replica below it: a change costs O(log N), and a question looks at
+the roots of the versions that are new enough.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+_Least = tuple[float, int]  # (load, index)
+_NOBODY: _Least = (float("inf"), -1)
 
-_NOBODY = (float("inf"), -1)
 
+class _Tree:
+    """The least loaded of some of the replicas."""
 
-@dataclass(slots=True)
-class _Node:
-    """``best`` is (load, index). Versions are those of eligible replicas."""
+    def __init__(self, size: int) -> None:
+        self._size = size  # a power of two
+        self._nodes = [_NOBODY] * (2 * size)
+        self.num_members = 0
 
-    best: tuple[float, int] = _NOBODY
-    oldest: float = float("inf")
-    newest: float = float("-inf")
+    @property
+    def least(self) -> _Least:
+        return self._nodes[1]
+
+    def set(self, index: int, value: _Least) -> None:
+        nodes, position = self._nodes, self._size + index
+        self.num_members += (value is not _NOBODY) - (nodes[position] is not _NOBODY)
+        nodes[position] = value
+        while position > 1:
+            best = min(nodes[position], nodes[position ^ 1])
+            position //= 2
+            if nodes[position] == best:
+                return  # nothing above changes
+            nodes[position] = best
 
 
 class LoadIndex:
     """Loads and versions of ``count`` replicas, none of which is eligible before its `update`."""
 
     def __init__(self, count: int) -> None:
-        self._first = 1
-        while self._first < count:
-            self._first *= 2
-        self._nodes = [_Node() for _ in range(2 * self._first)]
+        self.count = count
+        self._size = 1 << max(0, count - 1).bit_length()
+        self._trees: dict[int, _Tree] = {}  # by version
+        self._leaves: list[tuple[float, int] | None] = [None] * count  # (load, version)
 
     def update(self, index: int, *, load: int, version: int, is_eligible: bool) -> None:
         """What a replica is now."""
-        position = self._first + index
-        node = self._nodes[position]
+        before = self._leaves[index]
+        if before is not None and not (is_eligible and before[1] == version):
+            self._trees[before[1]].set(index, _NOBODY)
+            if self._trees[before[1]].num_members == 0:
+                del self._trees[before[1]]
+        self._leaves[index] = (load, version) if is_eligible else None
         if is_eligible:
-            node.best, node.oldest, node.newest = (load, index), version, version
-        else:
-            node.best, node.oldest, node.newest = _NOBODY, float("inf"), float("-inf")
-        while position > 1:
-            position //= 2
-            left, right = self._nodes[2 * position], self._nodes[2 * position + 1]
-            node = self._nodes[position]
-            node.best = min(left.best, right.best)
-            node.oldest = min(left.oldest, right.oldest)
-            node.newest = max(left.newest, right.newest)
+            if version not in self._trees:
+                self._trees[version] = _Tree(self._size)
+            self._trees[version].set(index, (load, index))
+
+    def load(self, index: int) -> float:
+        """Infinite where it is not eligible."""
+        leaf = self._leaves[index]
+        return float("inf") if leaf is None else leaf[0]
+
+    def is_eligible(self, index: int, min_version: int = 0) -> bool:
+        """May this replica be given a request that wants ``min_version`` or a newer one?"""
+        leaf = self._leaves[index]
+        return leaf is not None and leaf[1] >= min_version
 
     def least(self, min_version: int = 0) -> int | None:
         """The least loaded eligible replica of this version or a newer one, the lowest index among
         equals; None where there is none."""
-        found = self._least(1, min_version)[1]
-        return None if found < 0 else found
-
-    def _least(self, position: int, min_version: int) -> tuple[float, int]:
-        node = self._nodes[position]
-        if node.newest < min_version:
-            return _NOBODY
-        if node.oldest >= min_version:
-            return node.best
-        return min(
-            self._least(2 * position, min_version), self._least(2 * position + 1, min_version)
-        )
+        best = _NOBODY
+        for version, tree in self._trees.items():
+            if version >= min_version and tree.least < best:
+                best = tree.least
+        return None if best is _NOBODY else best[1]

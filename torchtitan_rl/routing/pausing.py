@@ -62,7 +62,8 @@ async def wake_up(slots: Slots, *, timeout_s: float) -> None:
 
 async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
     await slots.wait_until(lambda: slot.state is not ReplicaState.SYNCING)
-    slot.version = NO_WEIGHTS
+    await asyncio.sleep(0)  # a sync that waits for this very swap sees it before it is undone
+    slots.set_version(slot, NO_WEIGHTS)
     if await _in_time(slots, slot, slot.replica.sleep(), "fall asleep", timeout_s):
         slot.is_emptied = True
         slots.notify()

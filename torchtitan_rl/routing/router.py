@@ -231,7 +231,7 @@ class GeneratorRouter:
 
     def _choose(self, request: GenerationRequest) -> Slot | None:
         index = self._strategy.choose(
-            self._slots.views(), self._home(request.session_id), request.min_version
+            self._slots.index, self._home(request.session_id), request.min_version
         )
         if index is None:
             self._slots.require_live()

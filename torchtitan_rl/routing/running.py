@@ -143,8 +143,7 @@ class RunningRequests:
     async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
         known = running.tokens
         tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
-        slot.outstanding_tokens += tokens
-        slot.outstanding_requests += 1
+        self._slots.add_request(slot, tokens)
         running.slot, running.piece_id = slot, piece.request_id
         try:
             async with asyncio.timeout_at(running.deadline):
@@ -159,10 +158,8 @@ class RunningRequests:
             await asyncio.shield(self._abort_piece(running))
             raise
         finally:
-            slot.outstanding_tokens -= tokens
-            slot.outstanding_requests -= 1
             running.slot = running.piece_id = None
-            self._slots.notify()
+            self._slots.release_request(slot, tokens)
 
     async def _abort_piece(self, running: _Running) -> None:
         """Free the replica of what it samples for a request that nobody waits for any more."""

@@ -1,7 +1,8 @@
 """What the router keeps about each replica, and how those who wait for a change hear of it.
 
 Invariants: everything here runs on one event loop and changes without awaiting, so what is read
-between two awaits is consistent and needs no lock; a dead replica stays dead, with its first cause.
+between two awaits is consistent and needs no lock; a dead replica stays dead, with its first cause;
+load, state and version of a slot change through `Slots` alone, which keeps `Slots.index` true.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import ConfigError, GenerationError
+from torchtitan_rl.routing.load_index import LoadIndex
 from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.strategies import ReplicaView
 from torchtitan_rl.weights.handle import WeightHandle
 
 NO_WEIGHTS = -1  # older than every version
@@ -69,6 +70,9 @@ class Slots:
         self.all = [
             Slot(replica, index, replica.name in reserved) for index, replica in enumerate(replicas)
         ]
+        self.index = LoadIndex(len(self.all))  # of what ordinary requests may go to
+        for slot in self.all:
+            self._update(slot)
         self.is_paused = False  # no request is given to any of them
         self._changed = asyncio.Event()
 
@@ -82,26 +86,33 @@ class Slots:
     def reserved(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live and slot.is_reserved]
 
-    def views(self) -> list[ReplicaView]:
-        return [
-            ReplicaView(
-                index=slot.index,
-                outstanding_tokens=slot.outstanding_tokens,
-                takes_requests=slot.takes_requests and not slot.is_reserved,
-                version=slot.version,
-            )
-            for slot in self.all
-        ]
+    def add_request(self, slot: Slot, num_tokens: int) -> None:
+        slot.outstanding_tokens += num_tokens
+        slot.outstanding_requests += 1
+        self._update(slot)
+
+    def release_request(self, slot: Slot, num_tokens: int) -> None:
+        slot.outstanding_tokens -= num_tokens
+        slot.outstanding_requests -= 1
+        self._update(slot)
+        self.notify()
+
+    def set_version(self, slot: Slot, version: int) -> None:
+        slot.version = version
+        self._update(slot)
+        self.notify()
 
     def set_state(self, slot: Slot, state: ReplicaState) -> None:
         if slot.is_live:
             slot.state = state
+            self._update(slot)
         self.notify()
 
     def bury(self, slot: Slot, error: BaseException) -> None:
         """It gets no further request."""
         slot.state = ReplicaState.DEAD
         slot.failure = slot.failure or error
+        self._update(slot)
         self.notify()
 
     def require_live(self) -> None:
@@ -135,3 +146,11 @@ class Slots:
         except TimeoutError:
             return predicate()
         return True
+
+    def _update(self, slot: Slot) -> None:
+        self.index.update(
+            slot.index,
+            load=slot.outstanding_tokens,
+            version=slot.version,
+            is_eligible=slot.takes_requests and not slot.is_reserved,
+        )

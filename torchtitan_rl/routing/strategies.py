@@ -1,33 +1,19 @@
-"""Which replica a request goes to: pure functions of what the router knows, no clock, no I/O."""
+"""Which replica a request goes to: decided from loads and versions alone, no clock, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
-    """One replica as a strategy sees it. ``outstanding_tokens`` is prompt + budget of its calls."""
-
-    index: int
-    outstanding_tokens: int
-    takes_requests: bool
-    version: int = 0
-
-    def is_eligible(self, min_version: int) -> bool:
-        """May it serve a request that wants this version or a newer one?"""
-        return self.takes_requests and self.version >= min_version
+from torchtitan_rl.routing.load_index import LoadIndex
 
 
 class RoutingStrategy(Protocol):
-    def choose(
-        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
-    ) -> int | None:
+    def choose(self, replicas: LoadIndex, home: int | None, min_version: int = 0) -> int | None:
         """Index of a replica that is eligible for ``min_version``, or None where there is none.
 
-        ``home`` is the replica that served the session before; it is left where it lags behind.
+        Loads are outstanding tokens: prompt and budget of the calls it has. ``home`` is the
+        replica that served the session before; it is left where it lags behind.
         """
         ...
 
@@ -36,13 +22,8 @@ class RoutingStrategy(Protocol):
 class LeastLoaded:
     """The replica with the fewest outstanding tokens; the lowest index among equals."""
 
-    def choose(
-        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
-    ) -> int | None:
-        usable = [view for view in views if view.is_eligible(min_version)]
-        if not usable:
-            return None
-        return min(usable, key=lambda view: (view.outstanding_tokens, view.index)).index
+    def choose(self, replicas: LoadIndex, home: int | None, min_version: int = 0) -> int | None:
+        return replicas.least(min_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +37,11 @@ class StickyLeastLoaded:
     max_imbalance: float = 2.0
     slack_tokens: int = 8192
 
-    def choose(
-        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
-    ) -> int | None:
-        least = LeastLoaded().choose(views, None, min_version)
-        if least is None or home is None or not views[home].is_eligible(min_version):
+    def choose(self, replicas: LoadIndex, home: int | None, min_version: int = 0) -> int | None:
+        least = replicas.least(min_version)
+        if least is None or home is None or not replicas.is_eligible(home, min_version):
             return least
-        floor = views[least].outstanding_tokens
-        load = views[home].outstanding_tokens
+        floor, load = replicas.load(least), replicas.load(home)
         is_overloaded = load > self.max_imbalance * floor and load > floor + self.slack_tokens
         return least if is_overloaded else home
 
@@ -74,12 +52,10 @@ class RoundRobin:
 
     _next: int = 0
 
-    def choose(
-        self, views: Sequence[ReplicaView], home: int | None, min_version: int = 0
-    ) -> int | None:
-        for offset in range(len(views)):
-            index = (self._next + offset) % len(views)
-            if views[index].is_eligible(min_version):
+    def choose(self, replicas: LoadIndex, home: int | None, min_version: int = 0) -> int | None:
+        for offset in range(replicas.count):
+            index = (self._next + offset) % replicas.count
+            if replicas.is_eligible(index, min_version):
                 self._next = index + 1
                 return index
         return None

@@ -235,7 +235,8 @@ class WeightSync:
         self._slots.set_state(slot, ReplicaState.SYNCING)
         async with asyncio.timeout(self._timeout_s):
             report = await slot.replica.pull(handle.version)
-        slot.version, slot.is_lagging = report.version, False
+        slot.is_lagging = False
+        self._slots.set_version(slot, report.version)
         self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
         self._slots.set_state(slot, ReplicaState.SERVING)
 
