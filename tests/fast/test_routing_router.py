@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fast.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.errors import (
+    DeadlineError,
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
@@ -356,5 +357,35 @@ def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
         done = await call
         assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
         assert other.served == ["a#1"]
+
+    asyncio.run(scenario())
+
+
+def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read():
+    class Unreadable(GatedReplica):
+        async def stats(self):
+            raise ReplicaError("it died while idle")
+
+    class Slow(GatedReplica):
+        async def stats(self):
+            raise DeadlineError("busy")
+
+    async def scenario():
+        router = GeneratorRouter([Unreadable("dead"), Slow("slow"), GatedReplica("well")])
+        assert set(await router.stats()) == {"well"}
+        assert router.states() == {
+            "dead": ReplicaState.DEAD,
+            "slow": ReplicaState.SERVING,
+            "well": ReplicaState.SERVING,
+        }
+
+    asyncio.run(scenario())
+
+
+def test_a_wait_for_a_version_that_does_not_come_ends_and_says_what_there_is():
+    async def scenario():
+        router = GeneratorRouter([GatedReplica("r")])
+        with pytest.raises(DeadlineError, match=r"no replica held version 3.*'r': 0"):
+            await router.wait_for_version(3, timeout_s=0.01)
 
     asyncio.run(scenario())

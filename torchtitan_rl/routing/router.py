@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.lease import Lease, lease_replica, restore_leased
 from torchtitan_rl.routing.pausing import (
@@ -96,8 +96,9 @@ class GeneratorRouter:
         """Stop all replicas, leased ones too; returns once each rank is between two steps.
 
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
-        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here, under
-        their deadlines. Weights can be pulled meanwhile. A replica that does not stop is dead.
+        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; a pause
+        counts against the time-out of all of them. Weights can be pulled meanwhile. A replica that
+        does not stop is dead.
 
         Raises:
             GenerationError: `resume` was called before this was done.
@@ -174,24 +175,39 @@ class GeneratorRouter:
         """What each live replica holds, by name."""
         return {slot.name: slot.version for slot in self._slots.live()}
 
-    async def wait_for_version(self, version: int) -> None:
+    async def wait_for_version(self, version: int, *, timeout_s: float | None = None) -> None:
         """Return when some replica that takes requests holds ``version`` or a newer one.
 
         Raises:
             GenerationError: no replica is left.
+            DeadlineError: none did within ``timeout_s`` (None: somebody else watches the wait).
         """
 
         def holds() -> bool:
             self.require_live()
             return any(slot.version >= version for slot in self._slots.serving())
 
-        await self._slots.wait_until(holds)
+        if not await self._slots.wait_until(holds, timeout_s=timeout_s):
+            raise DeadlineError(
+                f"no replica held version {version} within {timeout_s:.0f} s; "
+                f"versions: {self.versions()}"
+            )
 
     async def stats(self) -> dict[str, EngineStats]:
-        """State of every live replica, by name."""
+        """State of every live replica, by name. One that is lost is dead and not among them, nor
+        is one that does not answer in time."""
         live = self._slots.live()
-        stats = await asyncio.gather(*(slot.replica.stats() for slot in live))
-        return {slot.name: stat for slot, stat in zip(live, stats, strict=True)}
+        stats = await asyncio.gather(*(self._stats(slot) for slot in live))
+        return {slot.name: stat for slot, stat in zip(live, stats, strict=True) if stat}
+
+    async def _stats(self, slot: Slot) -> EngineStats | None:
+        try:
+            return await slot.replica.stats()
+        except ReplicaError as error:
+            self._slots.bury(slot, error)
+        except DeadlineError:
+            pass  # busy with something long, which has a deadline of its own
+        return None
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every replica's cause, where none takes requests."""
