@@ -17,7 +17,6 @@ from torchtitan_rl.observability.metric_table import (
     to_markdown,
 )
 from torchtitan_rl.observability.rollout_metrics import (
-    count_episodes,
     rollout_metrics,
     staleness_metrics,
 )
@@ -114,7 +113,8 @@ def test_an_edited_history_is_one_more_episode() -> None:
     extended = make_rollout(1.0, make_turn((1,), (2, 3)), make_turn((1, 2, 3, 4), (5,)))
     edited = make_rollout(1.0, make_turn((1,), (2, 3)), make_turn((1, 2, 9), (5,)))
     shortened = make_rollout(1.0, make_turn((1,), (2, 3)), make_turn((1, 2), (5,)))
-    counts = [count_episodes(r) for r in (extended, edited, shortened, make_rollout(None))]
+    groups = [make_group(r) for r in (extended, edited, shortened, make_rollout(None))]
+    counts = [rollout_metrics([g], Split.TRAIN)["train/episodes_mean"] for g in groups]
     assert counts == [1, 2, 2, 0]
 
 
@@ -131,7 +131,8 @@ _TURNS = st.lists(
 @given(_TURNS)
 def test_episodes_are_counted_as_they_are_made(turns: list[Turn]) -> None:
     rollout = make_rollout(1.0, *turns)
-    assert count_episodes(rollout) == len(rollout_to_episodes(rollout, 1.0))
+    metrics = rollout_metrics([make_group(rollout)], Split.TRAIN)
+    assert metrics["train/episodes_mean"] == len(rollout_to_episodes(rollout, 1.0))
 
 
 def test_lengths_and_generation_times_are_means_and_maxima() -> None:

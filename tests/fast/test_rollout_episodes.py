@@ -84,6 +84,20 @@ def test_trap_17_an_edited_history_opens_a_new_episode_at_the_divergence():
     assert second.loss_mask == (False, False, True, False, True)
 
 
+def test_two_conversations_at_once_stay_one_episode_each():
+    made = (turn([1], [2]), turn([5], [6]), turn([1, 2, 3], [4]), turn([5, 6, 7], [8]))
+    episodes = rollout_to_episodes(rollout(*made), advantage=1.0)
+    assert [episode.token_ids for episode in episodes] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert [episode.num_trained_tokens for episode in episodes] == [2, 2]
+
+
+def test_the_longest_episode_is_extended():
+    made = (turn([1], [2]), turn([1, 2, 3], [4]), turn([1], [2]), turn([1, 2, 3, 4, 5], [6]))
+    first, second = rollout_to_episodes(rollout(*made), advantage=1.0)
+    assert first.token_ids == (1, 2, 3, 4, 5, 6)
+    assert second.token_ids == (1, 2)
+
+
 def test_a_prompt_that_ends_inside_the_previous_completion_is_a_branch():
     episodes = rollout_to_episodes(rollout(turn([1], [2, 3]), turn([1, 2], [4])), advantage=1.0)
     assert [episode.token_ids for episode in episodes] == [(1, 2, 3), (1, 2, 4)]
@@ -141,7 +155,7 @@ def test_tokens_are_conserved(made):
         )
         if mask
     ]
-    assert trained == [
+    assert sorted(trained) == [
         [token, logprob, version, 2.0]
         for one in made
         for token, logprob, version in zip(
@@ -157,13 +171,16 @@ def test_tokens_are_conserved(made):
 def test_each_completion_stands_behind_exactly_its_prompt(made):
     """An episode is the last of its turns' prompt + completion, and holds the earlier ones."""
     episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
-    sequences = [
-        one.prompt_token_ids + one.completion.token_ids for one in made if one.completion.token_ids
-    ]
-    remaining = iter(sequences)
-    for episode in episodes:
-        sequence = ()
-        while sequence != episode.token_ids:
-            sequence = next(remaining)
-            assert episode.token_ids[: len(sequence)] == sequence
-    assert next(remaining, None) is None
+    sequences = {one.prompt_token_ids + one.completion.token_ids for one in made}
+    assert all(episode.token_ids in sequences for episode in episodes)
+    for one in made:
+        begin = len(one.prompt_token_ids)
+        sequence = one.prompt_token_ids + one.completion.token_ids
+        homes = [
+            episode
+            for episode in episodes
+            if episode.token_ids[: len(sequence)] == sequence
+            and any(episode.loss_mask[begin : len(sequence)])
+        ]
+        assert len(homes) == bool(one.completion.token_ids)  # sampled tokens are unique
+        assert all(all(home.loss_mask[begin : len(sequence)]) for home in homes)

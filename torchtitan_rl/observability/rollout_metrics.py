@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus
 
 
@@ -46,22 +47,6 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
     return metrics | shares
 
 
-def count_episodes(rollout: Rollout) -> int:
-    """How many episodes `rollout_to_episodes` makes of it, counted without making them: 1, and one
-    more for each prompt that does not extend the tokens so far; turns without tokens are passed
-    over."""
-    episodes = 0
-    tokens: tuple[int, ...] = ()
-    for turn in rollout.turns:
-        prompt, sampled = turn.prompt_token_ids, turn.completion.token_ids
-        if not sampled:
-            continue
-        if not episodes or prompt[: len(tokens)] != tokens:
-            episodes += 1
-        tokens = prompt + sampled
-    return episodes
-
-
 def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
     """(version, number of tokens) of each run that has a token."""
     ends = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
@@ -99,7 +84,7 @@ def _shape_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "turns_mean": fmean(turns),
         "turns_max": max(turns),
-        "episodes_mean": fmean(count_episodes(rollout) for rollout in rollouts),
+        "episodes_mean": fmean(len(turns_by_episode(rollout)) for rollout in rollouts),
         "response_length_mean": fmean(lengths),
         "response_length_max": max(lengths),
     }

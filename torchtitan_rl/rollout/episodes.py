@@ -1,10 +1,11 @@
 """From a rollout's turns to the token sequences that are trained on. Pure.
 
-Turns share an episode as long as each prompt begins with all tokens of the episode so far, that
-is, the previous prompt and completion; a prompt that does not (its history was edited) opens a
-new episode. Every sampled token is in exactly one episode, under loss; no other token is under
-loss. A turn without sampled tokens leaves nothing to train on and is passed over; so is one that
-its agent never saw, whose tokens can be in no later prompt (`num_unseen_tokens`).
+A turn joins an episode where its prompt begins with all of that episode's tokens so far, that is,
+the prompt and completion of its last turn; the longest such episode where there are several (the
+conversations of an agent that holds two at once stay one episode each). A prompt that extends none
+(its history was edited) opens a new one. Every sampled token is in exactly one episode, under loss;
+no other token is under loss. A turn without sampled tokens leaves nothing to train on and is passed
+over; so is one that its agent never saw, whose tokens can be in no later prompt.
 """
 
 from __future__ import annotations
@@ -13,20 +14,33 @@ from torchtitan_rl.types import Episode, Rollout, Turn
 
 
 def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
-    """The episodes of one rollout, in order; none where nothing was sampled.
+    """The episodes of one rollout, in the order of their first turns; none where nothing was
+    sampled.
 
     Raises:
         ValueError: a completion's tokens, logprobs and versions differ in length.
     """
-    drafts: list[_Draft] = []
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
+    return [_episode(rollout, turns, advantage) for turns in turns_by_episode(rollout)]
+
+
+def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
+    """The turns of each episode, without those that are passed over."""
+    episodes: list[list[Turn]] = []
+    tokens_of: list[tuple[int, ...]] = []  # of each episode, as far as it got
+    for turn in rollout.turns:
         if not turn.completion.token_ids or not turn.is_seen:
             continue
-        if not drafts or not drafts[-1].is_extended_by(turn.prompt_token_ids):
-            drafts.append(_Draft())
-        drafts[-1].append(turn)
-    return [draft.episode(rollout, advantage) for draft in drafts]
+        tokens = turn.prompt_token_ids + turn.completion.token_ids
+        extended = _extended(tokens_of, turn.prompt_token_ids)
+        if extended is None:
+            episodes.append([turn])
+            tokens_of.append(tokens)
+        else:
+            episodes[extended].append(turn)
+            tokens_of[extended] = tokens
+    return episodes
 
 
 def num_unseen_tokens(rollout: Rollout) -> int:
@@ -35,40 +49,38 @@ def num_unseen_tokens(rollout: Rollout) -> int:
     return sum(len(turn.completion.token_ids) for turn in unseen)
 
 
-class _Draft:
-    """An episode that still grows."""
+def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
+    """Which one the prompt extends: the longest, the last among equals."""
+    found, longest = None, 0
+    for index, tokens in enumerate(tokens_of):
+        length = len(tokens)
+        may_fit = longest <= length <= len(prompt) and prompt[length - 1] == tokens[-1]  # quick
+        if may_fit and prompt[:length] == tokens:
+            found, longest = index, length
+    return found
 
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._loss_mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
 
-    def is_extended_by(self, prompt: tuple[int, ...]) -> bool:
-        return list(prompt[: len(self._token_ids)]) == self._token_ids
-
-    def append(self, turn: Turn) -> None:
-        observed = turn.prompt_token_ids[len(self._token_ids) :]
-        self._token_ids.extend(observed)
-        self._loss_mask.extend([False] * len(observed))
-        self._logprobs.extend([0.0] * len(observed))
-        self._versions.extend([-1] * len(observed))
+def _episode(rollout: Rollout, turns: list[Turn], advantage: float) -> Episode:
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for turn in turns:
+        observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
-        self._token_ids.extend(sampled.token_ids)
-        self._loss_mask.extend([True] * len(sampled.token_ids))
-        self._logprobs.extend(sampled.logprobs)
-        self._versions.extend(sampled.versions)
-
-    def episode(self, rollout: Rollout, advantage: float) -> Episode:
-        return Episode(
-            rollout_id=rollout.rollout_id,
-            group_id=rollout.group_id,
-            token_ids=tuple(self._token_ids),
-            loss_mask=tuple(self._loss_mask),
-            logprobs=tuple(self._logprobs),
-            advantages=tuple(advantage if trained else 0.0 for trained in self._loss_mask),
-            versions=tuple(self._versions),
-        )
+        token_ids += observed + sampled.token_ids
+        loss_mask += [False] * len(observed) + [True] * len(sampled.token_ids)
+        logprobs += [0.0] * len(observed) + list(sampled.logprobs)
+        versions += [-1] * len(observed) + list(sampled.versions)
+    return Episode(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        token_ids=tuple(token_ids),
+        loss_mask=tuple(loss_mask),
+        logprobs=tuple(logprobs),
+        advantages=tuple(advantage if trained else 0.0 for trained in loss_mask),
+        versions=tuple(versions),
+    )
 
 
 def _check_alignment(rollout_id: str, turn: Turn) -> None:
