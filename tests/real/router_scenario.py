@@ -1,6 +1,7 @@
 """64 greedy requests on two replicas in processes of their own, while weights are pulled 20 times
-and all replicas are emptied 10 times; then a lease. ``python -m tests.real.router_scenario DIR``
-prints one JSON object."""
+and all replicas are emptied 10 times; a lease; then one replica is killed.
+
+``python -m tests.real.router_scenario DIR`` prints one JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.runs import printing_to
 from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
 from torchtitan_rl.adapters.monarch_runtime import supervise
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
@@ -140,6 +144,25 @@ async def leased(
     return seen | {"after": sorted(router.versions().values())}
 
 
+async def killed(router: GeneratorRouter, alone: list[Completion]) -> dict[str, Any]:
+    """Streams whose replica dies in mid-flight."""
+    heard = Heard()
+    calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()[:16]]
+    while min(len(heard.tokens.get(one.request_id, ())) for one in alone[:16]) < 10:
+        await asyncio.sleep(0.01)
+    for process in psutil.Process().children(recursive=True):
+        if printing_to(process) == "replica0-rank0.log":
+            process.kill()
+    done = {one.request_id: one for one in await asyncio.gather(*calls)}
+    return {
+        "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone[:16]),
+        "heard_fits": all(heard.fits(one) for one in done.values()),
+        "gaps": heard.gaps,
+        "replicas": sorted({one.replica for one in done.values()}),
+        "states": router.states(),
+    }
+
+
 async def scenario(root: Path) -> dict[str, Any]:
     supervise()
     tiny_qwen3(root / "model", tied=True, seed=0)
@@ -152,14 +175,18 @@ async def scenario(root: Path) -> dict[str, Any]:
         alone = await asyncio.gather(*(router.generate(item) for item in requests()))
         seen = await disturbed(router, publisher, tensors)
         done = seen.pop("done")
+        lease = await leased(router, publisher, tensors)
+        states = sorted(router.states().values())
+        outstanding = sum(router.outstanding_tokens().values())
         return {
             **seen,
             "num_done": len(done),
             "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone),
             "replicas": sorted({one.replica for one in done.values()}),
-            "states": sorted(router.states().values()),
-            "outstanding": sum(router.outstanding_tokens().values()),
-            "lease": await leased(router, publisher, tensors),
+            "states": states,
+            "outstanding": outstanding,
+            "lease": lease,
+            "killed": await killed(router, list(alone)),
         }
     finally:
         await router.close()

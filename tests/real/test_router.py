@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_no_pull_and_no_pause_changes_loses_or_repeats_a_greedy_request(tmp_path: Path) -> None:
+def test_no_pull_no_pause_and_no_kill_changes_loses_or_repeats_a_streamed_greedy_request(
+    tmp_path: Path,
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.real.router_scenario", str(tmp_path)],
         cwd=ROOT,
@@ -36,3 +38,8 @@ def test_no_pull_and_no_pause_changes_loses_or_repeats_a_greedy_request(tmp_path
     assert lease["is_held"]
     assert lease["others"] == [lease["version"], lease["version"] + 1]
     assert lease["after"] == [lease["version"] + 1] * 2
+    killed = seen["killed"]
+    assert killed["num_equal"] == 16  # streams go on where their replica died
+    assert killed["heard_fits"]
+    assert killed["gaps"] == 0
+    assert killed["states"] == {"replica0": "dead", "replica1": "serving"}

@@ -29,12 +29,12 @@ class _Call:
             self.on_progress(progress)
 
     def end(self, completion: Completion | None, error: BaseException | None) -> None:
-        if self.is_given_up:
-            self.future.cancel()
-        elif error is not None:
+        if error is not None:
             self.future.set_exception(error)
         elif completion is not None:
             self.future.set_result(completion)
+        else:
+            self.future.cancel()
 
 
 class Exchange:
