@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.fast.test_generation_loop import WAIT_S, request, running_loop, stepped_loop
+from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.loop_replica import LoopReplica
@@ -48,10 +50,20 @@ def one(name: str, start: int, count: int) -> Progress:
     )
 
 
+class OnlyUnfinished(ScriptedEngine):
+    """Is never asked about a request that has ended."""
+
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        assert set(starts) <= set(self.generated_lengths())
+        return super().sampled_since(starts)
+
+
 def test_what_is_told_is_a_beginning_of_the_completion() -> None:
     hearer = Hearer()
     listener = Listener(sink=hearer.hear, streams=True)
-    with running_loop(ScriptedEngine(), stream_interval_s=0.0) as loop:
+    with running_loop(OnlyUnfinished(), stream_interval_s=0.0) as loop:
+        loop.submit(request("before", 3), listener).result(WAIT_S)
+        hearer.batches.clear()
         futures = {name: loop.submit(request(name, 20), listener) for name in "abc"}
         quiet = loop.submit(request("quiet", 20))
         done = {name: future.result(WAIT_S) for name, future in futures.items()}
