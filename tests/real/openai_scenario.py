@@ -133,6 +133,7 @@ def build_engine(model: Path) -> VllmEngine:
             max_model_len=MAX_MODEL_LEN,
             kv_cache_bytes=32 << 20,
             seed=0,
+            reasoning_parser=REASONING_PARSER,
         )
     )
 

@@ -321,10 +321,28 @@ def test_reasoning_is_parsed_as_by_vllms_own_server(urls, stream: dict[str, Any]
     assert message["content"]
 
 
-def test_structured_output_of_a_reasoning_model_needs_reasoning_turned_off(urls) -> None:
-    """Else the engine would bind the reasoning, too."""
-    with pytest.raises(openai.BadRequestError, match="while the model reasons"):
-        chat(client(urls["ours_reasoning"]), **CHATS["a choice"])
+@pytest.mark.parametrize("stream", [{}, STREAMED])
+@pytest.mark.parametrize("name", ["s", "cut"])
+def test_structured_output_binds_behind_the_reasoning_alone(urls, name: str, stream) -> None:
+    """However often the request is cut."""
+    bound = extra(structured_outputs={"choice": ["red", "green"]}, skip_special_tokens=False)
+    request = {"temperature": 0, "max_tokens": 300, "logit_bias": {str(THINK_END): 2}, **bound}
+    answer = in_session(client(urls["ours_reasoning"]), name, **request, **stream)
+    choice = (joined(answer) if stream else plain(answer))["choices"][0]
+    message = choice.get("message") or choice["delta"]
+    assert choice["finish_reason"] == "stop"
+    assert message["content"] in ("red", "green")
+    assert message["reasoning"]
+
+
+def test_constraints_that_leave_no_token_fail_their_request_alone(ours) -> None:
+    """Once, this ended the engine, and by the router's retry one engine after the other."""
+    before = chat(ours)
+    stuck = extra(structured_outputs={"choice": ["red", "green"]}, allowed_token_ids=[64, 65])
+    for stream in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match="leave it no token"):
+            chat(ours, **stuck, **stream)
+    assert chat(ours) == before
 
 
 def test_the_asynchronous_client_gets_the_same_answers_at_once(urls, own) -> None:

@@ -50,6 +50,7 @@ class GeneratorRank:
                 device=self._spec.device,
                 dtype=self._spec.dtype,
                 sleeps=self._spec.sleeps,
+                reasoning_parser=self._spec.reasoning_parser,
             ),
             self.staging,
         )

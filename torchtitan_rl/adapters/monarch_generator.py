@@ -57,6 +57,7 @@ class GeneratorSpec:
     trace_dir: Path | None
     stream_interval_s: float = 0.02  # between two messages with ends and progress
     sleeps: bool = False  # it shares its devices
+    reasoning_parser: str = ""  # the endpoint's
 
 
 class GeneratorActor(Actor):

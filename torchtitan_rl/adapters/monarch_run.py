@@ -114,6 +114,7 @@ def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -
         trace_dir=trace_dir,
         stream_interval_s=config.endpoint.interval_s,
         sleeps=prepared.plan.is_shared,
+        reasoning_parser=config.endpoint.reasoning_parser,
     )
 
 

@@ -70,4 +70,5 @@ def _generator_spec(prepared: PreparedServe, index: int) -> GeneratorSpec:
         log_dir=config.log_dir.absolute(),
         trace_dir=None,
         stream_interval_s=config.endpoint.interval_s,
+        reasoning_parser=config.endpoint.reasoning_parser,
     )

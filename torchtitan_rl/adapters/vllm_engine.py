@@ -31,7 +31,7 @@ from torchtitan_rl.adapters.vllm_resume import (
     resumed_detokenizer,
     scheduled_request,
 )
-from torchtitan_rl.adapters.vllm_sampling import vllm_sampling_params
+from torchtitan_rl.adapters.vllm_sampling import reasoning_of, vllm_sampling_params
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
@@ -68,6 +68,7 @@ class VllmEngineOptions:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
     version: int = 0  # of the weights in ``model``
     sleeps: bool = False  # `sleep` gives the device's memory back (CUDA)
+    reasoning_parser: str = ""  # of requests whose structured output begins behind reasoning
 
 
 class VllmEngine:
@@ -125,6 +126,9 @@ class VllmEngine:
                 arrival_time=admission.arrival_s,
             )
             self._engine.input_processor.assign_request_id(checked)
+            checked.reasoning_ended, checked.reasoning_parser_kwargs = reasoning_of(
+                request.sampling
+            )
             queued = scheduled_request(self._core, checked, num_resumed)
             if num_resumed:
                 tokenizer = self._engine.tokenizer if params.detokenize else None
@@ -156,6 +160,9 @@ class VllmEngine:
                 continue
             running = self._running.pop(output.request_id)
             sampled = output.outputs[0]
+            if sampled.finish_reason == "error":
+                outputs.append(_given_up(output.request_id))
+                continue
             outputs.append(
                 _output(
                     output.request_id,
@@ -282,6 +289,8 @@ def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
         "enforce_eager": is_cpu,
         "disable_log_stats": False,  # the stats hold each request's times
     }
+    if options.reasoning_parser:
+        args["structured_outputs_config"] = {"reasoning_parser": options.reasoning_parser}
     if options.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
     if options.tensor_parallel > 1:
@@ -291,6 +300,21 @@ def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
     else:
         args["gpu_memory_utilization"] = options.gpu_memory_utilization
     return args
+
+
+def _given_up(request_id: str) -> EngineOutput:
+    """vLLM ends a request so whose grammar rejects what was sampled."""
+    return EngineOutput(
+        request_id=request_id,
+        token_ids=(),
+        logprobs=(),
+        finish_reason=FinishReason.ABORT,
+        cached_tokens=0,
+        scheduled_s=None,
+        first_token_s=None,
+        last_token_s=None,
+        refusal="its constraints (structured output, allowed or biased tokens) leave it no token",
+    )
 
 
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:

@@ -134,7 +134,8 @@ class RouterLLM(AsyncLLM):
     """vLLM's asynchronous front end with our engine core."""
 
     def __init__(self, vllm_config: Any, link: ControllerLink) -> None:
-        core = RouterCore(link)
+        reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser
+        core = RouterCore(link, model_reasons=bool(reasoning_parser))
         with _core_client(core):
             super().__init__(
                 vllm_config=vllm_config,
@@ -142,7 +143,6 @@ class RouterLLM(AsyncLLM):
                 log_stats=True,
                 log_requests=False,
             )
-        self._reasons = bool(vllm_config.structured_outputs_config.reasoning_parser)
         core.fail = self._fail
 
     def generate(
@@ -156,10 +156,6 @@ class RouterLLM(AsyncLLM):
         refuse_unserved(sampling_params)
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
-        is_bound = sampling_params.structured_outputs is not None
-        if self._reasons and is_bound and options.get("reasoning_ended") is not True:
-            # The engine does not know where the reasoning ends, and would bind it, too.
-            raise VLLMValidationError("structured output is not served while the model reasons")
         return super().generate(prompt, sampling_params, request_id, **options)
 
     def start(self) -> None:

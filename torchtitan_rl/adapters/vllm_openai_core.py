@@ -90,18 +90,25 @@ def refuse_unserved(params: VllmSamplingParams) -> None:
             raise VLLMValidationError(f"{name} is not served here", parameter=name)
 
 
-def generation_request(request: EngineCoreRequest) -> GenerationRequest:
+def generation_request(
+    request: EngineCoreRequest, *, model_reasons: bool = False
+) -> GenerationRequest:
     """The request as the router knows it; its session is that of the HTTP request, or the one that
-    the body names."""
+    the body names. ``model_reasons``: before a structured output."""
     return GenerationRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.prompt_token_ids),
-        sampling=_sampling(request.sampling_params),
+        sampling=_sampling(request, model_reasons=model_reasons),
         session_id=session_id.get() or request.session_id,
     )
 
 
-def _sampling(params: VllmSamplingParams) -> SamplingParams:
+def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingParams:
+    params = request.sampling_params
+    options = _engine_options(params)
+    if model_reasons and params.structured_outputs is not None:
+        options["reasoning_ended"] = request.reasoning_ended
+        options["reasoning_parser_kwargs"] = request.reasoning_parser_kwargs
     return SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -114,7 +121,7 @@ def _sampling(params: VllmSamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         seed=params.seed,
         num_logprobs=params.num_logprobs or 0,
-        engine_options=_engine_options(params),
+        engine_options=options,
     )
 
 
@@ -156,12 +163,13 @@ class RouterCore(EngineCoreClient):
     ``fail`` is told of refused requests; it is set once vLLM's output processor is there.
     """
 
-    def __init__(self, link: ControllerLink) -> None:
+    def __init__(self, link: ControllerLink, *, model_reasons: bool = False) -> None:
         self.fail: Callable[[str, RefusedRequest], None]
         # Both are read by AsyncLLM. A lost controller refuses each request by itself.
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self._link = link
+        self._model_reasons = model_reasons
         self._running: dict[str, _Running] = {}
         self._ready: deque[EngineCoreOutputs] = deque()
 
@@ -177,7 +185,8 @@ class RouterCore(EngineCoreClient):
         )
         # A client that gets its answer in one piece needs no progress.
         streams = params.output_kind != RequestOutputKind.FINAL_ONLY
-        self._link.submit(EndpointRequest(request=generation_request(request), streams=streams))
+        wanted = generation_request(request, model_reasons=self._model_reasons)
+        self._link.submit(EndpointRequest(request=wanted, streams=streams))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.abort(request_ids)

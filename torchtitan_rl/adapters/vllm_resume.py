@@ -15,8 +15,9 @@ from typing import Any
 def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
     """vLLM's `Request` of an `EngineCoreRequest` whose last prompt tokens were sampled before.
 
-    Its grammar has been compiled: what is wrong with it is raised now, while only this request can
-    be refused, and ranks that compiled in the background would begin it at different steps.
+    Its grammar has been compiled, and its reasoning parser made: what is wrong with them is raised
+    now, while only this request can be refused, and ranks that compiled in the background would
+    begin it at different steps.
     ``checked`` keeps the tokens before those as its prompt.
 
     Raises:
@@ -26,6 +27,7 @@ def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
     structured = request.structured_output_request
     if structured is not None and isinstance(structured._grammar, Future):
         structured.grammar = structured._grammar.result()
+    core.structured_output_manager._get_reasoner(request)
     if num_resumed:
         tokens = checked.prompt_token_ids
         resumed = tokens[-num_resumed:]

@@ -31,6 +31,8 @@ ENGINE_OPTIONS = frozenset(
         "structured_outputs",
     }
 )
+# Not sampling parameters of vLLM's: whether, and how, the text before a structured output is free.
+REASONING_OPTIONS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps in its server alone, and infinities give NaN
 
 
@@ -68,7 +70,26 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
     )
 
 
-def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] | None]:
+    """Whether reasoning has ended with the prompt, and what vLLM's reasoning parser is made with.
+
+    A structured output binds from there on: at once where nothing is said, behind the prompt's or
+    the completion's end of reasoning where it is None or False.
+
+    Raises:
+        TypeError: an option has a wrong type.
+    """
+    ended = sampling.engine_options.get("reasoning_ended", True)
+    arguments = sampling.engine_options.get("reasoning_parser_kwargs")
+    if not (ended is None or isinstance(ended, bool)):
+        raise TypeError(f"engine_options: reasoning_ended = {ended!r}: use True, False or None")
+    if not (arguments is None or isinstance(arguments, Mapping)):
+        raise TypeError("engine_options: reasoning_parser_kwargs is no mapping")
+    return ended, None if arguments is None else dict(arguments)
+
+
+def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in given.items() if name not in REASONING_OPTIONS}
     if not options:
         return {}
     import msgspec
@@ -76,7 +97,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
     if unknown := sorted(set(options) - ENGINE_OPTIONS):
         raise ValueError(f"engine_options {unknown} are not served: use {sorted(ENGINE_OPTIONS)}")
-    typed = msgspec.convert(dict(options), VllmSamplingParams, str_keys=True)
+    typed = msgspec.convert(options, VllmSamplingParams, str_keys=True)
     checked = {name: getattr(typed, name) for name in options}
     for name, value in checked.items():
         if dataclasses.is_dataclass(value):

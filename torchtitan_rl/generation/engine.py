@@ -34,7 +34,8 @@ class EngineOutput:
     still runs has so far. Times are time.monotonic() seconds.
 
     ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
-    ``top_logprobs`` are those of `Completion`.
+    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be gone on
+    with, such as constraints that leave it no token: it fails alone, and has no completion.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class EngineOutput:
     last_token_s: float | None
     stop_reason: int | str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    refusal: str = ""
 
 
 class Engine(Protocol):

@@ -361,10 +361,16 @@ class EngineLoop:
     def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
         if not outputs or not self._is_leader:
             return
+        refused = [output for output in outputs if output.refusal]
         with self._lock:
-            ended = [self._requests.finish(output, in_flight) for output in outputs]
+            ended = [self._requests.finish(out, in_flight) for out in outputs if not out.refusal]
+            futures = [self._requests.give_up(output.request_id) for output in refused]
         for future, completion in filter(None, ended):
             future.set_result(completion)
+        for output, given_up in zip(refused, futures, strict=True):
+            if given_up is not None:
+                message = f"request {output.request_id!r} given up: {output.refusal}"
+                fail_future(given_up, InvalidRequestError(message))
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()
