@@ -20,8 +20,9 @@ NUM_ROLLOUTS = 16  # of a step
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     arguments = [str(CONFIG), *SMALL, "--output-dir", str(root), "--name", "agent"]
-    run = Run([*arguments, "--num-steps", str(NUM_STEPS)], log=root / "agent.log")
-    assert run.wait() == 0, run.log.read_text()[-3000:]
+    more = ("--num-steps", str(NUM_STEPS), "--endpoint.start-timeout-s", "300")
+    run = Run([*arguments, *more], log=root / "agent.log")
+    assert run.wait(500) == 0, run.log.read_text()[-3000:]
     assert run.left_behind() == []
     return root / "agent"
 
