@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fast.replicas import GatedReplica, request, settle
@@ -89,6 +89,7 @@ def complete(
     return asyncio.run(scenario()), heard
 
 
+@settings(max_examples=40)
 @given(
     cuts=st.lists(st.integers(min_value=-9, max_value=9), max_size=5),
     every=st.integers(min_value=1, max_value=4),

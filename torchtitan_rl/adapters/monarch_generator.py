@@ -27,7 +27,7 @@ from torchtitan_rl.adapters.monarch_runtime import (
 from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.generation.mailbox import Batch, News
+from torchtitan_rl.generation.mailbox import IDLE_S, Batch, News
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.routing.exchange import Exchange
 from torchtitan_rl.types import (
@@ -40,6 +40,7 @@ from torchtitan_rl.types import (
 from torchtitan_rl.weights.handle import WeightHandle
 
 _QUICK_CALL_S = 60.0  # deadline of calls that only ask
+_NEWS_TIMEOUT_S = IDLE_S + 120.0  # a process that is silent for so long is as good as dead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +137,17 @@ class MonarchReplica:
         self._spec = spec
         self._ranks = mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
-        # The router holds the deadlines.
+        # The router holds the deadlines of requests.
         self._exchange = Exchange(
             self.name,
             submit=lambda batch: call(
                 self._leader.submit.call_one(batch), what=f"{self.name}: submission"
             ),
-            collect=lambda: call(self._leader.collect.call_one(), what=f"{self.name}: news"),
+            collect=lambda: call(
+                self._leader.collect.call_one(),
+                what=f"news of {self.name}",
+                timeout_s=_NEWS_TIMEOUT_S,
+            ),
         )
 
     @classmethod

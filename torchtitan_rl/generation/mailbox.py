@@ -20,6 +20,9 @@ from torchtitan_rl.generation.progress import Listener
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
 
+IDLE_S = 30.0  # without any news a reply is given after so long
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """``hears``: its progress is wanted; ``streams``: within milliseconds."""
@@ -57,7 +60,9 @@ class News:
 class Mailbox:
     """``interval_s``: between two replies; one without any news is given after ``idle_s``."""
 
-    def __init__(self, loop: EngineLoop, *, interval_s: float = 0.02, idle_s: float = 30.0) -> None:
+    def __init__(
+        self, loop: EngineLoop, *, interval_s: float = 0.02, idle_s: float = IDLE_S
+    ) -> None:
         self._loop = loop
         self._interval_s = interval_s
         self._idle_s = idle_s
