@@ -19,7 +19,6 @@ from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.progress import Listener
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
-
 IDLE_S = 30.0  # without any news a reply is given after so long
 
 
