@@ -35,23 +35,32 @@ def options(root: Path, name: str, *more: str) -> list[str]:
 
 
 class Run:
-    """``torchtitan-rl train`` in a process of its own; all its descendants carry a tag."""
+    """``torchtitan-rl train``, or another command, in a process of its own; all its descendants
+    carry a tag. ``output``: where stdout goes, else into the log, too."""
 
-    def __init__(self, arguments: Sequence[str], *, log: Path, module: str = "cli") -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        module: str = "cli",
+        command: str = "train",
+        output: Path | None = None,
+    ) -> None:
         self._tag = f"{uuid.uuid4()}"
         self.log = log
         words = [sys.executable, "-m", f"torchtitan_rl.{module}"]
         if module == "launch":
             words[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node=1", "-m"]
         else:
-            words.append("train")
-        with log.open("w") as output:
+            words.append(command)
+        with log.open("w") as errors, (output or Path(os.devnull)).open("w") as said:
             self.process = subprocess.Popen(
                 [*words, *arguments],
                 cwd=ROOT,
                 env=os.environ | {"TORCHTITAN_RL_TEST": self._tag},
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=errors if output is None else said,
+                stderr=errors,
             )
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:

@@ -123,15 +123,17 @@ class EndpointBridge:
         loops = [asyncio.create_task(work) for work in (self._poll(), self._send(), self._watch())]
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await _cancelled([*loops, *self._tasks])
+            await self._say_last_ends()
+            raise
         finally:
-            await _cancelled(loops)
-            await _cancelled(self._tasks)
+            await _cancelled([*loops, *self._tasks])
         for loop in loops:
             if not loop.cancelled():
                 loop.result()
 
-    async def close(self) -> None:
-        """After `run` was cancelled: say the last ends, where somebody still listens."""
+    async def _say_last_ends(self) -> None:
         try:
             async with asyncio.timeout(_LAST_DELIVERY_S):
                 await self._endpoint.deliver(self._take_batch())

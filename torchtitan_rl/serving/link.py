@@ -35,6 +35,8 @@ from torchtitan_rl.serving.messages import (
 from torchtitan_rl.types import Progress
 
 _POLL_S = 1.0  # a poll without anything to say returns after so long
+_COMMAND_S = 120.0
+_PAUSE_S = 900.0
 _STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
 _LOST = Refusal(status=503, message="the system does not answer", code="controller_lost")
 _CLOSED = Refusal(status=503, message="the endpoint is shutting down", code="shutting_down")
@@ -113,15 +115,17 @@ class ControllerLink:
         return outputs
 
     async def command(
-        self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float = 120.0
+        self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """The controller's answer.
+        """The controller's answer. A pause may wait for all requests, others end soon.
 
         Raises:
             RefusedError: the controller refused it, is lost, or did not answer in time.
         """
         if self._refuses is not None:
             raise RefusedError(self._refuses)
+        if timeout_s is None:
+            timeout_s = _PAUSE_S if name == "pause" else _COMMAND_S
         command = Command(command_id=str(next(self._numbers)), name=name, arguments=arguments)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[command.command_id] = answer
