@@ -46,9 +46,16 @@ def find_mistakes(
         *_memory(config, policy, machine),
         *_paths(config),
         *(endpoint_mistakes(config.endpoint, keys or Keys.of()) if needs_endpoint(config) else []),
-        *agent_mistakes(config.task, config.endpoint),
+        *agent_mistakes(config.task, config.endpoint, num_rollouts=_num_rollouts(config)),
         *config.task.mistakes(),
     ]
+
+
+def _num_rollouts(config: RunConfig) -> int:
+    """At most so many run at once, those of a validation included."""
+    groups = (config.schedule.staleness + 1) * config.rollout.groups_per_step
+    validation = config.validation.num_problems * config.validation.samples_per_problem
+    return groups * config.rollout.group_size + validation
 
 
 def _amounts(config: RunConfig) -> list[str]:

@@ -285,4 +285,10 @@ def test_a_task_of_agents_needs_the_endpoint():
     assert agent_mistakes(OneQuestion(), enabled) == []
     (mistake,) = agent_mistakes(OneQuestion(grace_s=0.0), enabled)
     assert mistake == "task.grace_s is 0.0: give a number above 0"
+    (mistake,) = agent_mistakes(OneQuestion(reward_at_limit=float("nan")), enabled)
+    assert mistake == "task.reward_at_limit is nan: give a finite number, or None"
+    assert agent_mistakes(OneQuestion(), enabled, num_rollouts=256) == []
+    (mistake,) = agent_mistakes(OneQuestion(), enabled, num_rollouts=257)
+    assert mistake.startswith("endpoint.max_concurrent_requests is 256: up to 257 agents ask at")
+    assert mistake.endswith("give at least 257")
     assert agent_mistakes(Task(), endpoint) == []

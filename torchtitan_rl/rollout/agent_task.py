@@ -6,6 +6,7 @@ the agent's own reward is not all). The training run then needs its endpoint, wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,8 @@ def environment_factory(
     return partial(task.agent_environment, tokenizer=tokenizer, limits=limits, host=host)
 
 
-def agent_mistakes(task: Task, endpoint: EndpointConfig) -> list[str]:
-    """What is wrong between a task and the endpoint, one message each."""
+def agent_mistakes(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0) -> list[str]:
+    """What is wrong between a task, the endpoint, and so many rollouts at once; a message each."""
     if not isinstance(task, AgentTask):
         return []
     mistakes = []
@@ -76,6 +77,16 @@ def agent_mistakes(task: Task, endpoint: EndpointConfig) -> list[str]:
             f"endpoint.enabled is False: the rollouts of {type(task).__name__} are agents, which "
             "ask the endpoint for completions; give --endpoint.enabled"
         )
+    if num_rollouts > endpoint.max_concurrent_requests:
+        mistakes.append(
+            f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
+            f"{num_rollouts} agents ask at once, and the wait for a place would count against "
+            f"rollout.step_timeout_s; give at least {num_rollouts}"
+        )
     if not task.grace_s > 0:
         mistakes.append(f"task.grace_s is {task.grace_s}: give a number above 0")
+    if task.reward_at_limit is not None and not math.isfinite(task.reward_at_limit):
+        mistakes.append(
+            f"task.reward_at_limit is {task.reward_at_limit}: give a finite number, or None"
+        )
     return mistakes
