@@ -32,7 +32,7 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 __all__ = ["GeneratorRouter", "SyncMode", "SyncOrder", "SyncReport"]
 
-_MAX_SESSIONS = 65_536  # homes remembered; the longest unused are forgotten first
+_MAX_SESSIONS = 262_144  # homes remembered; the longest unused are forgotten first
 
 
 class GeneratorRouter:
