@@ -2,7 +2,8 @@
 
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
 continued unless its caller asked for the abort; a lost replica costs the tokens since they were
-last heard of (every second, or at once where the caller streams) or read (`snapshot`).
+last heard of (every second, or at once where the caller streams) or read (`snapshot`); a request
+does not take all engines with it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
+    LoopFailedError,
     ReplicaError,
 )
 from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
@@ -23,8 +25,9 @@ from torchtitan_rl.routing.known import KnownTokens
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
-_ABORT_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 30.0
 _SNAPSHOT_TIMEOUT_S = 30.0
+_MAX_ENGINE_FAILURES = 2  # under one request
 
 Choose = Callable[[GenerationRequest], Slot | None]
 """A slot that may serve the request now, or None: ask again when something has changed."""
@@ -38,6 +41,7 @@ class _Running:
     deadline: float
     tokens: KnownTokens
     attempts: int = 0
+    engine_failures: int = 0
     piece_id: str | None = None
     slot: Slot | None = None
     is_abort_asked: bool = False
@@ -108,10 +112,20 @@ class RunningRequests:
             except ReplicaError as error:
                 self._slots.bury(slot, error)
                 tokens.lose_piece()
+                running.engine_failures += isinstance(error, LoopFailedError)
+                self._refuse_poison(running, error)
                 continue
             tokens.end_piece(done)
             if running.is_abort_asked:
                 return tokens.so_far
+
+    def _refuse_poison(self, running: _Running, error: ReplicaError) -> None:
+        """Keep a request under which engine after engine fails from those that are left."""
+        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._slots.serving():
+            raise GenerationError(
+                f"request {running.request.request_id}: {running.engine_failures} engines failed "
+                f"while they had it, so no other is given it; the last: {error}"
+            ) from error
 
     async def _slot_for(self, running: _Running, choose: Choose) -> Slot | None:
         """The replica that is to serve the next piece, once there is one; None: abort instead."""
