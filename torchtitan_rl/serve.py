@@ -30,6 +30,7 @@ from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.plan import ServingPlan, plan_serving
 from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.prepare import machine_facts
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
@@ -98,12 +99,12 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     Raises:
         ConfigError: with all mistakes.
     """
-    model_dir = resolve_checkpoint(config.model)
+    model_dir = resolve_checkpoint(config.model, field="MODEL")
     try:
         policy = read_policy_facts(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
+            f"MODEL is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
             "directory with config.json, tokenizer.json and *.safetensors"
         ) from error
     machine, keys = machine_facts(), Keys.of()
@@ -176,7 +177,6 @@ async def _run(prepared: PreparedServe) -> int:
 
 async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
     from torchtitan_rl.adapters.monarch_serve import serve_processes
-    from torchtitan_rl.routing.router import GeneratorRouter
 
     config = prepared.config
     async with AsyncExitStack() as stack:
@@ -194,7 +194,7 @@ async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
 
             async def close_and_write(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
                 report = await close_session(arguments)
-                _write_episodes(episodes, report)
+                write_episodes(episodes, report)
                 return report
 
             handlers["session.close"] = close_and_write
@@ -210,7 +210,9 @@ async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
         )
         signals.is_serving = True
         print(processes.endpoint.base_url, flush=True)
-        await _first_of(signals.stop.wait(), service.run_until_lost(), _until_no_replica(router))
+        await _first_of(
+            signals.stop.wait(), service.run_until_lost(), wait_until_no_replica(router)
+        )
 
 
 async def _first_of(*waits: Any) -> None:
@@ -225,14 +227,14 @@ async def _first_of(*waits: Any) -> None:
             task.cancel()
 
 
-async def _until_no_replica(router: Any) -> None:
+async def wait_until_no_replica(router: GeneratorRouter) -> None:
     """Raises `GenerationError`, with every replica's cause, once none is left."""
     while True:
         router.require_live()
         await asyncio.sleep(_LOOK_S)
 
 
-def _write_episodes(file: TextIO, report: Mapping[str, Any]) -> None:
+def write_episodes(file: TextIO, report: Mapping[str, Any]) -> None:
     """A line for each episode: the session's id and reward with the episode's own fields."""
     for episode in report["episodes"]:
         line = {"session_id": report["session_id"], "reward": report["reward"], **episode}

@@ -140,6 +140,8 @@ class GatedReplica:
         self.pauses.append("wake_up")
 
     async def stats(self) -> EngineStats:
+        if self.is_dead:
+            raise ReplicaError(f"{self.name} is dead")
         return EngineStats(
             version=self.version,
             running=self.running,

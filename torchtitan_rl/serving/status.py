@@ -14,7 +14,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.messages import GAUGE_PREFIX, SystemStatus
 from torchtitan_rl.types import EngineStats
 
-_ASK_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 30.0  # a dead process is known after ten
 
 Counts = Callable[[], Mapping[str, float]]
 

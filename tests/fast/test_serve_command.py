@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import io
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl.cli import main
+from torchtitan_rl.config import EndpointConfig
+from torchtitan_rl.serve import write_episodes
+from torchtitan_rl.serving.address import Keys, bind, endpoint_mistakes, reachable
+
+POLICY = str(Path(__file__).parents[2] / "experiments" / "alphabet_sort" / "policy")
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHTITAN_RL_API_KEY", raising=False)
+    monkeypatch.delenv("TORCHTITAN_RL_ADMIN_KEY", raising=False)
+
+
+def test_a_dry_run_prints_processes_and_address_but_no_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_RL_API_KEY", "wXyZ-secret")
+    log_dir = str(tmp_path / "logs")
+    options = ["--generator.replicas", "3", "--endpoint.port", "0", "--log-dir", log_dir]
+    assert main(["serve", POLICY, "--dry-run", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "replica2: 1 process on" in printed
+    assert "endpoint: 1 process on" in printed
+    assert "API key: set, admin key: none" in printed
+    assert "secret" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_mistake_is_printed_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_RL_ADMIN_KEY", "a:b")
+    options = [
+        "--generator.replicas", "0",
+        "--generator.max-model-len", "100000",
+        "--generator.request-timeout-s", "0",
+        "--endpoint.host", "0.0.0.0",
+        "--endpoint.port", "0",
+        "--endpoint.max-n", "0",
+        "--endpoint.chat-template", "nowhere.jinja",
+        "--episodes-file", str(tmp_path),
+        "--log-dir", str(tmp_path / "logs"),
+    ]  # fmt: skip
+    assert main(["serve", POLICY, *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("error: ").split(" ")[0] for line in lines] == [
+        "generator.replicas",
+        "generator.request_timeout_s",
+        "generator.max_model_len",
+        "endpoint.max_n",
+        "endpoint.chat_template",
+        "endpoint.host",
+        "TORCHTITAN_RL_ADMIN_KEY",
+        "episodes_file",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_a_model_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "error: MODEL = " in capsys.readouterr().err
+
+
+def test_a_taken_port_and_a_strange_address_are_mistakes() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (mistake,) = endpoint_mistakes(EndpointConfig(port=port), Keys())
+        assert f"endpoint.port {port}" in mistake
+    (mistake,) = endpoint_mistakes(EndpointConfig(host="192.0.2.1"), Keys(api="key"))
+    assert "endpoint.host is 192.0.2.1" in mistake
+    (mistake,) = endpoint_mistakes(EndpointConfig(port=70000), Keys())
+    assert "endpoint.port is 70000" in mistake
+
+
+def test_an_address_that_others_reach_needs_a_key() -> None:
+    (mistake,) = endpoint_mistakes(EndpointConfig(host="0.0.0.0"), Keys())
+    assert "TORCHTITAN_RL_API_KEY" in mistake
+    assert endpoint_mistakes(EndpointConfig(host="0.0.0.0"), Keys(api="key")) == []
+
+
+def test_a_key_with_a_colon_is_refused_for_a_session_follows_it() -> None:
+    for keys in (Keys(api="a:b"), Keys(admin="a:b")):
+        (mistake,) = endpoint_mistakes(EndpointConfig(), keys)
+        assert '":"' in mistake
+
+
+def test_keys_are_shown_nowhere() -> None:
+    keys = Keys.of({"TORCHTITAN_RL_API_KEY": "wXyZ", "TORCHTITAN_RL_ADMIN_KEY": "aBcD"})
+    assert (keys.api, keys.admin) == ("wXyZ", "aBcD")
+    assert "wXyZ" not in repr(keys)
+    assert "aBcD" not in repr(keys)
+
+
+def test_port_0_takes_a_free_one_and_a_wildcard_is_reached_by_loopback() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        assert taken.getsockname()[1] > 0
+    assert [reachable(host) for host in ("0.0.0.0", "::", "::1", "10.0.0.7")] == [
+        "127.0.0.1",
+        "[::1]",
+        "[::1]",
+        "10.0.0.7",
+    ]
+
+
+def test_each_episode_is_a_line_with_its_session_and_reward() -> None:
+    file = io.StringIO()
+    episode = {"token_ids": [1, 2], "loss_mask": [False, True]}
+    write_episodes(file, {"session_id": "s", "reward": 0.5, "episodes": [episode, episode]})
+    write_episodes(file, {"session_id": "t", "reward": None, "episodes": []})
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert lines == [{"session_id": "s", "reward": 0.5, **episode}] * 2
