@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from torchtitan_rl.adapters.vllm_openai_core import RouterCore, generation_request
+from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application, handle_errors
+from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, generation_request
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving.http_context import session_id
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
@@ -232,3 +241,44 @@ def test_the_session_of_the_http_request_comes_before_the_one_in_the_body() -> N
         assert generation_request(request).session_id == "header"
     finally:
         session_id.reset(token)
+
+
+def test_a_wrong_parser_or_template_is_a_mistake_of_the_configuration() -> None:
+    options = OpenAIOptions(
+        model="nowhere",
+        max_model_len=8,
+        tool_call_parser="no-parser",
+        reasoning_parser="none-either",
+        chat_template="/no/such/file",
+    )
+    with pytest.raises(ConfigError) as mistakes:
+        build_application(options, RecordedLink([]))  # type: ignore[arg-type]
+    assert len(mistakes.value.mistakes) == 3
+    assert "hermes" in mistakes.value.mistakes[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RefusedRequest(Refusal(status=429, message="later", code="busy")), 429),
+        (EngineDeadError(), 503),
+        (EngineGenerateError("of /home/secret"), 500),
+        (RuntimeError("of /home/secret"), 500),
+        (VLLMValidationError("of /home/secret"), 400),
+        (HTTPException(405, "no such method"), 405),
+    ],
+)
+def test_no_error_shows_what_is_inside(error: Exception, status: int) -> None:
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    handle_errors(app)
+
+    @app.get("/")
+    async def fail() -> None:
+        raise error
+
+    answer = TestClient(app, raise_server_exceptions=False).get("/")
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    for inside in ("secret", "Traceback", "EngineCore"):
+        assert inside not in answer.text

@@ -109,7 +109,7 @@ def build_application(options: OpenAIOptions, link: ControllerLink) -> FastAPI:
         served.routes.extend(route for route in router.routes if route.path in _SERVED)
         app.include_router(served)
     _watch_routes(app, llm, link)
-    _handle_errors(app)
+    handle_errors(app)
     return app
 
 
@@ -271,7 +271,7 @@ def _gauges(status: SystemStatus) -> bytes:
     return "".join(lines).encode()
 
 
-def _handle_errors(app: FastAPI) -> None:
+def handle_errors(app: FastAPI) -> None:
     """vLLM's handlers, but for those that name internals or end the server."""
 
     async def refused(_: Request, error: Any) -> Response:
