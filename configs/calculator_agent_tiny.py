@@ -39,5 +39,5 @@ config = RunConfig(
         optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=40, min_lr_factor=0.1),
     ),
     validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
-    endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes"),
+    endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes", max_concurrent_requests=512),
 )
