@@ -36,3 +36,12 @@ def test_a_killed_trainer_ends_the_run_with_1_and_leaves_no_process(tmp_path):
     assert run.wait() == 1, run.log.read_text()[-3000:]
     assert run.left_behind() == []
     assert "error: TrainerLostError: trainer" in run.log.read_text()
+
+
+def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):
+    more = ("--num-steps", "50", "--generator.replicas", "1", "--endpoint.enabled")
+    run = Run(options(tmp_path, "run", *more), log=tmp_path / "log")
+    kill_after_the_first_step(run, tmp_path / "run", "endpoint-rank0")
+    assert run.wait() == 1, run.log.read_text()[-3000:]
+    assert run.left_behind() == []
+    assert "error: EndpointLostError: the endpoint's process is lost" in run.log.read_text()
