@@ -169,6 +169,9 @@ async def _run(prepared: PreparedServe) -> int:
     except asyncio.CancelledError:
         if not signals.received:
             raise
+    except ConfigError as error:  # known only to vLLM, such as the name of a parser
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except TorchtitanRLError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
