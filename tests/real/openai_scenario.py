@@ -67,7 +67,7 @@ class Happenings:
 
     def __init__(self, router: GeneratorRouter) -> None:
         self._router = router
-        self.num_sampled = 0  # tokens of whole completions
+        self.num_sampled = 0  # tokens of counted completions
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -85,7 +85,8 @@ class Happenings:
         completion = await self._router.generate(request, on_progress)
         if name == "closed late":
             raise RefusedError(closed)
-        self.num_sampled += len(completion.token_ids)
+        if name == "counted":
+            self.num_sampled += len(completion.token_ids)
         return completion
 
     async def _relabelled(

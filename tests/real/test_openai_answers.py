@@ -43,7 +43,7 @@ SCHEMA = {
     "required": ["colour", "size"],
     "additionalProperties": False,
 }
-THINK_END = 256 + SPECIAL_TOKENS.index("</think>")
+THINK_END, END = (256 + SPECIAL_TOKENS.index(token) for token in ("</think>", "<|im_end|>"))
 
 
 def extra(**body: Any) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_tools_were_called(own, ours) -> None:
 )
 def test_the_engine_samples_no_token_behind_a_stop_string(urls, ours, case: str) -> None:
     sampled = gauge(urls, "sampled")
-    answer = chat(ours, **CHATS[case])
+    answer = plain(in_session(ours, "counted", **CHATS[case]))
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] in CHATS[case]["stop"]
@@ -325,14 +325,24 @@ def test_reasoning_is_parsed_as_by_vllms_own_server(urls, stream: dict[str, Any]
 @pytest.mark.parametrize("name", ["s", "cut"])
 def test_structured_output_binds_behind_the_reasoning_alone(urls, name: str, stream) -> None:
     """However often the request is cut."""
-    bound = extra(structured_outputs={"choice": ["red", "green"]}, skip_special_tokens=False)
-    request = {"temperature": 0, "max_tokens": 300, "logit_bias": {str(THINK_END): 2}, **bound}
-    answer = in_session(client(urls["ours_reasoning"]), name, **request, **stream)
+    bound = extra(
+        structured_outputs={"choice": ["red", "green"]},
+        skip_special_tokens=False,
+        allowed_token_ids=[*range(94), THINK_END, END],
+    )
+    request = {"temperature": 0, "max_tokens": 300, **bound}
+    server = client(urls["ours_reasoning"])
+    answer = in_session(server, name, **request, **stream)
     choice = (joined(answer) if stream else plain(answer))["choices"][0]
     message = choice.get("message") or choice["delta"]
     assert choice["finish_reason"] == "stop"
     assert message["content"] in ("red", "green")
-    assert message["reasoning"]
+    assert len(message["reasoning"]) > 20
+    (whole,) = in_session(server, "s", **request).choices
+    assert (message["reasoning"], message["content"]) == (
+        whole.message.reasoning,
+        whole.message.content,
+    )
 
 
 def test_constraints_that_leave_no_token_fail_their_request_alone(ours) -> None:
