@@ -139,7 +139,7 @@ def test_a_pull_before_the_first_token_replaces_the_version() -> None:
         ({"top_k": -2}, "top_k = -2"),
         ({"min_tokens": 5}, "min_tokens = 5"),
         ({"stop_token_ids": (100,)}, "stop_token_ids"),
-        ({"seed": -1}, "seed = -1"),
+        ({"seed": -(2**63)}, "seed = -9223372036854775808"),
         ({"request_id": "taken"}, "still outstanding"),
         ({"request_id": ""}, "request_id is empty"),
     ],

@@ -232,6 +232,7 @@ def test_trap_8_a_seeded_request_goes_on_with_a_seed_of_its_own_that_is_always_t
     assert len(set(seeds)) == 3
     assert seeds[1] == continued_seed(3, once.token_ids[:4])
     assert continued_seed(3, (1, 2)) == 3406039206462273791
+    assert continued_seed(-3, (1, 2)) not in (3406039206462273791, continued_seed(-4, (1, 2)))
 
 
 def test_times_of_the_pieces_add_up():

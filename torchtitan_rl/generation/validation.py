@@ -17,7 +17,7 @@ from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 MAX_TEMPERATURE = 2.0  # vLLM's
 MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would not be ours
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1  # and as far below zero; -1 is vLLM's way to say none
 MAX_LOGPROBS = 20  # vLLM's and OpenAI's
 
 
@@ -106,8 +106,10 @@ def sampling_mistakes(sampling: SamplingParams, limits: EngineLimits) -> list[st
             f"sampling.stop_token_ids = {sampling.stop_token_ids}: use ids inside the vocabulary "
             f"0..{limits.vocab_size - 1}"
         )
-    if seed is not None and not 0 <= seed <= MAX_SEED:
-        mistakes.append(f"sampling.seed = {seed}: use a value from 0 to {MAX_SEED}, or None")
+    if seed is not None and not -MAX_SEED <= seed <= MAX_SEED:
+        mistakes.append(
+            f"sampling.seed = {seed}: use a value from -{MAX_SEED} to {MAX_SEED}, or None"
+        )
     if not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
         mistakes.append(
             f"sampling.num_logprobs = {sampling.num_logprobs}: use a value from 0 to {MAX_LOGPROBS}"

@@ -95,7 +95,7 @@ def continued_seed(seed: int, tokens: Sequence[int]) -> int:
     """A seed from 0 to 2**63 - 1, the same on every machine for the same ``(seed, tokens)``."""
     digest = hashlib.blake2b(digest_size=8)
     for value in (seed, *tokens):
-        digest.update(value.to_bytes(8, "little"))
+        digest.update(value.to_bytes(8, "little", signed=value < 0))
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
