@@ -2,8 +2,8 @@
 
     python -m benchmarks.router [--sessions 100000] [--repeats 5]
 
-- Decisions per CPU second: strategy, session homes and load bookkeeping of the real router's parts, for
-  1 to 4,096 replicas, with 100,000 sessions known.
+- Decisions per CPU second: strategy, session homes and load bookkeeping of the real router's parts,
+  for 1 to 4,096 replicas, with 100,000 sessions known.
 - Balance: the real `GeneratorRouter` over simulated replicas on a virtual clock; sessions of three
   turns with heavy-tailed lengths arrive over time. Sticky against least loaded and round-robin, by
   prompt tokens found in the prefix cache, by when the last replica was done, and by latency.
