@@ -213,6 +213,25 @@ def test_a_limited_field_that_is_no_integer_cannot_pass_by_its_limit(value: Any)
         assert refusal(**{name: value}) == (400, "invalid_type", name)
 
 
+@pytest.mark.parametrize("name", ["minItems", "maxItems", "maxLength", "minProperties"])
+def test_a_schema_may_not_have_anything_repeated_a_billion_times(name: str) -> None:
+    # llguidance unrolls them: it took the whole memory, and the endpoint's process with it.
+    limits = RequestLimits()
+    for amount in (10**9, 1e9):
+        schema = {"type": "array", "items": [{name: amount}]}
+        for request in (
+            {"structured_outputs": {"json": schema}},
+            {"structured_outputs": {"json": json.dumps(schema)}},
+            {"structured_outputs": {"structural_tag": json.dumps({"format": schema})}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            {"tools": [{"function": {"parameters": schema}}]},
+        ):
+            with pytest.raises(HttpError, match=name):
+                check_request(json.dumps(request).encode(), limits)
+    check_request(json.dumps({"json": {name: 100_000}}).encode(), limits)
+    check_request(json.dumps({"properties": {name: {"type": "string"}}}).encode(), limits)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text(max_size=5),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),

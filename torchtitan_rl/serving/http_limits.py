@@ -2,8 +2,9 @@
 
 The checks are about form and quantity only: text that is JSON in UTF-8 and can be written again
 as such (no NaN, infinity, lone surrogate or integer beyond 64 bits: each of these has made some
-handler fail with a 500), nesting, and how many completions and tokens it multiplies to. What the
-fields mean is the app's to judge.
+handler fail with a 500), nesting, how many completions and tokens it multiplies to, and how often
+a JSON schema may have something repeated (``minItems`` and its like: a grammar library unrolls a
+billion of them until the process is out of memory). What the fields mean is the app's to judge.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torchtitan_rl.serving.http_errors import HttpError
 _MAX_INTEGER = (1 << 64) - 1
 _MIN_INTEGER = -(1 << 63)
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+_REPETITIONS = tuple(
+    low + what for low in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
+)
+_MAX_REPETITIONS = 100_000  # no completion has as many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,7 @@ def check_request(body: bytes, limits: RequestLimits) -> None:
     content = parse_json(body, max_depth=limits.max_depth)
     if not isinstance(content, dict):
         return
+    _check_constraints(content.get("structured_outputs"), limits.max_depth)
     n = _integer(content, "n")
     num_completions = (1 if n is None else n) * _num_prompts(content)
     if num_completions > limits.max_n:
@@ -74,12 +80,36 @@ def _check_values(content: Any, max_depth: int) -> None:
                 if depth == max_depth:
                     raise _too_deep(max_depth)
                 below.extend(value.values() if isinstance(value, dict) else value)
+                if isinstance(value, dict):
+                    _check_repetitions(value)
             elif isinstance(value, float):
                 if value - value != 0:  # infinity: a number such as 1e999
                     raise _bad_json("a number is too large")
             elif isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
                 raise _bad_json("an integer has more than 64 bits")
         level, depth = below, depth + 1
+
+
+def _check_constraints(constraints: Any, max_depth: int) -> None:
+    """A schema may also be a string there."""
+    if not isinstance(constraints, dict):
+        return
+    for text in (constraints.get("json"), constraints.get("structural_tag")):
+        if isinstance(text, str):
+            try:
+                schema = json.loads(text)
+            except RecursionError:
+                raise _too_deep(max_depth) from None
+            except ValueError:
+                continue  # the app says so
+            _check_values(schema, max_depth)
+
+
+def _check_repetitions(schema: dict[str, Any]) -> None:
+    for name in _REPETITIONS:
+        value = schema.get(name)
+        if isinstance(value, int | float) and value > _MAX_REPETITIONS:
+            raise _too_large(name, f"{name} is {value}", _MAX_REPETITIONS)
 
 
 def _check_surrogates(content: Any) -> None:
