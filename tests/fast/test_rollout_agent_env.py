@@ -231,7 +231,13 @@ def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind_and_named()
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no tool"), SystemExit(3), asyncio.CancelledError("by itself")]
+    "error",
+    [
+        ValueError("no tool"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError("by itself"),
+    ],
 )
 @pytest.mark.parametrize("turns", [0, 1])
 def test_what_an_agent_raises_ends_its_rollout_with_the_cause(error, turns):

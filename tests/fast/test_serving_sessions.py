@@ -138,6 +138,7 @@ def test_a_session_is_closed_once():
         assert await refused(sessions.close("s", 2.0)) == CLOSED
         assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
         assert sessions.read("s").reward == 1.0
+        assert sessions.read("s").episodes == ()  # freed
         assert sessions.counts()["sessions_rewarded"] == 1
 
     run_virtually(scenario())
@@ -213,6 +214,25 @@ def test_what_a_client_never_saw_is_recorded_exactly_and_not_trained():
         assert report.tokens_masked == {"unseen_turn": 7}
         assert report.tokens_trained == 3
 
+    run_virtually(scenario())
+
+
+def test_a_client_that_is_gone_in_the_very_moment_of_its_answer_has_not_seen_it():
+    class Racing(TokenRouter):
+        async def generate(self, request, on_progress=None):
+            completion = await super().generate(request, on_progress)
+            caller.cancel()
+            return completion
+
+    async def scenario():
+        nonlocal caller
+        sessions = make(Racing())
+        caller = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=3)))
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert (await sessions.close("s", 1.0)).tokens_masked == {"unseen_turn": 3}
+
+    caller = None
     run_virtually(scenario())
 
 

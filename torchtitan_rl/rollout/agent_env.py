@@ -26,7 +26,7 @@ from typing import Any
 
 from torchtitan_rl.rollout.agent import Agent, AgentError, AgentHost, AgentResult
 from torchtitan_rl.rollout.agent_running import RunningAgent
-from torchtitan_rl.rollout.calls import compute
+from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.serving.messages import Refusal, RefusedError
 from torchtitan_rl.serving.session_record import SessionEnding
@@ -194,7 +194,7 @@ class AgentEnv:
         if self._running is not None and self._posted is not None:
             await self._running.wait(self._grace_s)  # it may be what closed its session
         elif self._running is not None and isinstance(self._running.outcome, BaseException):
-            raise self._running.outcome
+            raise _bearable(self._running.outcome)
         result = self._result()
         reward = self._posted if self._posted is not None or result is None else result.reward
         self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
@@ -243,6 +243,13 @@ class AgentEnv:
             raise RefusedError(Refusal(status=400, message=message, code="invalid_request"))
         cut = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
         self._counts["ignored_options"] += sum(cut) + len(options)
+
+
+def _bearable(error: BaseException) -> BaseException:
+    """An error that ends a rollout and not the run."""
+    if isinstance(error, Exception | asyncio.CancelledError | SystemExit):
+        return error
+    return AgentError(f"the agent raised {summary(error)}")
 
 
 def _observation(request: GenerationRequest) -> Observation:

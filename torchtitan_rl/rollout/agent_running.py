@@ -97,8 +97,8 @@ class RunningAgent:
     async def _work(self) -> AgentResult | BaseException:
         try:
             return await run_agent(self._agent, self._given)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            return error  # an event loop would end by a task's SystemExit
+        except BaseException as error:  # carried to who waits; some would end the event loop
+            return error
 
     def _report(self, task: asyncio.Task[AgentResult | BaseException]) -> None:
         outcome = asyncio.CancelledError() if task.cancelled() else task.result()
