@@ -48,7 +48,7 @@ def run(mode: str, root: Path, launcher: list[str]) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return pickle.loads((root / f"{mode}.pickle").read_bytes())

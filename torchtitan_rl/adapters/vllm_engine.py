@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,6 +26,7 @@ from torchtitan_rl.adapters.vllm_cpu import (
     repack_linears,
     unique_shared_memory,
 )
+from torchtitan_rl.adapters.vllm_logprobs import SampledLogprobs
 from torchtitan_rl.adapters.vllm_resume import (
     let_runner_resume,
     resumed_detokenizer,
@@ -139,7 +140,7 @@ class VllmEngine:
             ) from cause
         self._engine.output_processor.add_request(checked, None, None, 0)
         state = self._engine.output_processor.request_states[checked.request_id]
-        state.logprobs_processor.tokenizer = None  # the text of single tokens is nobody's need
+        state.logprobs_processor = SampledLogprobs(request.sampling.num_logprobs)
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(queued)
         self._running[request.request_id] = _Running(state, num_resumed)
@@ -147,7 +148,7 @@ class VllmEngine:
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         found = [self._running.pop(name) for name in request_ids if name in self._running]
         # vLLM gives no output for an aborted request, so it is read before.
-        outputs = [_partial_output(running) for running in found]
+        outputs = [_output(running) for running in found]
         if found:
             self._engine.abort_request([one.state.request_id for one in found], internal=True)
         return outputs
@@ -163,17 +164,8 @@ class VllmEngine:
             if sampled.finish_reason == "error":
                 outputs.append(_given_up(output.request_id))
                 continue
-            outputs.append(
-                _output(
-                    output.request_id,
-                    sampled.token_ids[running.num_resumed :],
-                    sampled.logprobs,
-                    _finish_reason(output.request_id, sampled.finish_reason),
-                    cached_tokens=output.num_cached_tokens or 0,
-                    stats=output.metrics,
-                    stop_reason=sampled.stop_reason,
-                )
-            )
+            reason = _finish_reason(output.request_id, sampled.finish_reason)
+            outputs.append(_output(running, reason, stop_reason=sampled.stop_reason))
         return outputs
 
     def num_unfinished(self) -> int:
@@ -183,11 +175,11 @@ class VllmEngine:
         return {name: running.num_sampled for name, running in self._running.items()}
 
     def partial_outputs(self) -> list[EngineOutput]:
-        return [_partial_output(running) for running in self._running.values()]
+        return [_output(running) for running in self._running.values()]
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
         return [
-            _partial_output(running, start)
+            _output(running, start=start)
             for request_id, start in starts.items()
             if (running := self._running.get(request_id)) and running.num_sampled > start
         ]
@@ -325,52 +317,30 @@ def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
     raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
 
 
-def _partial_output(running: _Running, start: int = 0) -> EngineOutput:
-    state = running.state
-    return _output(
-        state.external_req_id,
-        state.detokenizer.output_token_ids[running.num_resumed :],
-        state.logprobs_processor.logprobs,
-        FinishReason.ABORT,
-        cached_tokens=state.num_cached_tokens,
-        stats=state.stats,
-        start=start,
-    )
-
-
 def _output(
-    request_id: str,
-    token_ids: Sequence[int],
-    flat: Any,
-    reason: FinishReason,
+    running: _Running,
+    reason: FinishReason = FinishReason.ABORT,
     *,
-    cached_tokens: int,
-    stats: Any,
     stop_reason: int | str | None = None,
     start: int = 0,
 ) -> EngineOutput:
-    """From token ``start`` on. In ``flat`` logprobs the sampled token comes first at each position,
-    then the alternatives; a time of 0.0 means never."""
-    starts, ends = flat.start_indices, flat.end_indices
-    if len(starts) != len(token_ids):
+    """What a request has from token ``start`` on. In vLLM's stats a time of 0.0 means never."""
+    state, sampled = running.state, running.state.logprobs_processor
+    token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
+    if len(sampled.sampled) != len(token_ids) - first:
         raise RuntimeError(
-            f"request {request_id!r}: {len(token_ids)} tokens but {len(starts)} logprobs"
+            f"request {state.external_req_id!r}: {len(token_ids) - first} tokens but "
+            f"{len(sampled.sampled)} logprobs"
         )
-    has_alternatives = bool(starts) and ends[0] > 1
     return EngineOutput(
-        request_id=request_id,
-        token_ids=tuple(token_ids[start:]),
-        logprobs=tuple(flat.logprobs[first] for first in starts[start:]),
+        request_id=state.external_req_id,
+        token_ids=tuple(token_ids[first + start :]),
+        logprobs=tuple(sampled.sampled[start:]),
         finish_reason=reason,
-        cached_tokens=cached_tokens,
-        scheduled_s=stats.scheduled_ts or None,
-        first_token_s=stats.first_token_ts or None,
-        last_token_s=stats.last_token_ts or None,
+        cached_tokens=state.num_cached_tokens,
+        scheduled_s=state.stats.scheduled_ts or None,
+        first_token_s=state.stats.first_token_ts or None,
+        last_token_s=state.stats.last_token_ts or None,
         stop_reason=stop_reason,
-        top_logprobs=tuple(
-            tuple(zip(flat.token_ids[first:end], flat.logprobs[first:end], strict=True))
-            for first, end in zip(starts[start:], ends[start:], strict=True)
-        )
-        if has_alternatives
-        else (),
+        top_logprobs=tuple(sampled.top[start:]),
     )
