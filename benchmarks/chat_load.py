@@ -60,33 +60,34 @@ def run_load(
 
 async def _run(host: str, port: int, requests: list[bytes], concurrency: int) -> LoadResult:
     waiting, timings = iter(requests), list[Timing]()
-    connections = [
-        await asyncio.open_connection(host, port, limit=1 << 24) for _ in range(concurrency)
-    ]
     started, cpu_started = time.monotonic(), _cpu_s()
     async with asyncio.TaskGroup() as tasks:
-        for reader, writer in connections:
-            tasks.create_task(_client(reader, writer, waiting, timings))
-    result = LoadResult(
+        for _ in range(concurrency):
+            tasks.create_task(_client(host, port, waiting, timings))
+    return LoadResult(
         seconds=time.monotonic() - started,
         cpu_s=_cpu_s() - cpu_started,
         timings=tuple(timings),
     )
-    for _, writer in connections:
-        writer.close()
-    return result
 
 
 async def _client(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
+    host: str,
+    port: int,
     waiting: Iterator[bytes],
     timings: list[Timing],
 ) -> None:
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
     for request in waiting:
         sent = time.monotonic()
         writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            # Servers close connections that were idle for a few seconds.
+            reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in head[:20]:
             raise LoadError((head + await reader.read(2000)).decode(errors="replace"))
         first_s = time.monotonic() - sent
@@ -101,6 +102,7 @@ async def _client(
         timings.append(
             Timing(first_s=first_s, total_s=time.monotonic() - sent, tokens=int(counts[-1]))
         )
+    writer.close()
 
 
 async def _read_stream(reader: asyncio.StreamReader, sent: float) -> tuple[bytes, float]:

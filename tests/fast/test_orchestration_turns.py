@@ -13,7 +13,13 @@ import pytest
 from tests.fast.simulated_parts import SimReplica
 from tests.fast.simulation import Plan, Simulation
 from tests.fast.virtual_clock import run_virtually
-from torchtitan_rl.errors import DivergedError, ReplicaError, TorchtitanRLError, TrainerLostError
+from torchtitan_rl.errors import (
+    DivergedError,
+    ReplicaError,
+    TorchtitanRLError,
+    TrainerLostError,
+    WeightSyncError,
+)
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.routing.replica import ReplicaState
@@ -180,6 +186,24 @@ def test_a_replica_that_dies_of_a_change_of_turns_is_left_behind(tmp_path: Path)
             ReplicaState.SERVING,
         ]
         assert simulation.trainer.version == 6
+
+    run_virtually(work())
+
+
+def test_a_change_of_turns_that_fails_half_way_is_no_hindrance_to_save(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(replace(SHARED, staleness=1), tmp_path)
+        original = simulation.router.wake_up
+
+        async def wake_up() -> None:
+            if simulation.trainer.version >= 3:
+                raise WeightSyncError("the trainer has left, and no replica comes")
+            await original()
+
+        simulation.router.wake_up = wake_up  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError, match="no replica comes"):
+            await simulation.run()
+        assert simulation.checkpoints.steps() == [simulation.trainer.version]
 
     run_virtually(work())
 

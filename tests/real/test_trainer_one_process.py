@@ -195,6 +195,8 @@ def test_a_step_after_an_offload_and_an_onload_is_the_same_bit_for_bit(checkpoin
             for _ in range(2):
                 memory.offload()
                 assert sum(map(bytes_in_memory, policy_trainer.state_tensors())) == 0
+                with pytest.raises(RuntimeError, match="offloaded"):
+                    memory.require()
             for _ in range(2):
                 memory.onload()
             pairs = zip(kept, policy_trainer.state_tensors(), strict=True)

@@ -127,6 +127,7 @@ class PolicyTrainer:
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Logprob [R, L] of every token given those before it in its document, at the batch's
         temperature; 0 on first tokens and padding. The whole array on every rank."""
+        self._memory.require()
         num_rows, row_len = batch.token_ids.shape
         parts = self._parts(replace(batch, loss_mask=predicted_mask(batch)))
         rows = []
@@ -147,10 +148,12 @@ class PolicyTrainer:
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
         policy computes in. They may share memory with the model: valid until the next step."""
+        self._memory.require()
         return hf_state(self._model, getattr(torch, self._dtype))
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
         """Write a Hugging Face directory, in ``dtype`` or else the source checkpoint's type."""
+        self._memory.require()
         state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
         if self._layout.rank == 0:
             write_hf(Path(path), state, source=self._source)
@@ -166,6 +169,7 @@ class PolicyTrainer:
         Raises:
             CheckpointError: that one failed and `finish_checkpoint` has not said so yet.
         """
+        self._memory.require()
         self._writer.save(
             Path(path),
             self._model,
@@ -189,6 +193,7 @@ class PolicyTrainer:
         Raises:
             CheckpointError: it is torn or damaged, or what was being written failed.
         """
+        self._memory.require()
         self._writer.finish()
         self._version, extra = load_state(Path(path), self._model, self._optimizer)
         return extra
@@ -225,6 +230,7 @@ class PolicyTrainer:
             titan_setup.tear_down(self._layout)
 
     def _step(self, batch: TrainingBatch, num_trained: int, objective: _Objective) -> StepOutput:
+        self._memory.require()
         started = time.perf_counter()
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")

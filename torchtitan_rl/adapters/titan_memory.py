@@ -49,6 +49,11 @@ class DeviceMemory:
         _synchronize()
         self._offloaded.clear()
 
+    def require(self) -> None:
+        """Raises RuntimeError between `offload` and `onload`, where reading would crash."""
+        if self._offloaded:
+            raise RuntimeError("the trainer's state is offloaded; onload comes first")
+
     def _buffer(self, key: int, storage: torch.UntypedStorage) -> torch.Tensor:
         held = self._buffers.get(key)
         if held is not None and held.numel() == storage.nbytes():

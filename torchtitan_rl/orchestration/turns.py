@@ -108,6 +108,7 @@ class Turns:
         with self._recorder.phase("switch"), self._state.waits.on("the trainer waits for devices"):
             async with self._change:
                 if self._is_trainers:
+                    await self._trainer.onload()  # where a change to the replicas failed half-way
                     return
                 started_s = time.monotonic()
                 self._is_trainers = self._engines_are_empty = True
