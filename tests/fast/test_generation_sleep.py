@@ -29,7 +29,7 @@ class NothingToStage(WeightStaging):
 
 
 def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
-    engines = [ScriptedEngine(step_delay_s=0.001) for _ in range(3)]
+    engines = [ScriptedEngine(step_delay_s=0.001, max_model_len=10**6) for _ in range(3)]
     loops = [
         EngineLoop(engine, channel, is_leader=rank == 0, config=LoopConfig(heartbeat_s=0.01))
         for rank, (engine, channel) in enumerate(
@@ -39,7 +39,7 @@ def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
     leader = loops[0]
     for loop in loops:
         loop.start()
-    cut = leader.submit(request("a", 500))
+    cut = leader.submit(request("a", 900_000))
     while not leader.partials().result(WAIT_S):
         pass
     leader.sleep().result(WAIT_S)

@@ -289,7 +289,7 @@ def over_pickles(mailbox: Mailbox, latency_s: float = 0.0) -> Exchange:
 @pytest.mark.parametrize("interval_s", [0.0, 0.005])
 def test_a_loop_behind_a_mailbox_completes_streams_refuses_and_aborts(interval_s: float) -> None:
     async def scenario() -> None:
-        engine = ScriptedEngine(step_delay_s=0.0002)
+        engine = ScriptedEngine(step_delay_s=0.0002, max_model_len=10**6)
         with running_loop(engine, stream_interval_s=0.001, progress_interval_s=0.01) as loop:
             exchange = over_pickles(Mailbox(loop, interval_s=interval_s), latency_s=0.001)
             heard: dict[str, list[int]] = {}
@@ -304,8 +304,8 @@ def test_a_loop_behind_a_mailbox_completes_streams_refuses_and_aborts(interval_s
                 )
 
             with pytest.raises(InvalidRequestError):
-                await exchange.generate(request("long", prompt_len=600))
-            cut = asyncio.create_task(exchange.generate(request("cut", max_tokens=400)))
+                await exchange.generate(request("long", max_tokens=10**7))
+            cut = asyncio.create_task(exchange.generate(request("cut", max_tokens=900_000)))
             completions = await asyncio.gather(*(run(index) for index in range(20)))
             await exchange.abort(("cut",))
             assert (await cut).finish_reason is FinishReason.ABORT
