@@ -157,7 +157,7 @@ def one_at_a_time(document: dict[str, Any], path: str) -> dict[str, Any]:
             {
                 "type": "object",
                 "properties": fixed | {name: schema},
-                "required": [*fixed, name],
+                "required": list(fixed | {name: schema}),
                 "additionalProperties": False,
             }
             for part in whole.get("anyOf", [whole])
