@@ -166,9 +166,21 @@ def refused_beside_a_neighbour(engine: Any) -> dict[str, Any]:
     except RuntimeError as error:
         told["sleep"] = str(error)
     done = run_all(engine, [])
+    return {"told": told, "neighbour": done["neighbour"], "awake": slept(engine)}
+
+
+def slept(engine: Any) -> Completion:
+    """A completion after a sleep; here vLLM's own keeps the memory, but does all else."""
+    inner = engine._engine
+    options = inner._options
+    inner._options = replace(options, sleeps=True, device="cuda")
+    engine.sleep()
+    assert inner._engine.is_sleeping()
+    engine.wake_up()
+    inner._options = options
     engine.sleep()
     engine.wake_up()
-    return {"told": told, "neighbour": done["neighbour"]}
+    return run_all(engine, [greedy("awake")])["awake"]
 
 
 def alternatives(engine: Any, model: str) -> dict[str, Any]:

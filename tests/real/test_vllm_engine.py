@@ -285,7 +285,12 @@ def test_engine_options_that_cannot_be_served_are_refused_one_by_one(
 def test_a_refused_request_disturbs_no_neighbour(solo: dict[str, Any]) -> None:
     undisturbed = solo["cut"]["plain"][0]
     assert replace(solo["refused"]["neighbour"], request_id="plain") == undisturbed
+
+
+def test_an_engine_sleeps_only_when_empty_and_goes_on_when_awake(solo: dict[str, Any]) -> None:
     assert "1 requests unfinished" in solo["refused"]["told"]["sleep"]
+    undisturbed = solo["cut"]["plain"][0]
+    assert replace(solo["refused"]["awake"], request_id="plain") == undisturbed
 
 
 def test_trap_1_tensor_parallel_ranks_are_paused_together(tp: dict[str, Any]) -> None:

@@ -262,6 +262,9 @@ class _Counters:
     def log(self) -> None:
         """vLLM asks for a log line every 10 s; the loop's stats are read instead."""
 
+    def record_sleep_state(self, sleep: int, level: int) -> None:
+        """vLLM tells it that the engine fell asleep or woke up; the controller knows."""
+
 
 def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
     """vLLM's names and values for these options, for an engine of vLLM's own, too."""
