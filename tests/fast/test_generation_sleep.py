@@ -176,6 +176,27 @@ def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> None:
     asyncio.run(scenario())
 
 
+def test_a_drained_replica_that_falls_asleep_swaps_when_it_wakes_up() -> None:
+    async def scenario() -> None:
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        running = asyncio.create_task(router.generate(routed("a")))
+        await settle()
+        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+        await settle()
+        await router.sleep()
+        await settle()
+        assert replica.pulled == []
+        await router.wake_up()
+        await sync
+        assert replica.pulled == [1]
+        await router.resume()
+        replica.gate.set()
+        await running
+
+    asyncio.run(scenario())
+
+
 def test_a_leased_replica_gets_its_own_weights_back() -> None:
     async def scenario() -> None:
         replicas = [GatedReplica(f"r{n}") for n in range(2)]

@@ -126,6 +126,26 @@ def test_a_lost_replica_costs_only_the_tokens_since_the_last_message() -> None:
     asyncio.run(scenario())
 
 
+def test_progress_of_a_piece_that_is_over_is_not_taken_for_that_of_the_next() -> None:
+    class Late(TellingReplica):
+        async def generate(
+            self,
+            request: GenerationRequest,
+            on_progress: OnProgress | None = None,
+            *,
+            streams: bool = False,
+        ) -> Completion:
+            if self.calls and on_progress is not None:
+                on_progress(stale)
+            return await super().generate(request, on_progress, streams=streams)
+
+    stale = Progress(
+        request_id="a", start=2, token_ids=(99,), logprobs=(0.0,), version_runs=runs((4, 5, 6))
+    )
+    done, heard = complete([Late("r", [4])], request("a", prompt_len=4, max_tokens=8))
+    assert [token for one in heard for token in one.token_ids] == list(done.token_ids)
+
+
 def test_progress_of_a_resumed_request_starts_behind_what_it_brought() -> None:
     brought = Completion(
         request_id="a",
