@@ -1,7 +1,8 @@
 """The controller's end of the line to the endpoint's process.
 
 One poll at a time brings what clients want, one delivery at a time takes back what has become of
-it: at once when nothing was said for a while, else everything of the last interval together.
+it: at once when nothing was said for a while or no other request runs, else everything of the last
+interval together.
 
 Invariants: each request that was polled and not aborted gets exactly one end, each command exactly
 one answer, also when the bridge is closed; a request that nobody waits for any more is cancelled.
@@ -10,6 +11,7 @@ one answer, also when the bridge is closed; a request that nobody waits for any 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -77,7 +79,7 @@ class EndpointBridge:
     """Runs what an endpoint's clients want, from `run` on until that is cancelled.
 
     ``handlers`` answer commands, ``status`` is read every ``status_interval_s``. ``interval_s``
-    lies between the starts of two deliveries.
+    lies between the starts of two deliveries while requests run.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class EndpointBridge:
         self._answers: list[CommandAnswer] = []
         self._status: SystemStatus | None = None
         self._has_news = asyncio.Event()
+        self._is_quiet = asyncio.Event()  # no request runs
+        self._is_quiet.set()
         self._is_ready = asyncio.Event()
         self.counts = BridgeCounts()
 
@@ -157,14 +161,20 @@ class EndpointBridge:
         request_id = request.request.request_id
         task = asyncio.create_task(self._run_request(request), name=f"endpoint {request_id}")
         self._requests[request_id] = task
+        self._is_quiet.clear()
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._on_request_done, request_id))
 
     def _abort(self, request_id: str) -> None:
         task = self._requests.pop(request_id, None)
         if task is not None:
+            self._note_quiet()
             self.counts.aborted += 1
             task.cancel()
+
+    def _note_quiet(self) -> None:
+        if not self._requests:
+            self._is_quiet.set()
 
     async def _run_request(self, request: EndpointRequest) -> Completion:
         request_id = request.request.request_id
@@ -188,6 +198,7 @@ class EndpointBridge:
             self._progress.pop(request_id, None)
             return  # aborted: nobody waits for its end
         del self._requests[request_id]
+        self._note_quiet()
         if refusal is None:
             self.counts.completed += 1
         else:
@@ -231,7 +242,10 @@ class EndpointBridge:
             started = now()
             await self._endpoint.deliver(self._take_batch())
             self._is_ready.set()
-            await asyncio.sleep(max(0.0, started + self._interval_s - now()))
+            # Where no request runs there is nothing to be gathered.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(started + self._interval_s - now()):
+                    await self._is_quiet.wait()
 
     def _take_batch(self) -> ToEndpoint:
         self._has_news.clear()
