@@ -3,18 +3,21 @@ have broken servers: no 5xx, no hang, no stack trace, and nobody else notices.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import requests
 
 from tests.real.models import tiny_qwen3
 from tests.real.openai_fuzz import CHAT, TEXT, TIMEOUT_S, Target, fuzz
+from tests.real.openai_hard_requests import HARD_CHAT, HARD_FOR_BOTH, HARD_TEXT, MAX_MODEL_LEN
 from tests.real.runs import Run
 
-MAX_MODEL_LEN = 512
 MAX_TOKENS = 64
 
 ROUTES = [
@@ -36,126 +39,19 @@ ROUTES = [
 ]
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
+def gauge(target: Target, name: str) -> float:
+    text = requests.get(f"{target.url}/metrics", headers=target.headers(), timeout=TIMEOUT_S).text
+    values = re.findall(rf"^torchtitan_rl_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values))
 
 
-FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}
-FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
-
-# What text and chat requests are made of that broke something somewhere.
-HARD_FOR_BOTH: list[dict[str, Any]] = [
-    {"structured_outputs": outputs}
-    for outputs in (
-        {"grammar": "root ::= root"},  # allows no token: vLLM ends the request by "error"
-        {"grammar": "root ::= "},
-        {"grammar": "x"},
-        {"regex": "("},
-        {"regex": "((a{100}){100}){100}"},
-        {"regex": "a{1,100000000}"},
-        {"choice": []},
-        {"choice": [""]},
-        {"json": "{"},
-        {"json": {"$ref": "#"}},
-        {"json": {"$ref": "#/nowhere"}},
-        {"json": {"type": "zzz"}},
-        {"json": {"enum": []}},
-        {"json": {"type": "array", "minItems": 1000000000}},
-        {"json": nested(25)},
-        {"json": True},
-        {"structural_tag": "{}"},
-        {},
-        {"regex": "a", "choice": ["b"]},
-    )
-] + [
-    {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [1]},  # contradict each other
-    {"logit_bias": {"99999999": 1}},
-    {"logit_bias": {"-1": 1}},
-    {"logit_bias": {"a": 1}},
-    {"logit_bias": {str(token): -100 for token in range(288)}},
-    {"allowed_token_ids": []},
-    {"allowed_token_ids": [99999]},
-    {"allowed_token_ids": [-1]},
-    {"stop_token_ids": [1 << 40]},
-    {"stop_token_ids": [-1]},
-    {"stop": ["x"] * 10000},
-    {"stop": [""]},
-    {"stop": "x" * 1000000},
-    {"bad_words": [""]},
-    {"bad_words": ["ab"] * 10000},
-    {"prompt_logprobs": 1},
-    {"seed": (1 << 63) - 1},
-    {"seed": -(1 << 63)},
-    {"seed": 1 << 63},
-    {"temperature": 1e-300},
-    {"temperature": 1e300},
-    {"temperature": -1},
-    {"top_p": 0},
-    {"top_p": 1e-300},
-    {"top_k": 1 << 62},
-    {"top_k": -5},
-    {"presence_penalty": 1e308},
-    {"repetition_penalty": 1e-300},
-    {"truncate_prompt_tokens": -1},
-    {"truncate_prompt_tokens": 1000},
-    {"min_tokens": 4, "stop": ["a"]},
-    {"use_beam_search": True, "n": 4},
-    {"n": 0},
-    {"n": -1},
-    {"n": 16},
-    {"max_tokens": 0},
-    {"max_tokens": -1},
-    {"request_id": "../é\n"},
-    {"kv_transfer_params": {"do_remote_decode": True}},
-    {"repetition_detection": {"max_pattern_size": 1 << 40, "min_count": 2}},
-    {"logprob_token_ids": [99999]},
-    {"user": "\x00"},
-]
-HARD_TEXT: list[dict[str, Any]] = [
-    {"prompt": prompt}
-    for prompt in ([99999999], [-1], [288], [1 << 63], [], [[]], "", [""], ["a", ""], [[1], "a"])
-] + [
-    {"prompt": "x" * MAX_MODEL_LEN},
-    {"prompt": "x" * 3000000},
-    {"prompt": [65] * MAX_MODEL_LEN, "max_tokens": 0},
-    {"echo": True, "logprobs": 2},
-    {"logprobs": 100},
-    {"logprobs": -2},
-    {"prompt_embeds": "AAAA"},
-    {"suffix": "a"},
-]
-HARD_CHAT: list[dict[str, Any]] = [
-    {"messages": messages}
-    for messages in (
-        [],
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "zzz", "content": "a"}],
-        [{"content": "a"}],
-        [{"role": "user", "content": "x" * 5000}],
-        [{"role": "user", "content": [IMAGE]}],
-        [{"role": "user", "content": [FILE]}],
-        [{"role": "assistant", "tool_calls": [{"function": {}}]}],
-        [{"role": "tool", "content": "a"}],
-    )
-] + [
-    {"tools": [FUNCTION], "tool_choice": "required"},
-    {"tools": [], "tool_choice": "required"},
-    {"tool_choice": "required"},
-    {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]},
-    {"response_format": {"type": "json_schema"}},
-    {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
-    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
-    {"chat_template_kwargs": {"chat_template": "{{ x.y.z }}"}},
-    {"chat_template_kwargs": {"conversation": 1, "tokenize": True, "return_tensors": "pt"}},
-    {"add_generation_prompt": False, "continue_final_message": True},
-    {"top_logprobs": 100, "logprobs": True},
-]
+def settled(target: Target, name: str) -> float:
+    """What the controller counts comes with a delay."""
+    while True:
+        value = gauge(target, name)
+        time.sleep(2.5)
+        if gauge(target, name) == value:
+            return value
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +165,85 @@ def test_trap_35_a_prompt_over_the_context_is_a_400_while_others_run_undisturbed
                 assert target.post(path, body).status_code == 400
                 assert target.post(path, body | {"stream": True}).status_code == 400
         assert running.result() == expected
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_trap_10_an_official_client_that_times_out_and_retries_gets_its_first_run(
+    target: Target, streams: bool
+) -> None:
+    client = openai.OpenAI(
+        base_url=f"{target.url}/v1", api_key="secret:retried", timeout=1.0, max_retries=100
+    )
+    asked: dict[str, Any] = CHAT | {"temperature": 1.0, "max_tokens": 8, "stream": streams}
+    num_run = settled(target, "requests_total")
+    num_aborted = gauge(target, "requests_aborted_total")
+    num_replayed = gauge(target, "http_requests_replayed_total")
+    with ThreadPoolExecutor(1) as pool:
+        target.post("/admin/pause", None)
+        try:
+            answer = pool.submit(client.chat.completions.create, **asked)
+            wait_until(lambda: gauge(target, "http_requests_replayed_total") >= num_replayed + 2)
+            assert not answer.done()
+        finally:
+            target.post("/admin/resume", None)
+        if streams:
+            assert len([chunk for chunk in answer.result() if chunk.choices]) > 1
+        else:
+            assert answer.result().choices[0].message.content
+    assert settled(target, "requests_total") == num_run + 1
+    assert gauge(target, "requests_aborted_total") == num_aborted
+
+
+@pytest.mark.parametrize("max_retries", [None, 0], ids=["unknown", "official"])
+def test_a_client_that_leaves_and_does_not_come_back_is_aborted(
+    target: Target, max_retries: int | None
+) -> None:
+    num_aborted = settled(target, "requests_aborted_total")
+    url = f"{target.url}/v1"
+    target.post("/admin/pause", None)
+    try:
+        if max_retries is None:
+            with pytest.raises(requests.Timeout):
+                requests.post(
+                    f"{url}/chat/completions", json=CHAT, headers=target.headers(), timeout=0.5
+                )
+        else:  # it might come back: it is waited for, for a few seconds
+            client = openai.OpenAI(
+                base_url=url, api_key="secret", timeout=0.5, max_retries=max_retries
+            )
+            with pytest.raises(openai.APITimeoutError):
+                client.chat.completions.create(**CHAT)
+        wait_until(lambda: gauge(target, "requests_aborted_total") == num_aborted + 1)
+        wait_until(lambda: gauge(target, "http_requests_running") == 0)
+    finally:
+        target.post("/admin/resume", None)
+
+
+def test_a_body_over_the_limit_is_a_413_that_the_client_gets_to_read(target: Target) -> None:
+    client = openai.OpenAI(base_url=f"{target.url}/v1", api_key="secret", max_retries=0)
+    for size in (5 << 20, 30 << 20):
+        with pytest.raises(openai.APIStatusError) as raised:
+            client.completions.create(**TEXT | {"prompt": "x" * size})
+        assert raised.value.status_code == 413
+
+
+def test_each_key_opens_its_own_routes(target: Target) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{target.url}/v1", api_key="wrong", max_retries=0).models.list()
+    for path, key, status in [
+        ("/admin/versions", "secret", 403),
+        ("/admin/versions", "chief", 200),
+        ("/v1/models", "chief", 401),
+        ("/metrics", "", 401),
+        ("/health", "", 200),
+    ]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = requests.get(target.url + path, headers=headers, timeout=TIMEOUT_S)
+        assert answer.status_code == status, path
