@@ -1,4 +1,4 @@
-"""Agents through the real rollouter: turns, limits, errors, and what becomes of each request."""
+"""Agents through the real rollouter: turns, sampling, sessions, and the fate of each request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fast.agent_rollouts import CLOSED, SlowGenerate, only, refusal, roll_out
 from tests.fast.agents import Hosted, asked, three_turns
 from tests.fast.resuming import SeededGenerate
 from tests.fast.rollouts import PROBLEM, config
@@ -19,40 +20,6 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
-
-
-class SlowGenerate(SeededGenerate):
-    """Takes a second for each request."""
-
-    async def __call__(self, request, /):
-        await asyncio.sleep(1)
-        return await super().__call__(request)
-
-
-def roll_out(hosted: Hosted, *, generate=None, size=1, rubric=None, **limits):
-    rollouter = Rollouter(
-        generate=generate or SeededGenerate(),
-        environment=hosted,
-        config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
-        rubric=rubric,
-    )
-    group = run_virtually(rollouter.run_group("g", PROBLEM, size=size, seed=7))
-    return group.rollouts
-
-
-def only(agent, **options):
-    hosting = {k: options.pop(k) for k in ("grace_s", "reward_at_limit") if k in options}
-    hosted = Hosted(agent, **hosting)
-    (rollout,) = roll_out(hosted, **options)
-    assert hosted.sessions.counts()["sessions_open"] == 0
-    return rollout, hosted
-
-
-def refusal(error: RefusedError) -> tuple[int, str]:
-    return error.refusal.status, error.refusal.code
-
-
-CLOSED = (400, "session_closed")
 
 
 def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
@@ -133,144 +100,6 @@ def test_sampling_that_an_agent_relies_on_is_refused_rather_than_changed(samplin
     assert rollout.status is RolloutStatus.COMPLETED, rollout.cause
     assert len(rollout.turns) == 1
     assert rollout.metrics["agent/refused_requests"] == 1
-
-
-def test_after_a_limit_an_agent_is_refused_and_may_still_return_its_reward():
-    async def agent(ask, call):
-        for turn in range(3):
-            await ask((1, 2, turn))
-        with pytest.raises(RefusedError) as caught:
-            await ask((1, 2, 3))
-        assert refusal(caught.value) == CLOSED
-        return 0.75
-
-    rollout, hosted = only(agent, max_turns=3)
-    assert rollout.status is RolloutStatus.MAX_TURNS
-    assert (rollout.reward, len(rollout.turns)) == (0.75, 3)
-    assert hosted.sessions.counts()["sessions_limit"] == 1
-
-
-@pytest.mark.parametrize("behaviour", ["hang", "escape", "swallow"])
-def test_an_agent_that_returns_nothing_after_a_limit_gets_the_tasks_reward(behaviour):
-    ended = []
-
-    async def agent(ask, call):
-        try:
-            for turn in range(9):
-                try:
-                    await ask((1, 2, turn))
-                except RefusedError:
-                    if behaviour == "escape":
-                        raise
-                    if behaviour == "hang":
-                        await asyncio.Event().wait()
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    rollout, _ = only(agent, max_turns=2, reward_at_limit=-0.5)
-    assert rollout.status is RolloutStatus.MAX_TURNS
-    assert rollout.reward == -0.5
-    assert ended == [True]
-    rollout, _ = only(agent, max_turns=2, reward_at_limit=None)
-    assert rollout.status is RolloutStatus.REWARD_ERROR
-
-
-def test_a_prompt_that_leaves_no_room_ends_the_rollout_and_is_refused():
-    async def agent(ask, call):
-        await ask((1,))
-        with pytest.raises(RefusedError):
-            await ask(range(1, 50))
-        return 0.25
-
-    rollout, _ = only(agent, max_total_tokens=40)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.25)
-    assert len(rollout.turns) == 1
-
-
-def test_a_rollout_out_of_time_refuses_the_request_that_runs():
-    async def agent(ask, call):
-        for _ in range(4):
-            await ask((1,))
-        with pytest.raises(RefusedError):
-            await ask((1,))
-        return 0.75
-
-    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=99, rollout_timeout_s=4.5)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, 0.75)
-    assert len(rollout.turns) == 4
-
-
-def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_time_out():
-    ended = []
-
-    async def agent(ask, call):
-        await ask((1,))
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    rollout, hosted = only(agent, step_timeout_s=30.0)
-    assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert ended == [True]
-    assert hosted.sessions.counts()["sessions_failed"] == 1
-
-
-def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind_and_named():
-    async def agent(ask, call):
-        await ask((1,))
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.Event().wait()
-
-    rollout, _ = only(agent, step_timeout_s=30.0)
-    assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert "did not end within 5.0 s of its cancellation" in rollout.cause
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("no tool"),
-        SystemExit(3),
-        KeyboardInterrupt(),
-        asyncio.CancelledError("by itself"),
-    ],
-)
-@pytest.mark.parametrize("turns", [0, 1])
-def test_what_an_agent_raises_ends_its_rollout_with_the_cause(error, turns):
-    async def agent(ask, call):
-        for _ in range(turns):
-            await ask((1,))
-        raise error
-
-    rollout, hosted = only(agent)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert type(error).__name__ in rollout.cause
-    assert len(rollout.turns) == turns
-    assert hosted.sessions.counts()["sessions_failed"] == 1
-
-
-def test_an_agent_that_asks_for_nothing_fails():
-    async def agent(ask, call):
-        return 1.0
-
-    rollout, _ = only(agent)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "without asking for a single completion" in rollout.cause
-
-
-@pytest.mark.parametrize("answer", ["1.0", {"reward": 1.0}, [1.0]])
-def test_an_agent_that_returns_something_else_than_a_reward_fails(answer):
-    async def agent(ask, call):
-        await ask((1,))
-        return answer
-
-    rollout, _ = only(agent)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "owes a number as reward" in rollout.cause
 
 
 def test_a_result_brings_metrics_and_the_conversation_to_the_rubric():

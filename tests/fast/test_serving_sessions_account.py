@@ -1,0 +1,74 @@
+"""Whatever clients do, the tokens of their sessions add up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fast.agents import TokenRouter, asked
+from tests.fast.served_sessions import make
+from tests.fast.virtual_clock import run_virtually
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.serving.sessions import Sessions
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask_streamed", "cancel", "close", "reward", "wait", "fail"]),
+        st.sampled_from("ab"),
+        st.integers(1, 9),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps=STEPS)
+def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
+    """Trap: conservation. The router's own count is the other side of the account."""
+
+    async def scenario():
+        router = TokenRouter()
+        sessions = make(router, timeout_s=20.0)
+        tasks: dict[str, list[asyncio.Task]] = {"a": [], "b": []}
+        for action, name, number in steps:
+            if action.startswith("ask"):
+                told = (lambda _: None) if action == "ask_streamed" else None
+                request = asked((1, 2, number), name, max_tokens=number)
+                tasks[name].append(asyncio.create_task(sessions.complete(request, told)))
+                await asyncio.sleep(0)
+            elif action == "cancel" and tasks[name]:
+                tasks[name][number % len(tasks[name])].cancel()
+            elif action in ("close", "reward"):
+                reward = 1.0 if action == "reward" else None
+                closing = sessions.close(name, reward)
+                await asyncio.gather(closing, return_exceptions=True)
+            elif action == "fail":
+                router.failure = GenerationError("lost")
+                await asyncio.sleep(1)
+                router.failure = None
+            else:
+                await asyncio.sleep(4 * number)
+            _require_sums(sessions)
+        await sessions.aclose()
+        await asyncio.gather(*tasks["a"], *tasks["b"], return_exceptions=True)
+        counts = _require_sums(sessions)
+        assert counts["session_tokens_pending"] == 0
+        assert counts["sessions_open"] == 0
+        assert counts["session_tokens_generated"] <= router.num_sampled
+        if not any(action == "fail" for action, *_ in steps):
+            assert counts["session_tokens_generated"] == router.num_sampled
+
+    run_virtually(scenario())
+
+
+def _require_sums(sessions: Sessions):
+    counts = sessions.counts()
+    parts = ("trained", "masked", "discarded", "pending")
+    total = sum(counts[f"session_tokens_{part}"] for part in parts)
+    assert total == counts["session_tokens_generated"]
+    assert counts["session_tokens_pending"] >= 0
+    for session in sessions._open.values():
+        assert sessions.read(session.session_id).tokens_trained == 0
+    return counts
