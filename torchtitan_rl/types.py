@@ -57,7 +57,8 @@ class SamplingParams:
     ``seed`` makes the request reproducible whatever else is in its batch; None draws from the
     replica's own generator. ``stop_token_ids`` come on top of the model's end-of-sequence ids.
     A completion that has one of the strings ``stop`` in its text ends with the token that
-    completed it. ``num_logprobs`` asks for the most likely alternatives of each token, too.
+    completed it. ``num_logprobs`` asks for the most likely alternatives of each token, too; without
+    ``with_logprobs`` not even the tokens' own are computed, and each is NaN.
     ``engine_options`` are further sampling parameters in vLLM's names, in JSON's types
     (penalties, ``logit_bias``, ``structured_outputs``, ...).
     """
@@ -72,6 +73,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    with_logprobs: bool = True
     num_logprobs: int = 0
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -46,6 +46,7 @@ def finish(engine: ScriptedEngine) -> EngineOutput:
         ({"stop": (5,)}, "use a tuple"),
         ({"num_logprobs": -1}, "num_logprobs = -1"),
         ({"num_logprobs": 21}, "from 0 to 20"),
+        ({"num_logprobs": 1, "with_logprobs": False}, "without with_logprobs"),
         ({"engine_options": {"logit_bias": {5: object()}}}, "cannot be written as JSON"),
         ({"engine_options": {"presence_penalty": float("nan")}}, "cannot be written as JSON"),
         ({"engine_options": {5: 1}}, "mapping from names"),

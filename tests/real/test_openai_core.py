@@ -207,6 +207,7 @@ def test_only_what_differs_from_vllms_defaults_travels_as_an_option() -> None:
     plain = generation_request(core_request("a", seed=4, top_k=-1)).sampling
     assert plain.engine_options == {}
     assert (plain.top_k, plain.num_logprobs, plain.seed) == (0, 1, 4)
+    assert plain.with_logprobs
     bound = VllmSamplingParams(skip_special_tokens=False, logit_bias={5: 1.0}, bad_words=["x"])
     request = core_request("b")
     request.sampling_params = bound
@@ -241,6 +242,14 @@ def test_the_session_of_the_http_request_comes_before_the_one_in_the_body() -> N
         assert generation_request(request).session_id == "header"
     finally:
         session_id.reset(token)
+
+
+def test_logprobs_are_left_out_where_neither_a_client_nor_a_session_wants_them() -> None:
+    request = core_request("a")
+    request.sampling_params = VllmSamplingParams()
+    assert not generation_request(request).sampling.with_logprobs
+    request.session_id = "s"
+    assert generation_request(request).sampling.with_logprobs
 
 
 def test_a_wrong_parser_or_template_is_a_mistake_of_the_configuration() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -246,6 +247,13 @@ def test_trap_8_tensor_parallel_ranks_go_on_as_if_never_cut(
             assert done.finish_reason is undisturbed.finish_reason
             assert done.stop_reason == undisturbed.stop_reason
             assert done.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
+
+
+def test_without_logprobs_the_tokens_are_the_same_and_each_logprob_is_nan(solo):
+    wanted, without = solo["without-logprobs"]["with"], solo["without-logprobs"]["without"]
+    assert without.token_ids == wanted.token_ids
+    assert [math.isnan(value) for value in without.logprobs] == [True] * len(without.token_ids)
+    assert all(math.isfinite(value) for value in wanted.logprobs)
 
 
 def test_what_is_read_of_a_running_request_piece_by_piece_is_its_completion(

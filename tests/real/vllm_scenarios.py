@@ -29,6 +29,7 @@ from tests.real.resume_scenarios import (
     greedy,
     progress,
     refused_beside_a_neighbour,
+    run_all,
     sensitive_requests,
 )
 from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
@@ -324,6 +325,8 @@ def solo(root: Path) -> dict[str, Any]:
     seen["paused"] = paused(tied)
     seen["cut"] = cut_everywhere(tied, sensitive_requests(tied))
     seen["progress"] = progress(tied, greedy("read", num_logprobs=2))
+    both = [greedy("with"), greedy("without", with_logprobs=False)]
+    seen["without-logprobs"] = run_all(tied, both)
     seen["refused"] = refused_beside_a_neighbour(tied)
     seen["kept"] = kept_kv(tied)
     seen["idle-report"] = idle_pull(tied, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -32,6 +33,9 @@ class GeneratorRank:
             self._loop = self._build_loop()
         self.replica = LoopReplica(spec.name, self._loop, self.staging)
         self.mailbox = Mailbox(self._loop, interval_s=spec.stream_interval_s)
+        # What is here by now stays: going through it again would only hold the engine up.
+        gc.collect()
+        gc.freeze()
         self._loop.start()
 
     def _build_loop(self) -> EngineLoop:

@@ -140,7 +140,7 @@ class VllmEngine:
             ) from cause
         self._engine.output_processor.add_request(checked, None, None, 0)
         state = self._engine.output_processor.request_states[checked.request_id]
-        state.logprobs_processor = SampledLogprobs(request.sampling.num_logprobs)
+        state.logprobs_processor = SampledLogprobs(request.sampling)
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(queued)
         self._running[request.request_id] = _Running(state, num_resumed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -95,11 +95,15 @@ def generation_request(
 ) -> GenerationRequest:
     """The request as the router knows it; its session is that of the HTTP request, or the one that
     the body names. ``model_reasons``: before a structured output."""
+    session = session_id.get() or request.session_id
+    sampling = _sampling(request, model_reasons=model_reasons)
+    if session is None and request.sampling_params.num_logprobs is None:
+        sampling = replace(sampling, with_logprobs=False)  # only sessions are recorded
     return GenerationRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.prompt_token_ids),
-        sampling=_sampling(request, model_reasons=model_reasons),
-        session_id=session_id.get() or request.session_id,
+        sampling=sampling,
+        session_id=session,
     )
 
 

@@ -61,7 +61,8 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        logprobs=sampling.num_logprobs,  # 0: the sampled token's alone
+        # 0: the sampled token's alone
+        logprobs=sampling.num_logprobs if sampling.with_logprobs else None,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

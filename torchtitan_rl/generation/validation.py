@@ -114,6 +114,11 @@ def sampling_mistakes(sampling: SamplingParams, limits: EngineLimits) -> list[st
         mistakes.append(
             f"sampling.num_logprobs = {sampling.num_logprobs}: use a value from 0 to {MAX_LOGPROBS}"
         )
+    elif sampling.num_logprobs and not sampling.with_logprobs:
+        mistakes.append(
+            f"sampling.num_logprobs = {sampling.num_logprobs} without with_logprobs: alternatives "
+            "come with the tokens' own logprobs"
+        )
     return [*mistakes, *_stop_mistakes(sampling.stop), *_option_mistakes(sampling.engine_options)]
 
 
