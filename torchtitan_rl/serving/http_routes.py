@@ -112,7 +112,7 @@ def _sessions(commands: Commands) -> APIRouter:
 
     @router.delete("/{session_id:path}", response_model=SessionAnswer)
     async def abandon_session(session_id: SessionId) -> Any:
-        """Close a session without a reward: it is counted as abandoned."""
+        """Close a session without a reward."""
         arguments = {"session_id": _checked(session_id)}
         answer = dict(await commands.command("session.close", arguments))
         answer.pop("episodes", None)
