@@ -73,9 +73,10 @@ class ScheduleConfig:
     overtake a slow group. Everything else follows from the two: see `orchestration/capacity.py`.
 
     ``parked``: what groups do that are still running when a batch is full: go on, or stop with
-    their tokens kept until the new weights are there (as they always do on colocated devices). ``zero_variance``: whether groups whose
-    rewards are all equal are trained on, skipped (another problem takes their place) or rolled
-    out again with other seeds, ``max_resamples`` times at most.
+    their tokens kept until the new weights are there (as they always do on colocated devices).
+    ``zero_variance``: whether groups whose rewards are all equal are trained on, skipped (another
+    problem takes their place) or rolled out again with other seeds, ``max_resamples`` times at
+    most.
     """
 
     staleness: int = 0
