@@ -41,6 +41,7 @@ from torchtitan_rl.types import Problem, Rollout
 from torchtitan_rl.weights.staging import WeightStaging
 
 API_KEY = "secret"
+CONTROLLER: list[tuple[asyncio.AbstractEventLoop, GeneratorRouter]] = []  # of this process
 CONFIG = RolloutConfig(
     max_turns=4,
     max_total_tokens=400,
@@ -126,13 +127,22 @@ async def impatient(call: AgentCall, said: list[Any]) -> float:
     """Not the official client, to which the endpoint gives time to try again."""
     headers = {"Authorization": f"Bearer {call.api_key}"}
     body = {"model": call.model, "prompt": [5, 6], "max_tokens": 300}
-    async with httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(0.03)) as http:
-        try:
-            await http.post(f"{call.base_url}/completions", json=body)
-        except httpx.TimeoutException:
-            said.append("gone")
+    async with httpx.AsyncClient(headers=headers, timeout=60.0) as http:
+        asking = asyncio.create_task(http.post(f"{call.base_url}/completions", json=body))
+        while not await is_sampling("impatient"):
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        await asyncio.wait({asking})
+        said.append("gone" if asking.cancelled() else "answered")
     await client(call).completions.create(model=call.model, prompt=[8, 9], max_tokens=4)
     return 1.0
+
+
+async def is_sampling(rollout: str) -> bool:
+    """From the agents' thread: does the router have a request of this rollout?"""
+    loop, router = CONTROLLER[0]
+    known = asyncio.run_coroutine_threadsafe(router.partials(), loop)
+    return any(name.startswith(rollout) for name in await asyncio.wrap_future(known))
 
 
 async def posts_its_reward(call: AgentCall, said: list[Any]) -> None:
@@ -232,6 +242,7 @@ async def main(root: Path) -> None:
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
     router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    CONTROLLER.append((asyncio.get_running_loop(), router))
     sessions, link = Sessions(router), ControllerLink()
 
     async def build() -> Any:

@@ -34,7 +34,7 @@ from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 NUM_CHATS = 64
 ADMIN_KEY = "admin-of-the-test"
-TURNS = (40, 90)  # tokens of each; a chat's second has up to 63 more
+TURNS = (60, 400)  # tokens of each; a chat's second has up to 63 more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ async def disturb(
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0) as admin:
         for version in range(1, NUM_PULLS + 1):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
             handle = await asyncio.to_thread(publisher.publish, version, tensors)
             if version % 2:
                 statuses.append(
