@@ -18,6 +18,7 @@ from torchtitan_rl.generation.mailbox import Mailbox
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.observability.traced_engine import TracedEngine
 from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.staging import WeightStaging
 
 
@@ -90,6 +91,11 @@ class GeneratorRank:
             # The other ranks may wait for this one inside a collective.
             sys.stderr.flush()
             os._exit(1)
+
+    async def stage(self, handle: WeightHandle) -> None:
+        """Fetch a version while decoding goes on; on every rank."""
+        with self._tracer.span("fetch weights", track="fetch", version=handle.version):
+            await self.replica.stage(handle)
 
     async def close(self) -> None:
         if self._rank == 0:

@@ -89,7 +89,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def stage(self, handle: WeightHandle) -> None:
-        await self._generator.replica.stage(handle)
+        await self._generator.stage(handle)
 
     @concurrent_endpoint
     async def pull(self, version: int) -> PullReport:

@@ -35,11 +35,14 @@ class TrainerRank:
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:
         """Collective; the handle on rank 0, None elsewhere."""
-        with self._tracer.span("publish", version=self._trainer.version):
-            tensors = self._trainer.hf_state_dict()
+        version = self._trainer.version
+        with self._tracer.span("publish", version=version):
+            with self._tracer.span("gather weights", version=version):
+                tensors = self._trainer.hf_state_dict()
             if self._publisher is None:
                 return None
-            return self._publisher.publish(self._trainer.version, tensors, keep=keep)
+            with self._tracer.span("write weights", version=version):
+                return self._publisher.publish(version, tensors, keep=keep)
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes]

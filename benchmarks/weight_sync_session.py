@@ -1,0 +1,300 @@
+"""One trainer and one replica in processes of their own, and weight syncs between them.
+
+A repeat is two real optimizer steps, each followed by a sync of its weights: one into the idle
+replica, which measures publishing, fetch and the load alone, and one while requests are decoded,
+which measures for how long decoding stands still. The plain copies run in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
+from benchmarks.weight_sync_trace import read_traces, seconds_of, standstill_s
+from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
+from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
+from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.config import GeneratorConfig, OptimizerConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
+from torchtitan_rl.weights.transport import Transport
+
+_PROBE_TOKENS = 8
+_SECONDS_OF_DECODING = 0.5  # on each side of a pull
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """``policy`` is a directory; its heads divide by ``generator_ranks``."""
+
+    policy: str
+    transport: Transport
+    trainer_ranks: int = 1
+    generator_ranks: int = 1
+    threads: int = 1  # of each rank
+    running: int = 16  # requests that are decoded while weights change
+    max_model_len: int = 1024
+    kv_cache_bytes: int = 512 << 20
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Seconds. ``gather_s`` and ``write_s`` are parts of ``publish_s`` on the trainer's rank 0.
+
+    ``load_s``: the swap by the idle engine, of weights that are staged already.
+    ``standstill_s``: without an engine step, while requests run. ``stall_s``: as the loop tells it.
+    """
+
+    publish_s: float
+    gather_s: float
+    write_s: float
+    fetch_s: float  # beside nothing
+    fetch_beside_decoding_s: float
+    load_s: float
+    load_beside_requests_s: float
+    standstill_s: float
+    stall_s: float
+    memory_copy_s: float
+    tcp_copy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """``probe_token_ids``: what the last weights make of a fixed prompt, greedily."""
+
+    setting: Setting
+    num_bytes: int
+    last_version: int
+    running_at_pulls: tuple[int, ...]
+    probe_token_ids: tuple[int, ...]
+    repeats: tuple[Repeat, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Syncs:
+    """What the controller saw of one repeat; the traces have the rest."""
+
+    idle_version: int
+    beside_version: int
+    stall_s: float
+    running: int
+    memory_copy_s: float
+    tcp_copy_s: float
+
+
+async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured:
+    """Start everything, repeat, end everything. One unmeasured repeat comes first.
+
+    ``work_dir`` exists and is empty.
+    """
+    trace_dir = work_dir / "trace"
+    async with _processes(setting, work_dir, trace_dir, num_steps=2 * repeats + 2) as (
+        trainer,
+        replica,
+    ):
+        handle = await trainer.publish()
+        num_bytes = handle.num_bytes
+        await replica.stage(handle)
+        await replica.pull(handle.version)
+        threads = setting.trainer_ranks * setting.threads
+        memory = MemoryCopy(num_bytes, threads=threads)
+        tcp = TcpCopy(num_bytes, readers=setting.generator_ranks)
+        try:
+            syncs = [
+                await _sync_twice(setting, trainer, replica, memory, tcp)
+                for _ in range(repeats + 1)
+            ]
+        finally:
+            tcp.close()
+        probe = await replica.generate(_request("probe", _PROBE_TOKENS, temperature=0.0))
+    # The last spans are written when the processes end.
+    publishers = read_traces(trace_dir, "trainer")
+    engines = read_traces(trace_dir, "replica0")
+    return Measured(
+        setting=setting,
+        num_bytes=num_bytes,
+        last_version=syncs[-1].beside_version,
+        running_at_pulls=tuple(sync.running for sync in syncs),
+        probe_token_ids=probe.token_ids,
+        repeats=tuple(
+            Repeat(
+                publish_s=seconds_of(publishers, "publish", sync.idle_version),
+                gather_s=seconds_of(publishers, "gather weights", sync.idle_version),
+                write_s=seconds_of(publishers, "write weights", sync.idle_version),
+                fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
+                fetch_beside_decoding_s=seconds_of(engines, "fetch weights", sync.beside_version),
+                load_s=seconds_of(engines, "swap weights", sync.idle_version),
+                load_beside_requests_s=seconds_of(engines, "swap weights", sync.beside_version),
+                standstill_s=standstill_s(engines, sync.beside_version),
+                stall_s=sync.stall_s,
+                memory_copy_s=sync.memory_copy_s,
+                tcp_copy_s=sync.tcp_copy_s,
+            )
+            for sync in syncs[1:]
+        ),
+    )
+
+
+async def _sync_twice(
+    setting: Setting,
+    trainer: MonarchTrainer,
+    replica: MonarchReplica,
+    memory: MemoryCopy,
+    tcp: TcpCopy,
+) -> _Syncs:
+    await trainer.train_step(_batch())
+    idle = await trainer.publish()
+    await replica.stage(idle)
+    await replica.pull(idle.version)
+    memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
+
+    await trainer.train_step(_batch())
+    beside = await trainer.publish()
+    names = tuple(f"{beside.version}/{index}" for index in range(setting.running))
+    longest = setting.max_model_len - len(_PROMPT)
+    decoding = [asyncio.ensure_future(replica.generate(_request(n, longest))) for n in names]
+    await _until_all_run(replica, setting.running)
+    await asyncio.sleep(_SECONDS_OF_DECODING)
+    await replica.stage(beside)
+    report = await replica.pull(beside.version)
+    await asyncio.sleep(_SECONDS_OF_DECODING)
+    await replica.abort(names)
+    ended: list[Completion] = await asyncio.gather(*decoding)
+    for completion in ended:
+        if [run.version for run in completion.version_runs] != [idle.version, beside.version]:
+            raise RuntimeError(f"{completion.request_id} did not run through the pull")
+    return _Syncs(
+        idle_version=idle.version,
+        beside_version=beside.version,
+        stall_s=report.stall_s,
+        running=report.running_requests,
+        memory_copy_s=memory_copy_s,
+        tcp_copy_s=tcp_copy_s,
+    )
+
+
+async def _until_all_run(replica: MonarchReplica, number: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while (await replica.stats()).running < number:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{number} requests do not run at once; give the cache more room")
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def _processes(
+    setting: Setting, work_dir: Path, trace_dir: Path, *, num_steps: int
+) -> AsyncIterator[tuple[MonarchTrainer, MonarchReplica]]:
+    from torchtitan_rl.adapters.monarch_runtime import all_of
+
+    on_cuda = setting.device == "cuda"
+    generators, trainers = setting.generator_ranks, setting.trainer_ranks
+    generator_group = ProcessGroup(
+        name="replica0",
+        ranks=generators,
+        threads=setting.threads,
+        devices=tuple(range(generators)) if on_cuda else (),
+    )
+    trainer_group = ProcessGroup(
+        name="trainer",
+        ranks=trainers,
+        threads=setting.threads,
+        devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
+    )
+    replica = await MonarchReplica.spawn(
+        generator_group,
+        _generator_spec(setting, work_dir, trace_dir),
+        engine_environment(setting.threads, "cuda" if on_cuda else "cpu"),
+    )
+    try:
+        trainer = await MonarchTrainer.spawn(
+            trainer_group, _trainer_spec(setting, work_dir, trace_dir, num_steps=num_steps)
+        )
+        try:
+            await all_of(replica.start(), trainer.start(setting.transport))
+            yield trainer, replica
+        finally:
+            await trainer.close()
+    finally:
+        await replica.close()
+
+
+def _generator_spec(setting: Setting, work_dir: Path, trace_dir: Path) -> GeneratorSpec:
+    return GeneratorSpec(
+        name="replica0",
+        model=Path(setting.policy),
+        device="cuda" if setting.device == "cuda" else "cpu",
+        dtype="bfloat16",
+        seed=0,
+        generator=GeneratorConfig(
+            tensor_parallel=setting.generator_ranks,
+            threads=setting.threads,
+            max_model_len=setting.max_model_len,
+            max_running_requests=setting.running,
+            kv_cache_bytes=setting.kv_cache_bytes,
+        ),
+        weight_sync=WeightSyncConfig(),
+        log_dir=work_dir,
+        trace_dir=trace_dir,
+    )
+
+
+def _trainer_spec(
+    setting: Setting, work_dir: Path, trace_dir: Path, *, num_steps: int
+) -> TrainerSpec:
+    return TrainerSpec(
+        checkpoint=Path(setting.policy),
+        trainer=TrainerConfig(
+            data_parallel_shard=setting.trainer_ranks,
+            row_len=_ROW_LEN,
+            rows_per_microbatch=1,
+            threads=setting.threads,
+            optimizer=OptimizerConfig(learning_rate=1e-4),
+        ),
+        dtype="bfloat16",
+        seed=0,
+        num_steps=num_steps,
+        run_dir=work_dir,
+        log_dir=work_dir,
+        trace_dir=trace_dir,
+    )
+
+
+_ROW_LEN = 16
+_PROMPT = tuple(range(2, 34))
+
+
+def _request(name: str, tokens: int, *, temperature: float = 1.0) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
+    return GenerationRequest(request_id=name, prompt_token_ids=_PROMPT, sampling=sampling)
+
+
+def _batch() -> TrainingBatch:
+    """Two rows: just enough for the weights to change on each rank."""
+    rng = np.random.default_rng(0)
+    mask = (False,) * 4 + (True,) * (_ROW_LEN - 4)
+    episodes = [
+        Episode(
+            rollout_id=f"rollout{index}",
+            group_id="group",
+            token_ids=tuple(rng.integers(0, 256, _ROW_LEN).tolist()),
+            loss_mask=mask,
+            logprobs=tuple(-5.0 if on else 0.0 for on in mask),
+            advantages=tuple(float(2 * index - 1) if on else 0.0 for on in mask),
+            versions=tuple(0 if on else -1 for on in mask),
+        )
+        for index in range(2)
+    ]
+    batch = pack_episodes(episodes, row_len=_ROW_LEN, temperature=1.0).batch
+    assert batch is not None  # each episode fills a row
+    return batch

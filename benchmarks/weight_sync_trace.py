@@ -1,0 +1,88 @@
+"""What the traces of a run say about its weight syncs: publishing, fetch, swap, standstill.
+
+Traces are what `observability/trace.py` writes; the spans are those of the trainer's and the
+generators' ranks. Where several ranks take part, the slowest counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Seconds of the Unix clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def read_traces(trace_dir: Path, process: str) -> list[list[Span]]:
+    """The spans of each rank of ``process`` ("trainer", "replica0"), in order of their ends."""
+    paths = sorted(trace_dir.glob(f"{process}-rank-*.jsonl"))
+    return [spans(map(json.loads, path.read_text().splitlines())) for path in paths]
+
+
+def spans(events: Iterable[Event]) -> list[Span]:
+    found = [
+        Span(
+            name=event["name"],
+            start_s=event["ts"] / 1e6,
+            end_s=(event["ts"] + event["dur"]) / 1e6,
+            args=event.get("args", {}),
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+    return sorted(found, key=lambda span: span.end_s)
+
+
+def seconds_of(ranks: Iterable[list[Span]], name: str, version: int) -> float:
+    """How long the span ``name`` of ``version`` took on the slowest rank that has one.
+
+    Raises:
+        LookupError: no rank has one.
+    """
+    found = [
+        span.seconds
+        for rank in ranks
+        for span in rank
+        if span.name == name and span.args.get("version") == version
+    ]
+    if not found:
+        raise LookupError(f"no rank has a span {name!r} of version {version}")
+    return max(found)
+
+
+def standstill_s(ranks: Iterable[list[Span]], version: int) -> float:
+    """From the end of the last engine step before the swap of ``version`` to the start of the first
+    one after it, on the slowest rank.
+
+    Raises:
+        LookupError: on some rank, nothing was decoded before the swap, or after it.
+    """
+    return max(_standstill_s(rank, version) for rank in ranks)
+
+
+def _standstill_s(rank: list[Span], version: int) -> float:
+    swaps = [s for s in rank if s.name == "swap weights" and s.args.get("version") == version]
+    if len(swaps) != 1:
+        raise LookupError(f"version {version} was swapped in {len(swaps)} times")
+    decoding = [span for span in rank if span.name == "decode"]
+    before = [span.end_s for span in decoding if span.end_s <= swaps[0].start_s]
+    after = [span.start_s for span in decoding if span.start_s >= swaps[0].end_s]
+    if not before or not after:
+        raise LookupError(f"nothing was decoded on both sides of the swap of version {version}")
+    return min(after) - max(before)
