@@ -336,7 +336,7 @@ def test_a_loop_that_fails_or_is_closed_ends_its_calls_through_the_mailbox() -> 
         asyncio.run(ends_with(closed, LoopClosedError))
 
 
-def test_news_comes_at_once_and_then_once_per_interval() -> None:
+def test_news_comes_at_once_and_while_requests_run_once_per_interval() -> None:
     async def scenario() -> None:
         with running_loop(ScriptedEngine()) as loop:
             box = Mailbox(loop, interval_s=1.0, idle_s=30.0)
@@ -344,13 +344,33 @@ def test_news_comes_at_once_and_then_once_per_interval() -> None:
             assert await box.collect() == News()
             assert clock.time() == 30.0
             refused = Batch(requests=(Submission(request=request("x", prompt_len=600)),))
-            times = []
-            for pause_s in (5.0, 0.0, 0.3, 0.0):
-                await asyncio.sleep(pause_s)
-                box.submit(refused)
-                (end,) = (await box.collect()).ends
-                assert isinstance(end.error, InvalidRequestError)
-                times.append(clock.time())
-            assert times == pytest.approx([35.0, 36.0, 37.0, 38.0])
+
+            async def refusals() -> list[float]:
+                times = []
+                for pause_s in (5.0, 0.0, 0.3, 0.0):
+                    await asyncio.sleep(pause_s)
+                    box.submit(refused)
+                    (end,) = (await box.collect()).ends
+                    assert isinstance(end.error, InvalidRequestError)
+                    times.append(clock.time())
+                return times
+
+            assert await refusals() == pytest.approx([35.0, 35.0, 35.3, 35.3])
+            loop.pause("keep").result(60)
+            box.submit(Batch(requests=(Submission(request=request("frozen")),)))
+            assert await refusals() == pytest.approx([40.3, 41.3, 42.3, 43.3])
 
     run_virtually(scenario())
+
+
+def test_the_end_of_the_last_request_waits_for_no_interval() -> None:
+    async def scenario() -> None:
+        with running_loop(ScriptedEngine()) as loop:
+            box = Mailbox(loop, interval_s=1e6, idle_s=1e6)
+            for index in range(5):
+                box.submit(Batch(requests=(Submission(request=request(f"r{index}")),)))
+                async with asyncio.timeout(60):
+                    (end,) = (await box.collect()).ends
+                assert end.completion is not None
+
+    asyncio.run(scenario())

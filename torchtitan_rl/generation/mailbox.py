@@ -1,8 +1,8 @@
 """The replica's end of an exchange: submissions come in batches, what becomes of them is collected.
 
 Invariants: each submitted request has exactly one end, whatever happens to the loop, and it comes
-after all progress of that request; what was put here leaves once, at most once per interval; the
-event loop is woken once for each reply, whatever number of ends it holds.
+after all progress of that request; what was put here leaves once, and while requests run at most
+once per interval; the event loop is woken twice at most for each reply, however much it holds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class News:
 
 
 class Mailbox:
-    """``interval_s``: between two replies; one without any news is given after ``idle_s``."""
+    """``interval_s``: between two replies, as long as requests run, whose news can be gathered; one
+    without any news is given after ``idle_s``."""
 
     def __init__(
         self, loop: EngineLoop, *, interval_s: float = 0.02, idle_s: float = IDLE_S
@@ -66,13 +67,17 @@ class Mailbox:
         self._interval_s = interval_s
         self._idle_s = idle_s
         self._next_reply_s = 0.0  # in the event loop's time
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards all below
+        self._num_running = 0
         self._progress: list[Progress] = []
         self._ends: list[End] = []
-        self._wake: Callable[[], object] | None = None  # who collects waits for this
+        self._is_awaited: Callable[[], bool] = bool  # what who collects waits for, and its bell
+        self._wake: Callable[[], object] | None = None
 
     def submit(self, batch: Batch) -> None:
         """Hand it to the loop; a request that is refused ends by that."""
+        with self._lock:
+            self._num_running += len(batch.requests)
         for submission in batch.requests:
             request = submission.request
             listener = None
@@ -88,28 +93,32 @@ class Mailbox:
 
     async def collect(self) -> News:
         """What happened since the last reply, as soon as there is something and the interval has
-        passed. One call at a time."""
-        clock = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, self._next_reply_s - clock.time()))
-        has_news = asyncio.Event()
+        passed or no request runs. One call at a time."""
+        now = asyncio.get_running_loop().time
+        await self._wait_until(lambda: bool(self._progress or self._ends), self._idle_s)
+        await self._wait_until(lambda: self._num_running == 0, self._next_reply_s - now())
+        self._next_reply_s = now() + self._interval_s
         with self._lock:
-            if self._progress or self._ends:
-                has_news.set()
-            else:
-                self._wake = partial(clock.call_soon_threadsafe, has_news.set)
+            news = News(progress=tuple(self._progress), ends=tuple(self._ends))
+            self._progress, self._ends = [], []
+        return news
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Or until the time is over."""
+        reached = asyncio.Event()
+        with self._lock:
+            if condition():
+                return
+            self._is_awaited = condition
+            self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, reached.set)
         try:
-            async with asyncio.timeout(self._idle_s):
-                await has_news.wait()
+            async with asyncio.timeout(timeout_s):
+                await reached.wait()
         except TimeoutError:
             pass  # the reply says so
         finally:
             with self._lock:
                 self._wake = None
-        self._next_reply_s = clock.time() + self._interval_s
-        with self._lock:
-            news = News(progress=tuple(self._progress), ends=tuple(self._ends))
-            self._progress, self._ends = [], []
-        return news
 
     # The rest runs in the loop's thread, as a rule.
 
@@ -128,9 +137,10 @@ class Mailbox:
     def _end(self, end: End) -> None:
         with self._lock:
             self._ends.append(end)
+            self._num_running -= 1
             self._ring()
 
     def _ring(self) -> None:
-        wake, self._wake = self._wake, None
-        if wake is not None:
+        if self._wake is not None and self._is_awaited():
+            wake, self._wake = self._wake, None
             wake()
