@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.adapters.vllm_parsers import known_parsers, parser_mistakes
 from torchtitan_rl.cli import main
 from torchtitan_rl.config import EndpointConfig
 from torchtitan_rl.serve import write_episodes
@@ -48,6 +49,8 @@ def test_every_mistake_is_printed_and_nothing_starts(
         "--endpoint.port", "0",
         "--endpoint.max-n", "0",
         "--endpoint.chat-template", "nowhere.jinja",
+        "--endpoint.tool-call-parser", "hermess",
+        "--endpoint.reasoning-parser", "none",
         "--episodes-file", str(tmp_path),
         "--log-dir", str(tmp_path / "logs"),
     ]  # fmt: skip
@@ -59,11 +62,21 @@ def test_every_mistake_is_printed_and_nothing_starts(
         "generator.max_model_len",
         "endpoint.max_n",
         "endpoint.chat_template",
+        "endpoint.tool_call_parser",
+        "endpoint.reasoning_parser",
         "endpoint.host",
         "TORCHTITAN_RL_ADMIN_KEY",
         "episodes_file",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_parsers_that_vllm_has_are_known_without_importing_it() -> None:
+    assert "hermes" in known_parsers("tool_call_parser")
+    assert "qwen3" in known_parsers("reasoning_parser")
+    assert parser_mistakes(EndpointConfig(tool_call_parser="hermes")) == []
+    (mistake,) = parser_mistakes(EndpointConfig(tool_call_parser="hermess"))
+    assert "hermes, " in mistake
 
 
 def test_a_directory_without_a_model_is_a_mistake(

@@ -29,7 +29,7 @@ class Keys:
 
 def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
     """One message per mistake. A port is tried out, and given back."""
-    mistakes = [*_amounts(endpoint), *_files(endpoint)]
+    mistakes = [*_amounts(endpoint), *_files(endpoint), *_parsers(endpoint)]
     if not 0 <= endpoint.port <= 65535:
         mistakes.append(f"endpoint.port is {endpoint.port}: give 0 (a free one) to 65535")
     else:
@@ -94,6 +94,12 @@ def _amounts(endpoint: EndpointConfig) -> list[str]:
         for name, least in at_least.items()
         if not (value := getattr(endpoint, name)) >= least
     ]
+
+
+def _parsers(endpoint: EndpointConfig) -> list[str]:
+    from torchtitan_rl.adapters.vllm_parsers import parser_mistakes
+
+    return parser_mistakes(endpoint)
 
 
 def _files(endpoint: EndpointConfig) -> list[str]:
