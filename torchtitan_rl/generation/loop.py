@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_rl.errors import (
@@ -29,7 +29,7 @@ from torchtitan_rl.errors import (
     LoopFailedError,
     ReplicaError,
 )
-from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode
+from torchtitan_rl.generation.decision import Action, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
 from torchtitan_rl.generation.futures import (
     OutstandingRequests,
@@ -39,28 +39,14 @@ from torchtitan_rl.generation.futures import (
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
+from torchtitan_rl.generation.loop_config import LoopConfig
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
 
-STATS_INTERVAL_S = 0.2
+__all__ = ["EngineLoop", "LoopConfig"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
-    it well below the time-out of the channel. ``version``: of the weights the engine starts with.
-    Listeners are told of progress every ``stream_interval_s`` or, where they do not stream, every
-    ``progress_interval_s`` at most.
-    """
-
-    name: str = "replica"
-    max_steps_per_decision: int = 4
-    heartbeat_s: float = 60.0
-    kv_policy: KvPolicy = field(default_factory=KvPolicy)
-    version: int = 0
-    stream_interval_s: float = 0.02
-    progress_interval_s: float = 1.0
+_STATS_INTERVAL_S = 0.2
 
 
 class EngineLoop:
@@ -374,7 +360,7 @@ class EngineLoop:
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()
-        if is_due or now_s - self._stats_s >= STATS_INTERVAL_S:
+        if is_due or now_s - self._stats_s >= _STATS_INTERVAL_S:
             self._stats, self._stats_s = self._engine.stats(), now_s
 
     def _end(self, error: ReplicaError) -> None:
