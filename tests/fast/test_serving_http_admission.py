@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fast.http_driver import Client, OnDemandApp, settle
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.serving.http_admission import Admission
 from torchtitan_rl.serving.http_body import BufferedBody
 from torchtitan_rl.serving.http_errors import OpenAIErrors
@@ -18,9 +19,10 @@ from torchtitan_rl.serving.http_limits import RequestLimits
 class Served:
     """An on-demand app with places in front of it."""
 
-    def __init__(self, *, max_running: int = 1, max_queued: int = 2) -> None:
+    def __init__(self, *, timeout_s: float = 600.0, **limits: int) -> None:
         self.app = OnDemandApp()
-        self.admission = Admission(self.app, max_running=max_running, max_queued=max_queued)
+        limits = {"max_running": 1, "max_queued": 2} | limits
+        self.admission = Admission(self.app, timeout_s=timeout_s, **limits)
         self.asgi = OpenAIErrors(
             BufferedBody(self.admission, limits=RequestLimits(), timeout_s=60.0)
         )
@@ -67,6 +69,25 @@ def test_a_request_beyond_the_queue_is_429_and_told_when_to_come_again() -> None
         assert served.places == (1, 2)
 
     asyncio.run(run())
+
+
+def test_nobody_waits_for_a_place_longer_than_the_time_out() -> None:
+    async def run() -> None:
+        served = Served(timeout_s=30.0)
+        running = await served.ask("a")
+        waiting = await served.ask("b")
+        await asyncio.sleep(20.0)
+        later = await served.ask("c")
+        await asyncio.sleep(11.0)
+        assert await waiting.refusal() == (429, "queue_timeout", None)
+        assert served.places == (1, 1)
+        served.app.calls[0].finish()
+        await running.task
+        await settle()
+        assert served.bodies == ["a", "c"]
+        assert not later.task.done()
+
+    run_virtually(run())
 
 
 def test_a_stream_holds_its_place_until_its_end() -> None:

@@ -1,7 +1,8 @@
 """So many requests run at once, so many wait in their order, and the next is refused (429).
 
 Invariants: a place is held until the app has returned, which for a stream is its end, and is given
-back on every way out; who waits and leaves (or is cancelled) leaves the queue and takes no place.
+back on every way out; who waits and leaves (or is cancelled) leaves the queue and takes no place;
+nobody waits longer than the time-out (also a 429).
 Only requests that generate are counted: health, metrics, sessions and administration must answer
 exactly when everything else is full.
 """
@@ -33,8 +34,11 @@ def generates(scope: Scope) -> bool:
 class Admission:
     """Layer of the shell between `BufferedBody` and the app."""
 
-    def __init__(self, handler: Handler, *, max_running: int, max_queued: int) -> None:
+    def __init__(
+        self, handler: Handler, *, max_running: int, max_queued: int, timeout_s: float = 600.0
+    ) -> None:
         self._handler = handler
+        self._timeout_s = timeout_s
         self._max_running = max_running
         self._max_queued = max_queued
         self._queue: deque[asyncio.Future[None]] = deque()
@@ -60,19 +64,17 @@ class Admission:
             self.num_running += 1
             return True
         if len(self._queue) >= self._max_queued:
-            self.num_refused += 1
-            raise HttpError(
-                429,
-                f"{self.num_running} requests run and {len(self._queue)} wait: try again later.",
-                code="queue_full",
-                headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
-            )
+            raise self._refusal("queue_full")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         leaves = asyncio.ensure_future(request.gone())
         is_in = False
         try:
-            await asyncio.wait({place, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {place, leaves}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not (place.done() or leaves.done()):
+                raise self._refusal("queue_timeout")
             is_in = place.done() and not leaves.done()
             return is_in
         finally:
@@ -81,6 +83,15 @@ class Admission:
                 self._queue.remove(place)
             elif not is_in:  # given in the moment in which it was no longer wanted
                 self._leave()
+
+    def _refusal(self, code: str) -> HttpError:
+        self.num_refused += 1
+        return HttpError(
+            429,
+            f"{self.num_running} requests run and {len(self._queue)} wait: try again later.",
+            code=code,
+            headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
+        )
 
     def _leave(self) -> None:
         """Hand the place to who waits longest, or give it back."""
