@@ -330,6 +330,19 @@ def test_more_sessions_than_fit_are_refused_until_one_ends():
     run_virtually(scenario())
 
 
+def test_a_session_that_goes_on_for_ever_is_refused_before_it_holds_too_much():
+    async def scenario():
+        sessions = make(max_held_tokens=20)
+        await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
+        assert await refused(sessions.complete(asked((1,) * 9, "s"))) == (400, "session_full")
+        await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
+        assert await refused(sessions.complete(asked((1,), "s"))) == (400, "session_full")
+        await sessions.complete(asked((1,) * 9, "another", max_tokens=1))
+        assert (await sessions.close("s", 1.0)).tokens_trained == 8
+
+    run_virtually(scenario())
+
+
 def test_at_the_end_all_sessions_and_their_requests_end():
     async def scenario():
         sessions = make()

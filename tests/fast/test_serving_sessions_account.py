@@ -63,12 +63,45 @@ def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
     run_virtually(scenario())
 
 
+def test_reading_the_counts_costs_nothing_for_sessions_in_which_nothing_happened(monkeypatch):
+    """The controller reads them every second, of thousands of sessions."""
+
+    async def scenario():
+        sessions = make()
+        for index in range(20):
+            await sessions.complete(asked((1,), f"s{index}", max_tokens=2))
+        before = sessions.counts()
+        assert before["session_turns"] == before["sessions_open"] == 20
+        running = asyncio.create_task(sessions.complete(asked((1,), "s3", max_tokens=9)))
+        await asyncio.sleep(1)
+        read = []
+        report = Sessions._report
+
+        def counted(self, session, *how):
+            read.append(session.session_id)
+            return report(self, session, *how)
+
+        monkeypatch.setattr(Sessions, "_report", counted)
+        for _ in range(5):
+            assert sessions.counts() == before
+        assert read == ["s3"] * 5  # which may change while it runs
+        await running
+        await sessions.close("s3", 1.0)
+        after = sessions.counts()
+        assert (after["session_turns"], after["sessions_open"]) == (21, 19)
+        assert (after["sessions_rewarded"], after["session_tokens_trained"]) == (1, 11)
+        assert after["session_tokens_pending"] == 19 * 2
+
+    run_virtually(scenario())
+
+
 def _require_sums(sessions: Sessions):
     counts = sessions.counts()
     parts = ("trained", "masked", "discarded", "pending")
     total = sum(counts[f"session_tokens_{part}"] for part in parts)
     assert total == counts["session_tokens_generated"]
     assert counts["session_tokens_pending"] >= 0
+    assert counts["sessions_open"] == len(sessions._open)
     for session in sessions._open.values():
         assert sessions.read(session.session_id).tokens_trained == 0
     return counts

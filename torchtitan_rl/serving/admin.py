@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.bridge import Handler
-from torchtitan_rl.serving.messages import CommandName, Refusal, RefusedError
+from torchtitan_rl.serving.messages import CommandName, Handler, Refusal, RefusedError
 
 _MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from torchtitan_rl.serving.messages import (
     CommandName,
     Endpoint,
     EndpointRequest,
+    Handler,
     Refusal,
     RefusedError,
     RequestEnd,
@@ -41,8 +42,6 @@ _T = TypeVar("_T")
 
 _CLOSING = Refusal(status=503, message="the system is shutting down", code="shutting_down")
 _LAST_DELIVERY_S = 5.0
-
-Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 class Complete(Protocol):

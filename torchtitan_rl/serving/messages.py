@@ -6,7 +6,7 @@ the sessions. The controller polls for what clients want and delivers what has b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,9 @@ CommandName = Literal[
     "resume",
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
+
+Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Answers commands of one name, from arguments to the body; it may raise `RefusedError`."""
 
 GAUGE_PREFIX = "torchtitan_rl_"
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.admin import router_handlers
-from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge, Handler
-from torchtitan_rl.serving.messages import CommandName, Endpoint
+from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
+from torchtitan_rl.serving.messages import CommandName, Endpoint, Handler
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.status import StatusReader
 

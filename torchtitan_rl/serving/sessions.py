@@ -8,21 +8,23 @@ Invariants: a session ends exactly once, and refuses whatever comes later (``ses
 request whose caller is gone, or whose session closes, is aborted at the router; what it had sampled
 is recorded as a turn that nobody saw, and masked. Tokens add up, of each session and of all of them
 (`SessionReport`). An open session whose requests and rewards fail to come ends by the time-out; of
-an ended session only its id and its counts are kept. Event loop only; no lock, no task of its own.
+an ended session only its id and its counts are kept. What a session holds is bounded, however
+long it goes on. Event loop only; no lock, no task of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
-from torchtitan_rl.serving.messages import CommandName, Refusal, RefusedError
+from torchtitan_rl.serving.messages import CommandName, Handler, Refusal, RefusedError
+from torchtitan_rl.serving.session_counts import SessionCounts
 from torchtitan_rl.serving.session_record import (
     SessionEnding,
     SessionReport,
@@ -32,10 +34,9 @@ from torchtitan_rl.serving.session_record import (
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 MAX_ENDED = 100_000  # ended sessions that are remembered
+MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
 _MAX_REWARD = 1e30  # in JSON there are numbers that no float can hold
 _STOP_TIMEOUT_S = 10.0  # for the router to give back what it aborted
-
-Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 class Completes(Protocol):
@@ -68,9 +69,10 @@ class SessionDriver(Protocol):
 class _Session:
     session_id: str
     driver: SessionDriver | None
-    used_s: float  # when something happened last, in the event loop's time
+    used_s: float = 0.0  # when something happened last, in the event loop's time
     turns: list[SessionTurn] = field(default_factory=list)
     running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = field(default_factory=dict)
+    held_tokens: int = 0
     driven_turns: int = 0
     is_closing: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -80,15 +82,21 @@ class Sessions:
     """All sessions of one router."""
 
     def __init__(
-        self, router: Completes, *, timeout_s: float = 600.0, max_sessions: int = 10_000
+        self,
+        router: Completes,
+        *,
+        timeout_s: float = 600.0,
+        max_sessions: int = 10_000,
+        max_held_tokens: int = MAX_HELD_TOKENS,
     ) -> None:
         self._router = router
+        self._max_held_tokens = max_held_tokens
         self._timeout_s = timeout_s
         self._max_sessions = max_sessions
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, SessionReport] = OrderedDict()
-        self._counts = Counter({f"sessions_{ending.value}": 0 for ending in SessionEnding})
-        _count(self._counts, SessionReport(session_id=""))  # every name is there from the start
+        self._counts = SessionCounts()
+        self._changed: dict[str, _Session] = {}  # since they were counted last
         self._is_closed = False
 
     async def complete(
@@ -111,6 +119,7 @@ class Sessions:
             return await self._record(session, request, on_progress)
         completion = await session.driver.complete(request)
         session.driven_turns += 1
+        self._note_use(session)
         return completion
 
     def open(self, session_id: str | None = None) -> str:
@@ -179,11 +188,10 @@ class Sessions:
         ``session_tokens_generated`` is the sum of those trained, masked, discarded and pending;
         sessions that a run drives count as sessions, not in the tokens.
         """
-        counts = self._counts.copy()
-        for session in self._open.values():
-            _count(counts, self._report(session, None, None))
-        counts["sessions_open"] = len(self._open)
-        return dict(counts)
+        for session in self._changed.values():
+            self._counts.take(self._report(session, None, None))
+        self._changed = {s.session_id: s for s in self._changed.values() if s.running}
+        return self._counts.read()
 
     async def aclose(self) -> None:
         """End all sessions and their requests; nothing is taken any more."""
@@ -204,6 +212,14 @@ class Sessions:
             raise _refused(
                 400, "invalid_request", f"request {request.request_id!r} is running already"
             )
+        num_tokens = len(request.prompt_token_ids)
+        if session.held_tokens + num_tokens > self._max_held_tokens:
+            raise _refused(
+                400,
+                "session_full",
+                f"session {session.session_id!r} holds as many tokens as it may: close it",
+            )
+        session.held_tokens += num_tokens
         turn = SessionTurn(prompt_token_ids=request.prompt_token_ids)
         session.turns.append(turn)
         sampling = asyncio.ensure_future(self._sample(session, turn, request, on_progress))
@@ -214,6 +230,7 @@ class Sessions:
             if not is_cancelled():  # `_stop` gave up waiting
                 raise _closed(session.session_id) from error
             turn.is_seen = False
+            self._note_use(session)
             await asyncio.shield(self._stop(session, [request.request_id]))
             raise
         if not turn.is_seen:
@@ -234,7 +251,7 @@ class Sessions:
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
 
-        session.used_s = _now()
+        self._note_use(session)
         try:
             turn.completion = await self._router.generate(
                 request, None if on_progress is None else note
@@ -248,8 +265,9 @@ class Sessions:
             raise
         finally:
             del session.running[request.request_id]
-            session.used_s = _now()
+            self._note_use(session)
         turn.known.clear()
+        session.held_tokens += len(turn.completion.token_ids)
         return turn.completion
 
     async def _stop(self, session: _Session, request_ids: Collection[str]) -> None:
@@ -277,11 +295,17 @@ class Sessions:
         if driver is None and len(self._open) >= self._max_sessions:
             message = f"{len(self._open)} sessions are open: close some, or try again later"
             raise _refused(429, "too_many_sessions", message)
-        session = _Session(session_id=session_id, driver=driver, used_s=_now())
+        session = _Session(session_id=session_id, driver=driver)
         self._open[session_id] = session
+        self._note_use(session)
         if driver is None:
             self._watch(session, self._timeout_s)
         return session
+
+    def _note_use(self, session: _Session) -> None:
+        session.used_s = _now()
+        if self._open.get(session.session_id) is session:  # else it has been counted as ended
+            self._changed[session.session_id] = session
 
     def _watch(self, session: _Session, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -298,12 +322,13 @@ class Sessions:
         report = self._report(session, ending, reward)
         if self._open.pop(session.session_id, None) is None:
             return self._ended.get(session.session_id, report)
+        self._changed.pop(session.session_id, None)
         if session.timer is not None:
             session.timer.cancel()
         self._ended[session.session_id] = replace(report, episodes=())
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        _count(self._counts, report)
+        self._counts.take(report)
         return report
 
     def _report(
@@ -333,18 +358,6 @@ class Sessions:
 
     async def _on_read(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.read(_text(arguments, "session_id")).to_json()
-
-
-def _count(counts: Counter[str], report: SessionReport) -> None:
-    if report.ending is not None:
-        counts[f"sessions_{report.ending.value}"] += 1
-    counts["session_turns"] += report.turns
-    counts["session_unseen_turns"] += report.unseen_turns
-    counts["session_tokens_generated"] += report.tokens_generated
-    counts["session_tokens_trained"] += report.tokens_trained
-    counts["session_tokens_masked"] += sum(report.tokens_masked.values())
-    counts["session_tokens_discarded"] += sum(report.tokens_discarded.values())
-    counts["session_tokens_pending"] += report.tokens_pending
 
 
 def _checked_reward(reward: object) -> float | None:
