@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.real.openai_answers import joined, plain
 from tests.real.openai_requests import (
@@ -351,11 +352,20 @@ def await_gauge(urls: dict[str, str], name: str, value: float) -> None:
     assert gauge(urls, name) == value
 
 
+@pytest.mark.parametrize("name", ["a b", "x" * 129, "../x", "\u00e4"])
+def test_a_session_that_the_body_names_has_the_form_of_any_other(urls, name: str) -> None:
+    body = {"model": "policy", "prompt": "x", "max_tokens": 1, "session_id": name}
+    answer = httpx.post(f"{urls['ours']}/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+
+
 def test_health_and_metrics_tell_of_the_system(urls) -> None:
     answer = httpx.get(f"{urls['ours']}/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok", "policy_version": 0})
     metrics = httpx.get(f"{urls['ours']}/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
+    families = [family.name for family in text_string_to_metric_families(metrics.text)]
+    assert len(set(families)) == len(families)
     assert "torchtitan_rl_healthy 1.0" in metrics.text
     assert 'tokens{replica="replica0"}' in metrics.text
     generated = [

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -54,6 +55,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from torchtitan_rl.adapters.vllm_openai_answers import Chat, Completions, error_response
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving import http_auth, http_context
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
@@ -154,6 +156,7 @@ class RouterLLM(AsyncLLM):
             VLLMValidationError: it asks for what is not served.
         """
         refuse_unserved(sampling_params)
+        _check_session(options.get("session_id"))
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
         return super().generate(prompt, sampling_params, request_id, **options)
@@ -171,6 +174,18 @@ class RouterLLM(AsyncLLM):
         aborted = self.output_processor.abort_requests([whole], internal=True)
         self.engine_core.abort(aborted)
         state.queue.put(error)  # takes the place of the abort's output
+
+
+def _check_session(named: str | None) -> None:
+    """Raises `VLLMValidationError`: the body names none, or another one than the headers."""
+    if named is None:
+        return
+    if not http_auth.is_session_id(named):
+        message = "session_id: use 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
+        raise VLLMValidationError(message, parameter="session_id")
+    if http_context.session_id.get() not in (None, named):
+        message = "the body and the headers name different sessions"
+        raise VLLMValidationError(message, parameter="session_id")
 
 
 @contextlib.contextmanager
@@ -260,15 +275,15 @@ def _watch_routes(app: FastAPI, llm: RouterLLM, link: ControllerLink) -> None:
 
 
 def _gauges(status: SystemStatus) -> bytes:
-    """In Prometheus's text format; names may carry labels."""
+    """In Prometheus's text format; names may carry labels, and end in "_total" where they count."""
     gauges = {"torchtitan_rl_healthy": float(status.is_healthy), **status.gauges}
-    lines, family = [], ""
+    families: defaultdict[str, list[str]] = defaultdict(list)  # the lines of one stand together
     for name, value in sorted(gauges.items()):
-        if name.partition("{")[0] != family:
-            family = name.partition("{")[0]
-            lines.append(f"# TYPE {family} gauge\n")
-        lines.append(f"{name} {value}\n")
-    return "".join(lines).encode()
+        families[name.partition("{")[0]].append(f"{name} {value}\n")
+    return "".join(
+        f"# TYPE {family} {'counter' if family.endswith('_total') else 'gauge'}\n{''.join(lines)}"
+        for family, lines in families.items()
+    ).encode()
 
 
 def handle_errors(app: FastAPI) -> None:

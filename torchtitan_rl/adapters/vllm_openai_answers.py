@@ -72,7 +72,7 @@ class _Versions:
 
     def add_to(self, choices: list[Any]) -> None:
         for choice in choices:
-            choice.policy_versions = self._runs[choice.index]
+            choice.policy_versions = self._runs.get(choice.index, [])
 
     async def added(self, chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
@@ -82,7 +82,7 @@ class _Versions:
         body = json.loads(chunk.removeprefix("data: "))
         for choice in body["choices"]:
             if choice.get("finish_reason"):
-                choice["policy_versions"] = self._runs[choice["index"]]
+                choice["policy_versions"] = self._runs.get(choice["index"], [])
         return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 

@@ -43,6 +43,20 @@ def is_session_id(text: str) -> bool:
     return _SESSION_ID.fullmatch(text) is not None and not {".", "..", ""} & set(text.split("/"))
 
 
+def checked_session_id(text: str) -> str:
+    """Raises:
+    HttpError: 400, it is none.
+    """
+    if not is_session_id(text):
+        raise HttpError(
+            400,
+            "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-",
+            code="invalid_session_id",
+            param="session_id",
+        )
+    return text
+
+
 def check_keys(*, host: str, api_key: str, admin_key: str) -> None:
     """Raises:
     ConfigError: these keys cannot protect an endpoint on this address.
@@ -107,7 +121,9 @@ class Authentication:
                 else "The API key is wrong."
             )
         named = [
-            _session(text) for text in ((suffix if colon else None), header) if text is not None
+            checked_session_id(text.decode("latin-1"))
+            for text in ((suffix if colon else None), header)
+            if text is not None
         ]
         if len(set(named)) > 1:
             raise HttpError(
@@ -116,17 +132,6 @@ class Authentication:
                 code="session_conflict",
             )
         return named[0] if named else None
-
-
-def _session(raw: bytes) -> str:
-    text = raw.decode("latin-1")
-    if not is_session_id(text):
-        raise HttpError(
-            400,
-            "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-",
-            code="invalid_session_id",
-        )
-    return text
 
 
 def _unauthorized(message: str) -> HttpError:

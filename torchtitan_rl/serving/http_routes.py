@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
-from torchtitan_rl.serving.http_auth import is_session_id
+from torchtitan_rl.serving.http_auth import checked_session_id
 from torchtitan_rl.serving.http_errors import HttpError, error_body
 from torchtitan_rl.serving.messages import CommandName, RefusedError
 
@@ -98,22 +98,25 @@ def _sessions(commands: Commands) -> APIRouter:
         """Open a session; requests that name it are recorded, token for token."""
         arguments: dict[str, Any] = {}
         if request is not None and request.session_id is not None:
-            arguments["session_id"] = _checked(request.session_id)
+            arguments["session_id"] = checked_session_id(request.session_id)
         return await commands.command("session.open", arguments)
 
     @router.post("/{session_id:path}/reward", response_model=SessionAnswer)
     async def reward_session(session_id: SessionId, request: Reward) -> Any:
         """Close a session with its reward; its episodes come back if they are asked for."""
-        arguments: dict[str, Any] = {"session_id": _checked(session_id), "reward": request.reward}
+        arguments: dict[str, Any] = {
+            "session_id": checked_session_id(session_id),
+            "reward": request.reward,
+        }
         answer = dict(await commands.command("session.close", arguments))
         if not request.return_episodes:
             answer.pop("episodes", None)
         return answer
 
     @router.delete("/{session_id:path}", response_model=SessionAnswer)
-    async def abandon_session(session_id: SessionId) -> Any:
+    async def close_session(session_id: SessionId) -> Any:
         """Close a session without a reward."""
-        arguments = {"session_id": _checked(session_id)}
+        arguments = {"session_id": checked_session_id(session_id)}
         answer = dict(await commands.command("session.close", arguments))
         answer.pop("episodes", None)
         return answer
@@ -121,7 +124,9 @@ def _sessions(commands: Commands) -> APIRouter:
     @router.get("/{session_id:path}", response_model=SessionAnswer)
     async def read_session(session_id: SessionId) -> Any:
         """A session's state and counts."""
-        return await commands.command("session.read", {"session_id": _checked(session_id)})
+        return await commands.command(
+            "session.read", {"session_id": checked_session_id(session_id)}
+        )
 
     return router
 
@@ -155,14 +160,3 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
     body = error_body(error.status, error.message, code=error.code, param=error.param)
     return Response(body, status_code=error.status, media_type="application/json")
-
-
-def _checked(session_id: str) -> str:
-    if not is_session_id(session_id):
-        raise HttpError(
-            400,
-            "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-",
-            code="invalid_session_id",
-            param="session_id",
-        )
-    return session_id
