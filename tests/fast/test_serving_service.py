@@ -12,6 +12,7 @@ from tests.fast.replicas import GatedReplica, handle
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.config import EndpointConfig
 from torchtitan_rl.errors import EndpointLostError, GenerationError
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.serve import wait_until_no_replica
@@ -34,9 +35,9 @@ class Parts:
         return EndpointService(self.endpoint, self.router, self.sessions, interval_s=0.02)
 
 
-def parts() -> Parts:
+def parts(replica: type[GatedReplica] = GatedReplica) -> Parts:
     """A router over two replicas, and an endpoint that nobody serves yet."""
-    replicas = [GatedReplica("replica0"), GatedReplica("replica1")]
+    replicas = [replica("replica0"), replica("replica1")]
     router = GeneratorRouter(replicas, request_timeout_s=600.0)
     link = ControllerLink(clock=now)
     link.attach()
@@ -74,6 +75,22 @@ def test_an_admin_pauses_and_resumes_the_router() -> None:
             assert (await ends_of(system.link, 1))["a"].completion is not None
             with pytest.raises(RefusedError, match="give one of keep, abort, wait"):
                 await system.link.command("pause", {"mode": "stop"})
+        system.link.close()
+
+    run_virtually(scenario())
+
+
+def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_replica() -> None:
+    class Overtaken(GatedReplica):
+        async def pause(self, mode: PauseMode) -> None:
+            raise GenerationError(f"{self.name}: resumed before it was paused")
+
+    async def scenario() -> None:
+        system = parts(Overtaken)
+        async with system.service():
+            with pytest.raises(RefusedError, match="resumed") as caught:
+                await system.link.command("pause", {"mode": "wait"})
+            assert caught.value.refusal.status == 409
         system.link.close()
 
     run_virtually(scenario())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.messages import CommandName, Handler, Refusal, RefusedError
@@ -23,7 +24,11 @@ def router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
         if mode not in _MODES:
             message = f"mode is {mode!r}: give one of {', '.join(_MODES)}"
             raise RefusedError(Refusal(status=400, message=message, code="invalid_request"))
-        await router.pause(mode)
+        try:
+            await router.pause(mode)
+        except GenerationError as error:  # a `wait` may take minutes
+            message = "somebody resumed before everything had stopped"
+            raise RefusedError(Refusal(status=409, message=message, code="resumed")) from error
         return {"is_paused": True, "mode": mode}
 
     async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
