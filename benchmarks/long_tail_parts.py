@@ -1,0 +1,79 @@
+"""What stands in for the trainer and for the recorder of a training run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+
+class StandInTrainer:
+    """See `torchtitan_rl.orchestration.trainer.Trainer`."""
+
+    def __init__(self, policy: Path, *, train_s: float, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        self._train_s = train_s
+        self._weights: dict[str, Any] = {}
+        for path in sorted(policy.glob("*.safetensors")):
+            self._weights |= load_file(path)
+        self._publisher = SharedMemoryPublisher("long-tail", folder)
+        self._version = 0
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        await asyncio.sleep(self._train_s)
+        self._version += 1
+        return StepOutput(version=self._version)
+
+    async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+        return await asyncio.to_thread(
+            self._publisher.publish, self._version, self._weights, keep=keep
+        )
+
+    async def save_checkpoint(
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Once, behind the last step; nobody reads it."""
+        folder = temporary_path(path)
+        folder.mkdir(parents=True)
+        seal(folder, {}, {})
+        publish(path)
+
+    async def finish_checkpoint(self) -> None: ...
+
+    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise NotImplementedError("nothing is resumed here")
+
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+    async def close(self) -> None:
+        self._publisher.close()
+
+
+class StepLog:
+    """A recorder that keeps the steps; see `torchtitan_rl.orchestration.records.Recorder`."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def record_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def record_validation(self, record: ValidationRecord) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def say(self, message: str) -> None: ...

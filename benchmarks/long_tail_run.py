@@ -1,0 +1,245 @@
+"""One run of the real controller on the long-tailed task, with real replicas.
+
+Controller, work buffer, rollouter, batcher, router and weight feed are those of a training run, put
+together in the same way; so are the replicas (vLLM, in processes of their own) and the weights that
+they pull. Only the trainer is a stand-in: it takes the batch, waits as long as it was told, and
+publishes the same weights as the next version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from benchmarks.long_tail_parts import StandInTrainer, StepLog
+from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
+from torchtitan_rl.config import (
+    CheckpointConfig,
+    GeneratorConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    ValidationConfig,
+    WeightSyncConfig,
+)
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.orchestration.capacity import derive_capacity
+from torchtitan_rl.orchestration.controller import Controller, Parts
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.records import StepRecord
+from torchtitan_rl.plan import ProcessGroup, replica_name
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.run import controller_settings
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.types import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from torchtitan_rl.adapters.monarch_generator import MonarchReplica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all modes have in common. ``cores``: one for each replica, or none."""
+
+    policy: Path
+    tail: LongTail
+    folder: Path
+    num_steps: int
+    train_s: float
+    replicas: int = 1
+    max_running: int = 128
+    kv_cache_bytes: int = 256 << 20
+    keeps_kv: bool = False  # running requests keep the KV of older weights
+    device: Literal["cpu", "cuda"] = "cpu"
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """``mean_batch``: tokens an engine step, over the whole run."""
+
+    steps: tuple[StepRecord, ...]
+    mean_batch: float
+
+
+@asynccontextmanager
+async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchReplica]]:
+    """Gone when the context is left."""
+    from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
+    from torchtitan_rl.adapters.monarch_runtime import all_of, supervise
+    from torchtitan_rl.adapters.vllm_cpu import engine_environment
+
+    supervise()
+    config = run_config(setting, ScheduleConfig())
+    replicas: list[MonarchReplica] = []
+    try:
+        for index in range(setting.replicas):
+            group = ProcessGroup(
+                name=replica_name(index),
+                ranks=1,
+                threads=1,
+                devices=(index,) if setting.device == "cuda" else (),
+                cores=setting.cores[index : index + 1],
+            )
+            spec = GeneratorSpec(
+                name=group.name,
+                model=setting.policy,
+                device=setting.device,
+                dtype="bfloat16",
+                seed=index,
+                generator=config.generator,
+                weight_sync=config.weight_sync,
+                log_dir=setting.folder,
+                trace_dir=None,
+            )
+            environment = engine_environment(1, setting.device)
+            replicas.append(await MonarchReplica.spawn(group, spec, environment))
+        await all_of(*(one.start() for one in replicas))
+        yield replicas
+    finally:
+        await asyncio.gather(*(one.close() for one in replicas))
+
+
+async def run_mode(
+    setting: Setting, schedule: ScheduleConfig, replicas: Sequence[MonarchReplica], *, name: str
+) -> FinishedRun:
+    """``num_steps`` steps from version 0; replicas are as empty afterwards as before."""
+    config = run_config(setting, schedule)
+    folder = setting.folder / name
+    folder.mkdir()
+    trainer = StandInTrainer(setting.policy, train_s=setting.train_s, folder=setting.folder)
+    try:
+        first = await trainer.publish()
+        for replica in replicas:  # they still hold the last version of the run before
+            await replica.stage(first)
+            await replica.pull(first.version)
+        log = StepLog()
+        before = [await replica.stats() for replica in replicas]
+        await _controller(config, replicas, trainer, log, folder).run(resume_from=None)
+        after = [await replica.stats() for replica in replicas]
+    finally:
+        await trainer.close()
+    await _until_idle(replicas)
+    pairs = list(zip(before, after, strict=True))
+    engine_steps = sum(new.steps - old.steps for old, new in pairs)
+    tokens = sum(new.generated_tokens - old.generated_tokens for old, new in pairs)
+    return FinishedRun(steps=tuple(log.steps), mean_batch=tokens / engine_steps)
+
+
+async def run_limit(
+    setting: Setting, replicas: Sequence[MonarchReplica], *, num_groups: int
+) -> float:
+    """Seconds that the same answers take where all are known up front, the longest are begun
+    first, and the weights stay: no schedule can keep the engines busier."""
+    tail, router = setting.tail, GeneratorRouter(replicas)
+    dataset = LongTailTask(tail=tail).dataset("train", seed=0)
+    requests = [
+        GenerationRequest(
+            request_id=f"limit/{problem.problem_id}/r{sibling}",
+            prompt_token_ids=problem.data["prompt"],
+            sampling=SamplingParams(max_tokens=length, ignore_eos=True, seed=sibling),
+            session_id=f"limit/{problem.problem_id}/r{sibling}",
+        )
+        for problem in (dataset.next() for _ in range(num_groups))
+        for sibling, length in enumerate(tail.lengths(int(problem.problem_id)))
+    ]
+    requests.sort(key=lambda request: request.sampling.max_tokens, reverse=True)
+    started_s = time.monotonic()
+    await asyncio.gather(*(router.generate(request) for request in requests))
+    return time.monotonic() - started_s
+
+
+def run_config(setting: Setting, schedule: ScheduleConfig) -> RunConfig:
+    """What a user would write."""
+    tail = setting.tail
+    longest = tail.prompt + tail.longest
+    return RunConfig(
+        policy=PolicyConfig(checkpoint=str(setting.policy)),
+        task=LongTailTask(tail=tail),
+        num_steps=setting.num_steps,
+        rollout=RolloutConfig(
+            groups_per_step=tail.groups_per_step,
+            group_size=tail.group_size,
+            max_turns=1,
+            max_total_tokens=longest,
+            sampling=SamplingConfig(max_tokens_per_turn=tail.longest),
+        ),
+        schedule=schedule,
+        generator=GeneratorConfig(
+            replicas=setting.replicas,
+            max_model_len=longest,
+            max_running_requests=setting.max_running,
+            kv_cache_bytes=setting.kv_cache_bytes,
+        ),
+        weight_sync=WeightSyncConfig(recompute_running_on_pull=not setting.keeps_kv),
+        trainer=TrainerConfig(row_len=longest),
+        validation=ValidationConfig(every=0, num_problems=0),
+        checkpoint=CheckpointConfig(every=0),
+    )
+
+
+def _controller(
+    config: RunConfig,
+    replicas: Sequence[MonarchReplica],
+    trainer: StandInTrainer,
+    log: StepLog,
+    folder: Path,
+) -> Controller:
+    """As `torchtitan_rl.run` makes it."""
+    task, rollout = config.task, config.rollout
+    assert isinstance(task, LongTailTask)
+    schedule = config.schedule
+    capacity = derive_capacity(
+        groups_per_step=rollout.groups_per_step,
+        staleness=schedule.staleness,
+        window=schedule.window,
+    )
+    settings = controller_settings(config, capacity)
+    if capacity.staleness > 0:
+        # Up to the last step there is as much under way as in the middle of a long run.
+        producer = replace(settings.producer, surplus=capacity.buffer)
+        settings = replace(settings, producer=producer)
+    router = GeneratorRouter(replicas)
+    return Controller(
+        settings,
+        Parts(
+            dataset=task.dataset("train", seed=0),
+            validation_problems=(),
+            rollouter=Rollouter(
+                generate=with_lengths(router.generate, task.tail),
+                environment=lambda problem: task.environment(
+                    problem, tokenizer=None, limits=rollout
+                ),
+                config=rollout,
+            ),
+            batcher=EpisodeBatcher(
+                advantage=rollout.advantage,
+                row_len=config.trainer.row_len,
+                temperature=rollout.sampling.temperature,
+            ),
+            trainer=trainer,
+            router=router,
+            recorder=log,
+            checkpoints=CheckpointDirectory(folder / "checkpoints"),
+            journals=JournalDirectory(folder / "journal"),
+        ),
+    )
+
+
+async def _until_idle(replicas: Sequence[MonarchReplica], *, timeout_s: float = 30.0) -> None:
+    """Requests that were cancelled leave their engines a moment later."""
+    deadline_s = time.monotonic() + timeout_s
+    for replica in replicas:
+        while (stats := await replica.stats()).running + stats.waiting:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{replica.name} still has {stats.running} requests")
+            await asyncio.sleep(0.01)
