@@ -107,7 +107,7 @@ class Mailbox:
         """Or until the time is over."""
         reached = asyncio.Event()
         with self._lock:
-            if condition():
+            if timeout_s <= 0 or condition():
                 return
             self._is_awaited = condition
             self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, reached.set)
