@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
 
+from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
 
@@ -74,11 +75,16 @@ def main() -> None:
             run = train(CONFIG, [*fixed, *arm.options], run_dir=folder / name)
             runs[arm.name].append(run)
             print(f"{name}: {median(run.column('time/step_s', first_step=FIRST_STEP)):.2f} s/step")
-    report(runs, given.steps, facts, given.json)
+    settings = {name: str(value) for name, value in vars(given).items()}
+    report(runs, given.steps, facts, settings, given.json)
 
 
 def report(
-    runs: dict[str, list[FinishedRun]], steps: int, facts: dict[str, object], path: Path
+    runs: dict[str, list[FinishedRun]],
+    steps: int,
+    facts: dict[str, object],
+    settings: dict[str, str],
+    path: Path,
 ) -> None:
     split = runs["split S=0"]
 
@@ -102,11 +108,12 @@ def report(
         for name, value in seconds.items()
     ]
     print_table(["arm", "s/step", "of ideal", "best sync / arm", "mean age"], rows)
+    bars(path.with_suffix(".png"), seconds, title="Optimizer step", label="seconds, median")
     write_report(
         path,
         {
             "machine": facts,
-            "steps": steps,
+            "options": settings,
             "generation_s": generation,
             "training_s": training,
             "ideal_s": ideal,

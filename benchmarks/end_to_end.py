@@ -1,10 +1,13 @@
 """Seconds per optimizer step and generated tokens per second of the whole system, as a JSON line.
 
-    python -m benchmarks.end_to_end [--model DIR] [--groups 16] [--group-size 8] [--max-tokens 36]
+    python -m benchmarks.end_to_end [--model DIR] [--groups 16] [--group-size 8]
+        [--max-tokens 36] [--max-length 256] [--steps 12] [--repeats 3]
 
-Runs `torchtitan-rl train` on the alphabet-sort task and reads its metrics, from the second step on:
-the first one waits for caches to fill. ``--options`` are further ones of `torchtitan-rl train`
-(such as ``--schedule.staleness 1``), so that other frameworks' settings can be matched.
+Runs `torchtitan-rl train` and reads its metrics from the second step on: the first one waits for
+caches to fill. A step is all that happens between the ends of two optimizer steps: rollouts with
+their environments and rewards, training, and the weights' way back. The line is all that goes to
+stdout, so that it can be set beside those of other frameworks on the same machine; ``--config`` and
+``--options`` (further ones of `torchtitan-rl train`) match their settings.
 """
 
 from __future__ import annotations
@@ -13,73 +16,114 @@ import argparse
 import json
 import shlex
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 from benchmarks.plots import bars
 from benchmarks.report import machine, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
 
+FIRST_STEP = 2
+_TOKENS = "tokens/generated"
+_COLUMNS = ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", _TOKENS)
+
 
 def main() -> None:
     options = _options()
+    facts = machine()
     root = options.output_dir or Path(mkdtemp(prefix="end_to_end-"))
+    words = train_words(options)
+    runs = [
+        train(options.config, words, run_dir=root / f"run{repeat}")
+        for repeat in range(options.repeats)
+    ]
+    settings = {
+        "model": str(options.model or options.config.stem),
+        "groups": options.groups,
+        "group_size": options.group_size,
+        "max_tokens_per_turn": options.max_tokens,
+        "max_length": options.max_length,
+        "options": options.options,
+    }
+    repeats = [{name: column(run, name) for name in _COLUMNS} for run in runs]
+    line = settings | figures(repeats)
+    print(json.dumps(line))
+    bars(
+        options.output.with_suffix(".png"),
+        {"step": line["step_s"], "rollouts": line["rollout_s"], "training": line["train_s"]},
+        title=f"{settings['model']}: {options.groups} groups of {options.group_size}, "
+        f"{line['generated_tokens_per_s']:,.0f} tokens/s",
+        label="seconds a step, median",
+    )
+    write_report(
+        options.output,
+        {
+            "machine": facts,
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "line": line,
+            "repeats": repeats,
+            "run_s": [run.seconds for run in runs],
+        },
+    )
+
+
+def train_words(options: argparse.Namespace) -> list[str]:
+    """What `torchtitan-rl train` is told beside the configuration; the last of two wins."""
+    length = str(options.max_length)
     words = [
         *("--num-steps", str(options.steps)),
         *("--rollout.groups-per-step", str(options.groups)),
         *("--rollout.group-size", str(options.group_size)),
         *("--rollout.sampling.max-tokens-per-turn", str(options.max_tokens)),
+        *("--rollout.max-total-tokens", length),
+        *("--generator.max-model-len", length),
+        *("--trainer.row-len", length),
+        *("--trainer.optimizer.decay-steps", "0"),
         *("--validation.num-problems", "0"),
         *("--checkpoint.every", "0"),
         "--checkpoint.no-export-hf",
-        *shlex.split(options.options),
     ]
     if options.model is not None:
-        words += ["--policy.checkpoint", str(options.model)]
-    runs = [
-        train(options.config, words, run_dir=root / f"run{repeat}")
-        for repeat in range(options.repeats)
-    ]
-    line = {
-        "model": str(options.model or options.config.stem),
-        "groups": options.groups,
-        "group_size": options.group_size,
-        "max_tokens_per_turn": options.max_tokens,
-        "options": options.options,
-        "steps": sum(len(_column(run, "time/step_s")) for run in runs),
-        "step_s": _median(runs, "time/step_s"),
-        "rollout_s": _median(runs, "time/rollout_s"),
-        "train_s": _median(runs, "time/train_s"),
-        "generated_tokens_per_s": _median(runs, "tokens/generated_per_second"),
-        "run_s": [run.seconds for run in runs],
+        words += ["--policy.checkpoint", options.model]
+    return words + shlex.split(options.options)
+
+
+def column(run: FinishedRun, name: str) -> list[float]:
+    values = run.column(name, first_step=FIRST_STEP)
+    if not values:
+        raise SystemExit(f"the run has no {name} from step {FIRST_STEP} on: give it more --steps")
+    return values
+
+
+def figures(repeats: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """Medians over the steps of all repeats; tokens per second of all of their time."""
+    seconds, tokens = _all(repeats, "time/step_s"), _all(repeats, _TOKENS)
+    return {
+        "steps": len(seconds),
+        "step_s": statistics.median(seconds),
+        "step_s_mean": statistics.mean(seconds),
+        "rollout_s": statistics.median(_all(repeats, "time/rollout_s")),
+        "train_s": statistics.median(_all(repeats, "time/train_s")),
+        "sync_s": statistics.median(_all(repeats, "time/sync_s")),
+        "generated_tokens": sum(tokens),
+        "generated_tokens_per_s": sum(tokens) / sum(seconds),
     }
-    print(json.dumps(line))
-    names = ("step_s", "rollout_s", "train_s")
-    bars(
-        options.output.with_suffix(".png"),
-        {name: line[name] for name in names},
-        title=f"{line['model']}: {options.groups} groups of {options.group_size}",
-        label="seconds",
-    )
-    every_step = [{name: _column(run, f"time/{name}") for name in names} for run in runs]
-    write_report(options.output, {"machine": machine(), **line, "every_step": every_step})
 
 
-def _column(run: FinishedRun, name: str) -> list[float]:
-    return run.column(name, first_step=2)
-
-
-def _median(runs: list[FinishedRun], name: str) -> float:
-    return statistics.median(value for run in runs for value in _column(run, name))
+def _all(repeats: Sequence[dict[str, list[float]]], name: str) -> list[float]:
+    return [value for repeat in repeats for value in repeat[name]]
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "alphabet_sort_tiny.py")
-    parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
-    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--model", help="in Hugging Face format, as policy.checkpoint takes it")
+    parser.add_argument("--groups", type=int, default=16, help="of an optimizer step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=36, help="of one turn")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens of a whole rollout")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--options", default="", help="more options of `torchtitan-rl train`")

@@ -56,6 +56,7 @@ def main() -> None:
         given.docs / "async_learning.json",
         {
             "machine": facts,
+            "options": {name: str(value) for name, value in vars(given).items()},
             "columns": ["step", "seconds", "validation reward"],
             "curves": curves,
             "seconds_in_all": {

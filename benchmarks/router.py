@@ -1,22 +1,26 @@
 """What a routing decision costs, and what each strategy makes of many sessions.
 
-    python -m benchmarks.router [--sessions 100000] [--repeats 5]
+    python -m benchmarks.router [--sessions 100000] [--repeats 5] [--replicas 64 1024]
 
 - Decisions per CPU second: strategy, session homes and load bookkeeping of the real router's parts,
-  for 1 to 4,096 replicas, with 100,000 sessions known.
+  for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load then is above the
+  mean.
 - Balance: the real `GeneratorRouter` over simulated replicas on a virtual clock; sessions of three
   turns with heavy-tailed lengths arrive over time. Sticky against least loaded and round-robin, by
-  prompt tokens found in the prefix cache, by when the last replica was done, and by latency.
+  prompt tokens found in the prefix cache, by the work of the busiest replica, by when the last one
+  was done, and by latency.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,90 +46,122 @@ STRATEGIES: dict[str, Callable[[], RoutingStrategy]] = {
     "round-robin": RoundRobin,
 }
 SIZES = (1, 16, 64, 256, 1024, 4096)
+_GROWTH = (64, 4096)  # replicas between which the growth of the cost is looked at
 _OUTSTANDING = 8  # calls of each replica while decisions are measured
+_TURNS = 3
+_PROMPTS = tuple((0,) * (200 + 300 * turn) for turn in range(_TURNS))  # they grow with the turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """``decisions_per_second``: of CPU time. ``heaviest_over_mean``: of the loads at the end."""
+
+    decisions_per_second: float
+    heaviest_over_mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Seconds are those of the virtual clock but ``cpu_us_per_request``, which is the router's and
+    the simulation's."""
+
+    requests: int
+    sampled_tokens: int
+    cached_share: float  # of all prompt tokens
+    done_s: float  # when the slowest replica was
+    slowest_over_mean: float  # of when replicas were done
+    busiest_over_mean: float  # of seconds in which they worked
+    latency_p50_s: float
+    latency_p99_s: float
+    cpu_us_per_request: float
 
 
 def main() -> None:
     options = _options()
+    facts = machine()
     chance = random.Random(0)
     requests = [_request(chance, session, turn=0) for session in range(options.sessions)]
-    decisions: dict[str, dict[int, list[float]]] = {
+    decided: dict[str, dict[int, list[Decided]]] = {
         name: {size: [] for size in SIZES} for name in STRATEGIES
     }
-    for _ in range(options.repeats):
+    for repeat in range(options.repeats):
         for name, strategy in STRATEGIES.items():
             for size in SIZES:
-                rate = decisions_per_second(strategy(), size, requests)
-                decisions[name][size].append(rate)
-    medians = {
-        name: {size: statistics.median(rates) for size, rates in by_size.items()}
-        for name, by_size in decisions.items()
-    }
-    print_table(
-        ["decisions/s", *(f"{size:,}" for size in SIZES)],
-        [[name, *(f"{row[size]:,.0f}" for size in SIZES)] for name, row in medians.items()],
+                one = decide(strategy(), size, requests, decisions=options.decisions, seed=repeat)
+                decided[name][size].append(one)
+    rates = _medians(decided, "decisions_per_second")
+    loads = _medians(decided, "heaviest_over_mean")
+    header = [f"{size:,}" for size in SIZES]
+    print_table(["decisions/s", *header], _rows(rates, ",.0f"))
+    print_table(["heaviest / mean load", *header], _rows(loads, ".2f"))
+    few, many = _GROWTH
+    growth = {name: row[few] / row[many] for name, row in rates.items()}
+    logarithmic = math.log(many) / math.log(few)
+    print(
+        f"cost of a decision at {many:,} over {few} replicas (logarithmic: {logarithmic:.2f}): "
+        + ", ".join(f"{name} {value:.2f}" for name, value in growth.items())
     )
     balance = {
-        name: run_virtually(
-            balance_of(strategy(), options.replicas, options.simulated_sessions, options.rate)
-        )
-        for name, strategy in STRATEGIES.items()
+        size: {
+            name: run_virtually(
+                balance_of(strategy(), size, options.simulated_sessions, options.rate)
+            )
+            for name, strategy in STRATEGIES.items()
+        }
+        for size in options.replicas
     }
-    print(f"\n{options.replicas} replicas, {options.simulated_sessions:,} sessions of 3 turns")
-    print_table(
-        ["strategy", "cached", "all done s", "slowest / mean", "p50 s", "p99 s"],
-        [
-            [
-                name,
-                f"{row['cached_share']:.1%}",
-                f"{row['done_s']:.0f}",
-                f"{row['slowest_over_mean']:.2f}",
-                f"{row['latency_p50_s']:.2f}",
-                f"{row['latency_p99_s']:.2f}",
-            ]
-            for name, row in balance.items()
-        ],
-    )
+    for size, by_strategy in balance.items():
+        _print_balance(size, options.simulated_sessions, by_strategy)
     bars(
         options.output.with_suffix(".png"),
-        {f"{size:,} replicas": medians["sticky"][size] for size in SIZES},
+        {f"{size:,} replicas": rates["sticky"][size] for size in SIZES},
         title=f"Sticky routing, {options.sessions:,} sessions",
         label="decisions/s",
     )
     write_report(
         options.output,
         {
-            "machine": machine(),
+            "machine": facts,
             "options": {name: str(value) for name, value in vars(options).items()},
-            "decisions_per_second": decisions,
-            "medians": medians,
-            "cost_4096_over_1024": {name: row[1024] / row[4096] for name, row in medians.items()},
-            "balance": balance,
+            "decisions": {
+                name: {size: [asdict(one) for one in repeats] for size, repeats in row.items()}
+                for name, row in decided.items()
+            },
+            "medians": {"decisions_per_second": rates, "heaviest_over_mean": loads},
+            "ratios": {
+                "logarithmic_growth": logarithmic,
+                "cost_growth": growth,
+            },
+            "balance": {
+                size: {name: asdict(one) for name, one in by_strategy.items()}
+                for size, by_strategy in balance.items()
+            },
         },
     )
 
 
-def decisions_per_second(
+def decide(
     strategy: RoutingStrategy,
     num_replicas: int,
     requests: Sequence[GenerationRequest],
     *,
-    decisions: int = 20_000,
-) -> float:
+    decisions: int,
+    seed: int,
+) -> Decided:
     """Each decision takes a session at random, chooses, adds the load, and releases another's."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
     router = GeneratorRouter(replicas, strategy=strategy)
     slots = router._slots
-    chance = random.Random(0)
+    chance = random.Random(seed)
     outstanding: list[tuple[Any, int]] = []
-    drawn = [chance.randrange(len(requests)) for _ in range(decisions)]
-    released = [chance.random() for _ in range(decisions)]
     held = _OUTSTANDING * num_replicas
+    drawn = [chance.randrange(len(requests)) for _ in range(held + decisions)]
+    released = [chance.random() for _ in range(decisions)]
     started = 0.0
     for number in range(-held, decisions):
         if number == 0:
             started = time.process_time()
-        request = requests[drawn[number % decisions]]
+        request = requests[drawn[held + number]]
         slot = router._choose(request)
         tokens = request.sampling.max_tokens
         slots.add_request(slot, tokens)
@@ -134,12 +170,17 @@ def decisions_per_second(
             which = int(released[number] * len(outstanding))
             outstanding[which], outstanding[-1] = outstanding[-1], outstanding[which]
             slots.release_request(*outstanding.pop())
-    return decisions / (time.process_time() - started)
+    seconds = time.process_time() - started
+    loads = list(router.outstanding_tokens().values())
+    return Decided(
+        decisions_per_second=decisions / seconds,
+        heaviest_over_mean=max(loads) / statistics.mean(loads),
+    )
 
 
 async def balance_of(
     strategy: RoutingStrategy, num_replicas: int, num_sessions: int, rate: float
-) -> dict[str, float]:
+) -> Balance:
     """``rate``: sessions that begin, a second and replica, of the virtual clock."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
     router = GeneratorRouter(replicas, strategy=strategy, request_timeout_s=1e6)
@@ -154,38 +195,82 @@ async def balance_of(
             await router.generate(request)
             latencies.append(loop.time() - started_s)
 
-    begins_s = 0.0
+    begins_s, cpu_s = 0.0, time.process_time()
     async with asyncio.TaskGroup() as sessions:
         for session in range(num_sessions):
             begins_s += chance.expovariate(rate * num_replicas)
-            requests = [_request(chance, session, turn) for turn in range(3)]
+            requests = [_request(chance, session, turn) for turn in range(_TURNS)]
             sessions.create_task(run(session, begins_s, requests))
-    ends = [replica.busy_until_s for replica in replicas]
+    cpu_s = time.process_time() - cpu_s
+    ends, busy = [r.busy_until_s for r in replicas], [r.busy_s for r in replicas]
     p50, p99 = np.percentile(latencies, (50, 99))
-    return {
-        "cached_share": sum(r.cached_tokens for r in replicas)
+    return Balance(
+        requests=len(latencies),
+        sampled_tokens=sum(r.sampled_tokens for r in replicas),
+        cached_share=sum(r.cached_tokens for r in replicas)
         / sum(r.prompt_tokens for r in replicas),
-        "done_s": max(ends),
-        "slowest_over_mean": max(ends) / statistics.mean(ends),
-        "latency_p50_s": float(p50),
-        "latency_p99_s": float(p99),
-    }
+        done_s=max(ends),
+        slowest_over_mean=max(ends) / statistics.mean(ends),
+        busiest_over_mean=max(busy) / statistics.mean(busy),
+        latency_p50_s=float(p50),
+        latency_p99_s=float(p99),
+        cpu_us_per_request=1e6 * cpu_s / len(latencies),
+    )
 
 
 def _request(chance: random.Random, session: int, turn: int) -> GenerationRequest:
-    """Prompts grow with the turns."""
     return GenerationRequest(
         request_id=f"{session}/{turn}",
-        prompt_token_ids=(0,) * (200 + 300 * turn),
+        prompt_token_ids=_PROMPTS[turn],
         sampling=SamplingParams(max_tokens=draw_length("pareto", chance)),
         session_id=str(session),
+    )
+
+
+def _medians(
+    decided: dict[str, dict[int, list[Decided]]], figure: str
+) -> dict[str, dict[int, float]]:
+    return {
+        name: {
+            size: statistics.median(getattr(one, figure) for one in repeats)
+            for size, repeats in row.items()
+        }
+        for name, row in decided.items()
+    }
+
+
+def _rows(medians: dict[str, dict[int, float]], form: str) -> list[list[str]]:
+    return [[name, *(format(row[size], form) for size in SIZES)] for name, row in medians.items()]
+
+
+def _print_balance(size: int, num_sessions: int, balance: dict[str, Balance]) -> None:
+    print(f"\n{size:,} replicas, {num_sessions:,} sessions of {_TURNS} turns")
+    header = ["strategy", "cached", "all done s", "slowest / mean", "busiest / mean"]
+    print_table(
+        [*header, "p50 s", "p99 s", "CPU us"],
+        [
+            [
+                name,
+                f"{one.cached_share:.1%}",
+                f"{one.done_s:.1f}",
+                f"{one.slowest_over_mean:.2f}",
+                f"{one.busiest_over_mean:.2f}",
+                f"{one.latency_p50_s:.2f}",
+                f"{one.latency_p99_s:.2f}",
+                f"{one.cpu_us_per_request:.0f}",
+            ]
+            for name, one in balance.items()
+        ],
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=100_000, help="that decisions are made for")
-    parser.add_argument("--replicas", type=int, default=64, help="of the balance")
+    parser.add_argument("--decisions", type=int, default=20_000, help="in each repeat")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[64, 1024], help="of the balance"
+    )
     parser.add_argument("--simulated-sessions", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=10.0, help="sessions a second and replica")
     parser.add_argument("--repeats", type=int, default=5)

@@ -183,8 +183,12 @@ def report(
         path,
         {
             "machine": facts,
-            "settings": settings,
+            "options": settings,
             "ratios": summary,
+            "medians": {
+                mode: {name: _medians(runs) for name, runs in of_mode.items()}
+                for mode, of_mode in results.items()
+            },
             "repeats": {
                 mode: {name: [asdict(one) for one in runs] for name, runs in of_mode.items()}
                 for mode, of_mode in results.items()
@@ -193,18 +197,17 @@ def report(
     )
 
 
-def _cells(runs: Sequence[Measured]) -> list[str]:
-    def middle(figure: str) -> float:
-        return median(getattr(run, figure) for run in runs)
-
+def _medians(runs: Sequence[Measured]) -> dict[str, float]:
     times = ("latency_p50", "latency_p99", "first_p50", "first_p99")
+    names = ("tokens", "tokens_per_second", "cpu_ms_per_token", *times)
+    return {name: median(getattr(run, name) for run in runs) for name in names}
+
+
+def _cells(runs: Sequence[Measured]) -> list[str]:
+    _, per_second, cpu_ms, *times = _medians(runs).values()
     load_share = median(run.load_cpu_s / run.seconds for run in runs)
-    return [
-        f"{middle('tokens_per_second'):.0f}",
-        f"{middle('cpu_ms_per_token'):.3f}",
-        *(f"{middle(name):.2f}" for name in times),
-        f"{load_share:.0%}",
-    ]  # fmt: skip
+    cells = (f"{seconds:.2f}" for seconds in times)
+    return [f"{per_second:.0f}", f"{cpu_ms:.3f}", *cells, f"{load_share:.0%}"]
 
 
 def draw(results: dict[str, dict[str, list[Measured]]], path: Path) -> None:
@@ -273,6 +276,7 @@ def main() -> None:
     try:
         for side in sides:
             side.start()
+        for side in sides:
             side.wait_until_ready()
         results = compare(
             sides,

@@ -1,17 +1,21 @@
 """A replica that takes as long as its work does, on whatever clock the event loop has.
 
-Prompt tokens that are not cached take ``prefill_s`` each; a step that samples a token for each of
-``r`` running requests takes ``step_s + r * token_s``. The cache holds whole sessions,
-``cache_tokens`` in all, and forgets those that were not used for the longest time.
+A step samples a token for each of ``r`` running requests and takes ``step_s + r * token_s``; prompt
+tokens that are not cached take ``prefill_s`` each, in which nobody samples. The cache holds whole
+sessions, ``cache_tokens`` in all, and forgets those that were not used for the longest time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, OnProgress, VersionRun
+
+_PART_OF_STEP = 1e-3  # rounding of clocks; requests end with whole steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +28,26 @@ class Speeds:
 
 
 class SimulatedReplica:
-    """The part of `Replica` that requests need."""
+    """The part of `Replica` that requests need. What it was given is never taken back.
+
+    ``busy_s``: seconds in which it worked; ``busy_until_s``: when it last did.
+    """
 
     def __init__(self, name: str, speeds: Speeds) -> None:
         self._name = name
         self._speeds = speeds
         self._places = asyncio.Semaphore(speeds.max_running)
-        self._running = 0
+        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []  # heap, by the last step
+        self._order = itertools.count()
+        self._steps = 0.0  # done by `_at_s`, which is ahead of the clock while prompts are read
+        self._at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._sessions: OrderedDict[str, int] = OrderedDict()  # tokens of each that is cached
         self._num_cached = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.sampled_tokens = 0
+        self.busy_s = 0.0
         self.busy_until_s = 0.0
 
     @property
@@ -51,16 +64,19 @@ class SimulatedReplica:
         prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
         session = request.session_id or request.request_id
         async with self._places:
-            self._running += 1
+            self._advance()
             cached = min(prompt - 1, self._sessions.get(session, 0))
-            self.prompt_tokens += prompt
-            self.cached_tokens += cached
-            speeds = self._speeds
-            step_s = speeds.step_s + self._running * speeds.token_s
-            await asyncio.sleep((prompt - cached) * speeds.prefill_s + new * step_s)
-            self._running -= 1
+            prefill_s = (prompt - cached) * self._speeds.prefill_s
+            self._at_s += prefill_s
+            self.busy_s += prefill_s
+            done = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._ends, (self._steps + new, next(self._order), done))
+            self._plan()
+            await done
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.sampled_tokens += new
         self._remember(session, prompt + new)
-        self.busy_until_s = asyncio.get_running_loop().time()
         return Completion(
             request_id=request.request_id,
             token_ids=(0,) * new,
@@ -72,6 +88,36 @@ class SimulatedReplica:
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         raise NotImplementedError
+
+    def _step_s(self) -> float:
+        return self._speeds.step_s + len(self._ends) * self._speeds.token_s
+
+    def _advance(self) -> None:
+        """Do the steps that fit into the time until now."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s <= self._at_s:
+            return
+        if self._ends:
+            self._steps += (now_s - self._at_s) / self._step_s()
+            self.busy_s += now_s - self._at_s
+        self._at_s = now_s
+
+    def _plan(self) -> None:
+        """Come back when the next request ends, if none is added before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ends:
+            missing = max(0.0, self._ends[0][0] - self._steps)
+            due_s = self._at_s + missing * self._step_s()
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._end_requests)
+
+    def _end_requests(self) -> None:
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._steps + _PART_OF_STEP:
+            heapq.heappop(self._ends)[2].set_result(None)
+        self.busy_until_s = self._at_s
+        self._plan()
 
     def _remember(self, session: str, num_tokens: int) -> None:
         self._num_cached += num_tokens - self._sessions.pop(session, 0)

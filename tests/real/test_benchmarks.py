@@ -1,0 +1,183 @@
+"""Each benchmark on its smallest setting: it leaves its JSON and its picture, and all of its sides
+did the same work. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real.runs import ROOT
+
+TIMEOUT_S = 400.0
+STEPS = 8
+
+
+def bench(script: str, *options: str) -> str:
+    """Run it; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script}", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def report_of(path: Path, picture: Path | None = None) -> dict[str, Any]:
+    """What it wrote, which says where, with what and how it was measured."""
+    assert (picture or path.with_suffix(".png")).read_bytes().startswith(b"\x89PNG")
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["machine"]["cores"] >= 1
+    assert report["machine"]["packages"]["torch"]
+    assert report["options"]
+    return report
+
+
+def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
+    path = tmp_path / "generation.json"
+    bench(
+        "generation",
+        *("--rollouts", "16", "--turns", "2", "--max-running", "4", "--repeats", "1"),
+        *("--distributions", "lognormal", "--output", str(path)),
+    )
+    workloads = report_of(path)["workloads"]
+    assert set(workloads) == {"lognormal, 2 turns", "lognormal, 1 turn"}
+    for name, workload in workloads.items():
+        sides = workload["sides"]
+        engines = {"one", "rounds", "loop", "router", "AsyncLLM"}
+        assert set(sides) == engines | ({"offline"} if "1 turn" in name else set())
+        tokens = {side: row["sampled_tokens"] for side, row in sides.items()}
+        assert 0 < tokens.pop("one") < workload["sampled_tokens"]  # a sixteenth of the rollouts
+        assert set(tokens.values()) == {workload["sampled_tokens"]}
+        assert all(len(row["seconds"]) == 1 for row in sides.values())
+        assert set(workload["ratios"]) == {*(f"loop / {side}" for side in sides), "loop / bound"}
+
+
+def test_training_trains_on_the_same_tokens_on_every_side(tmp_path):
+    path = tmp_path / "training.json"
+    bench(
+        "training",
+        *("--episodes", "6", "--row-len", "128", "--repeats", "2", "--output", str(path)),
+    )
+    report = report_of(path)
+    sides = report["sides"]
+    assert set(sides) == {"ours", "bare", "bare, all logits", "padded"}
+    assert len({(row["tokens"], row["trained_tokens"]) for row in sides.values()}) == 1
+    assert 0 < sides["ours"]["trained_tokens"] < sides["ours"]["tokens"] <= 6 * 128
+    assert all(len(row["seconds"]) == 2 for row in sides.values())
+    assert set(report["ratios"]) == {f"ours / {side}" for side in sides}
+    assert report["padding_by_episodes"]["512"]
+
+
+def test_router_gives_every_strategy_the_same_sessions(tmp_path):
+    path = tmp_path / "router.json"
+    bench(
+        "router",
+        *("--sessions", "100", "--decisions", "50", "--repeats", "1"),
+        *("--replicas", "4", "--simulated-sessions", "40", "--output", str(path)),
+    )
+    report = report_of(path)
+    strategies = {"sticky", "least loaded", "round-robin"}
+    balance = report["balance"]["4"]
+    assert set(balance) == set(report["ratios"]["cost_growth"]) == strategies
+    assert len({(row["requests"], row["sampled_tokens"]) for row in balance.values()}) == 1
+    assert balance["sticky"]["requests"] == 3 * 40
+    for row in report["decisions"].values():
+        assert {size: len(repeats) for size, repeats in row.items()} == dict.fromkeys(
+            ("1", "16", "64", "256", "1024", "4096"), 1
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``benchmarks.end_to_end`` on one small run, with what it printed and wrote, for those that
+    only read runs."""
+    root = tmp_path_factory.mktemp("runs")
+    printed = bench(
+        "end_to_end",
+        *("--groups", "2", "--group-size", "2", "--steps", str(STEPS), "--repeats", "1"),
+        *("--max-tokens", "24", "--max-length", "128"),
+        *("--options", "--validation.num-problems 2 --validation.every 4 --generator.replicas 1"),
+        *("--output-dir", str(root), "--output", str(root / "end_to_end.json")),
+    )
+    (root / "printed").write_text(printed)
+    return root
+
+
+def copy_of_run(runs: Path, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True)
+    for name in ("metrics.jsonl", "benchmark.json"):
+        shutil.copy(runs / "run0" / name, run_dir)
+
+
+def test_end_to_end_prints_one_json_line(runs):
+    (printed,) = (runs / "printed").read_text().splitlines()
+    line = json.loads(printed)
+    assert (line["groups"], line["group_size"], line["steps"]) == (2, 2, STEPS - 1)
+    assert line["generated_tokens_per_s"] > 0
+    report = report_of(runs / "end_to_end.json")
+    assert report["line"] == line
+    (steps,) = report["repeats"]
+    assert {len(column) for column in steps.values()} == {STEPS - 1}
+    assert line["generated_tokens"] == sum(steps["tokens/generated"])
+    assert len(report["run_s"]) == 1
+
+
+def test_async_training_compares_the_runs_that_are_there(runs, tmp_path):
+    arms = ("both-S=0", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
+    for arm in arms:
+        copy_of_run(runs, tmp_path / f"{arm}-0")
+    path = tmp_path / "async_training.json"
+    bench(
+        "async_training",
+        *("--steps", str(STEPS), "--repeats", "1"),
+        *("--output-dir", str(tmp_path), "--json", str(path)),
+    )
+    report = report_of(path)
+    assert set(report["repeats"]) == {arm.replace("-", " ") for arm in arms}
+    assert all(len(steps) == STEPS for (steps,) in report["repeats"].values())
+    # The same run under all names.
+    assert set(report["best_synchronous_over_arm"].values()) == {1.0}
+    assert len(set(report["seconds_per_step"].values())) == 1
+
+
+def test_learning_curves_are_those_of_the_runs_that_are_there(runs, tmp_path):
+    for seed in (0, 1):
+        copy_of_run(runs, tmp_path / f"s0-seed{seed}")
+    bench(
+        "learning_curves",
+        *("--staleness", "0", "--seeds", "0", "1"),
+        *("--output-dir", str(tmp_path), "--docs", str(tmp_path)),
+    )
+    report = report_of(tmp_path / "async_learning.json")
+    assert set(report["curves"]) == {"S=0 seed 0", "S=0 seed 1"}
+    for curve in report["curves"].values():
+        assert [step for step, _, _ in curve] == [0, 4, 8]
+
+
+def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
+    path, plot = tmp_path / "serving.json", tmp_path / "serving.png"
+    bench(
+        "serving",
+        *("--repeats", "2", "--requests", "4", "--concurrency", "2", "--max-tokens", "16"),
+        *("--json", str(path), "--plot", str(plot)),
+    )
+    report = report_of(path, plot)
+    assert set(report["repeats"]) == {"whole", "streaming"}
+    for mode, sides in report["repeats"].items():
+        ours, own = sides.values()
+        assert [run["tokens"] for run in ours] == [run["tokens"] for run in own]
+        assert len(ours) == 2
+        assert report["medians"][mode].keys() == sides.keys()
+        assert report["ratios"][f"{mode}, over vLLM's own server"]["tokens_per_second"] > 0
