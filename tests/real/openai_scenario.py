@@ -74,7 +74,7 @@ class Happenings:
     ) -> Completion:
         name = request.session_id or ""
         closed = Refusal(status=409, message=f"session {name}", code="session_closed")
-        if name == "closed" or (name == "closed to one" and request.request_id.startswith("0_")):
+        if name == "closed" or (name == "closed-to-one" and request.request_id.startswith("0_")):
             raise RefusedError(closed)
         if name == "lost":
             raise ReplicaError("replica0 died of /some/path")
@@ -83,7 +83,7 @@ class Happenings:
         if name == "cut":
             return await self._cut(request, on_progress)
         completion = await self._router.generate(request, on_progress)
-        if name == "closed late":
+        if name == "closed-late":
             raise RefusedError(closed)
         if name == "counted":
             self.num_sampled += len(completion.token_ids)

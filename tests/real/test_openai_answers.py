@@ -275,7 +275,7 @@ def test_a_refused_request_fails_alone_and_in_the_controllers_words(ours, reques
 
 
 def test_a_stream_that_is_refused_late_ends_with_the_error(ours) -> None:
-    stream = in_session(ours, "closed late", stream=True, max_tokens=200, temperature=0)
+    stream = in_session(ours, "closed-late", stream=True, max_tokens=200, temperature=0)
     seen = []
     with pytest.raises(openai.APIError) as refused:
         seen.extend(stream)
@@ -334,9 +334,9 @@ def test_a_client_that_leaves_leaves_nothing_running(urls, ours) -> None:
 def test_the_siblings_of_a_refused_request_are_aborted(urls, ours) -> None:
     before = gauge(urls, "aborted")
     with pytest.raises(openai.ConflictError):
-        in_session(ours, "closed to one", **ENDLESS)
-    with pytest.raises(openai.APIError, match="session closed to one"):  # before or in the stream
-        list(in_session(ours, "closed to one", **ENDLESS, stream=True))
+        in_session(ours, "closed-to-one", **ENDLESS)
+    with pytest.raises(openai.APIError, match="session closed-to-one"):  # before or in the stream
+        list(in_session(ours, "closed-to-one", **ENDLESS, stream=True))
     await_gauge(urls, "aborted", before + 6)
 
 
