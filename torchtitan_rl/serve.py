@@ -238,9 +238,10 @@ async def wait_until_no_replica(router: GeneratorRouter) -> None:
 
 
 def write_episodes(file: TextIO, report: Mapping[str, Any]) -> None:
-    """A line for each episode: the session's id and reward with the episode's own fields."""
+    """A line for each episode: what the session says of all of it with the episode's own fields."""
+    of_all = {name: report[name] for name in ("session_id", "reward", "temperatures")}
     for episode in report["episodes"]:
-        line = {"session_id": report["session_id"], "reward": report["reward"], **episode}
+        line = {**of_all, **episode}
         file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
     file.flush()
 

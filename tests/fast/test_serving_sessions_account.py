@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +60,36 @@ def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
         assert counts["session_tokens_generated"] <= router.num_sampled
         if not any(action == "fail" for action, *_ in steps):
             assert counts["session_tokens_generated"] == router.num_sampled
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"engine_options": {"presence_penalty": 1.0}},
+        {"engine_options": {"structured_outputs": {"choice": ["a"]}}},
+    ],
+)
+def test_trap_25_what_truncated_sampling_gave_is_kept_and_not_trained(sampling):
+    async def scenario():
+        sessions = make()
+        first = asked((1, 2), "s", max_tokens=3, temperature=0.5)
+        history = (1, 2, *(await sessions.complete(first)).token_ids)
+        text_only = {"engine_options": {"skip_special_tokens": False}, "stop": ("x",)}
+        second = asked(history, "s", max_tokens=4, **sampling)
+        history += (await sessions.complete(second)).token_ids
+        await sessions.complete(asked(history, "s", max_tokens=2, **text_only))
+        report = await sessions.close("s", 1.0)
+        (episode,) = report.episodes
+        assert episode.loss_mask == (False,) * 2 + (True,) * 3 + (False,) * 4 + (True,) * 2
+        assert episode.token_ids[: len(history)] == history
+        assert report.tokens_masked == {"truncated_sampling": 4}
+        assert (report.tokens_trained, report.tokens_pending) == (5, 0)
+        assert report.temperatures == (0.5, 1.0)
 
     run_virtually(scenario())
 

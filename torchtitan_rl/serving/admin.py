@@ -8,7 +8,8 @@ from typing import Any, get_args
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.messages import CommandName, Handler, Refusal, RefusedError
+from torchtitan_rl.serving.messages import CommandName, Handler
+from torchtitan_rl.serving.refusals import refused
 
 _MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
@@ -22,13 +23,13 @@ def router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
     async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         mode = arguments.get("mode", "keep")
         if mode not in _MODES:
-            message = f"mode is {mode!r}: give one of {', '.join(_MODES)}"
-            raise RefusedError(Refusal(status=400, message=message, code="invalid_request"))
+            modes = ", ".join(_MODES)
+            raise refused(400, "invalid_request", f"mode is {mode!r}: give one of {modes}")
         try:
             await router.pause(mode)
         except GenerationError as error:  # a `wait` may take minutes
             message = "somebody resumed before everything had stopped"
-            raise RefusedError(Refusal(status=409, message=message, code="resumed")) from error
+            raise refused(409, "resumed", message) from error
         return {"is_paused": True, "mode": mode}
 
     async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,12 +28,11 @@ from torchtitan_rl.serving.messages import (
     EndpointRequest,
     Handler,
     Refusal,
-    RefusedError,
     RequestEnd,
     SystemStatus,
     ToEndpoint,
 )
-from torchtitan_rl.serving.refusals import refusal_of
+from torchtitan_rl.serving.refusals import refusal_of, refused
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
@@ -214,8 +213,7 @@ class EndpointBridge:
     async def _answer(self, command: Command) -> Mapping[str, Any]:
         handler = self._handlers.get(command.name)
         if handler is None:
-            message = f"{command.name} is not available here"
-            raise RefusedError(Refusal(status=404, message=message, code="not_available"))
+            raise refused(404, "not_available", f"{command.name} is not available here")
         return await handler(command.arguments)
 
     def _on_command_done(self, command_id: str, task: asyncio.Future[Mapping[str, Any]]) -> None:

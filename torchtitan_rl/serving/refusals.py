@@ -10,6 +10,10 @@ from torchtitan_rl.serving.messages import Refusal, RefusedError
 logger = logging.getLogger(__name__)
 
 
+def refused(status: int, code: str, message: str) -> RefusedError:
+    return RefusedError(Refusal(status=status, message=message, code=code))
+
+
 def refusal_of(error: Exception) -> Refusal:
     """Errors that nobody foresaw are logged with their trace, and a 500 without it."""
     match error:

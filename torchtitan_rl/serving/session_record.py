@@ -19,11 +19,15 @@ from torchtitan_rl.types import (
     Completion,
     Episode,
     FinishReason,
+    GenerationRequest,
     Progress,
     Rollout,
     RolloutStatus,
     Turn,
 )
+
+# Engine options that only say in what text a stop string is looked for.
+_TEXT_OPTIONS = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
 
 
 class SessionEnding(StrEnum):
@@ -42,6 +46,8 @@ class SessionTurn:
     """One request of a session. ``completion`` None: it runs, or failed for ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    is_truncated: bool = False  # sampled from another distribution than temperature alone makes
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
@@ -52,6 +58,16 @@ class SessionTurn:
         if self.completion is not None:
             return len(self.completion.token_ids)
         return sum(len(progress.token_ids) for progress in self.known)
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> SessionTurn:
+        sampling = request.sampling
+        options = {k: v for k, v in sampling.engine_options.items() if k not in _TEXT_OPTIONS}
+        return cls(
+            prompt_token_ids=request.prompt_token_ids,
+            temperature=sampling.temperature,
+            is_truncated=replace(sampling, engine_options=options).truncates,
+        )
 
     def cut(self, request_id: str) -> None:
         """End it with what its progress told."""
@@ -72,6 +88,7 @@ class SessionReport:
     session_id: str
     ending: SessionEnding | None = None  # None: it is open
     reward: float | None = None
+    temperatures: tuple[float, ...] = ()  # that its turns were sampled at, ascending
     turns: int = 0
     unseen_turns: int = 0  # whose caller was gone before it had the answer
     running_requests: int = 0
@@ -93,6 +110,7 @@ class SessionReport:
             "state": "open" if self.ending is None else "closed",
             "ending": None if self.ending is None else self.ending.value,
             "reward": self.reward,
+            "temperatures": list(self.temperatures),
             "turns": self.turns,
             "unseen_turns": self.unseen_turns,
             "running_requests": self.running_requests,
@@ -125,8 +143,9 @@ def session_report(
     """The report of a session's turns, with episodes where it ended with a reward.
 
     The reward is every token's advantage: a session has no siblings to be compared with. Turns
-    whose caller never had them and logprobs that are not finite are masked; tokens of failed
-    requests and of sessions without a reward are discarded.
+    whose caller never had them, truncated sampling (the loss would not know its distribution) and
+    logprobs that are not finite are masked; tokens of failed requests and of sessions without a
+    reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})
@@ -139,14 +158,19 @@ def session_report(
         rollout = _rollout(session_id, done, reward)
         episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward)))
         masked["unseen_turn"] = num_unseen_tokens(rollout)
-        in_episodes = rollout.num_sampled_tokens - masked["unseen_turn"]
-        masked["nonfinite_logprob"] = in_episodes - _num_trained(episodes)
+        masked["truncated_sampling"] = sum(
+            turn.num_tokens for turn in done if turn.is_truncated and turn.is_seen
+        )
+        masked["nonfinite_logprob"] = (
+            rollout.num_sampled_tokens - masked.total() - _num_trained(episodes)
+        )
     elif ending is not None:
         discarded[ending.value] += sum(turn.num_tokens for turn in done)
     return SessionReport(
         session_id=session_id,
         ending=ending,
         reward=reward,
+        temperatures=tuple(sorted({turn.temperature for turn in done})),
         turns=len(done),
         unseen_turns=sum(not turn.is_seen for turn in done),
         running_requests=sum(turn.completion is None and not turn.lost_cause for turn in turns),
@@ -166,7 +190,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
         turns=tuple(
             Turn(
                 prompt_token_ids=turn.prompt_token_ids,
-                completion=turn.completion,
+                completion=_with_trainable_logprobs(turn.completion, turn.is_truncated),
                 is_seen=turn.is_seen,
             )
             for turn in turns
@@ -175,6 +199,12 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
         status=RolloutStatus.COMPLETED,
         reward=reward,
     )
+
+
+def _with_trainable_logprobs(completion: Completion, is_truncated: bool) -> Completion:
+    if not is_truncated:
+        return completion
+    return replace(completion, logprobs=(math.nan,) * len(completion.token_ids))
 
 
 def _num_trained(episodes: Sequence[Episode]) -> int:

@@ -23,7 +23,9 @@ from typing import Any, Protocol
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
-from torchtitan_rl.serving.messages import CommandName, Handler, Refusal, RefusedError
+from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError
+from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.session_checks import checked_reward, closed, text_argument
 from torchtitan_rl.serving.session_counts import SessionCounts
 from torchtitan_rl.serving.session_record import (
     SessionEnding,
@@ -35,7 +37,6 @@ from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progr
 
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
-_MAX_REWARD = 1e30  # in JSON there are numbers that no float can hold
 _STOP_TIMEOUT_S = 10.0  # for the router to give back what it aborted
 
 
@@ -114,7 +115,7 @@ class Sessions:
             return await self._router.generate(request, on_progress)
         session = self._open.get(request.session_id) or self._new(request.session_id)
         if session.is_closing:
-            raise _closed(session.session_id)
+            raise closed(session.session_id)
         if session.driver is None:
             return await self._record(session, request, on_progress)
         completion = await session.driver.complete(request)
@@ -130,7 +131,7 @@ class Sessions:
         """
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._open:
-            raise _refused(400, "session_exists", f"session {session_id!r} is open already")
+            raise refused(400, "session_exists", f"session {session_id!r} is open already")
         return self._new(session_id).session_id
 
     def drive(self, driver: SessionDriver) -> str:
@@ -149,7 +150,7 @@ class Sessions:
         Raises:
             RefusedError: it is not open (any more), or the reward is no finite number.
         """
-        value = _checked_reward(reward)
+        value = checked_reward(reward)
         session = self._open.get(session_id)
         if session is None or session.is_closing:
             raise self._missing(session_id)
@@ -209,18 +210,18 @@ class Sessions:
         self, session: _Session, request: GenerationRequest, on_progress: OnProgress | None
     ) -> Completion:
         if request.request_id in session.running:
-            raise _refused(
+            raise refused(
                 400, "invalid_request", f"request {request.request_id!r} is running already"
             )
         num_tokens = len(request.prompt_token_ids)
         if session.held_tokens + num_tokens > self._max_held_tokens:
-            raise _refused(
+            raise refused(
                 400,
                 "session_full",
                 f"session {session.session_id!r} holds as many tokens as it may: close it",
             )
         session.held_tokens += num_tokens
-        turn = SessionTurn(prompt_token_ids=request.prompt_token_ids)
+        turn = SessionTurn.of(request)
         session.turns.append(turn)
         sampling = asyncio.ensure_future(self._sample(session, turn, request, on_progress))
         session.running[request.request_id] = (turn, sampling)
@@ -228,13 +229,13 @@ class Sessions:
             completion = await asyncio.shield(sampling)
         except asyncio.CancelledError as error:
             if not is_cancelled():  # `_stop` gave up waiting
-                raise _closed(session.session_id) from error
+                raise closed(session.session_id) from error
             turn.is_seen = False
             self._note_use(session)
             await asyncio.shield(self._stop(session, [request.request_id]))
             raise
         if not turn.is_seen:
-            raise _closed(session.session_id)
+            raise closed(session.session_id)
         return completion
 
     async def _sample(
@@ -289,12 +290,12 @@ class Sessions:
 
     def _new(self, session_id: str, driver: SessionDriver | None = None) -> _Session:
         if session_id in self._ended:
-            raise _closed(session_id, self._ended[session_id])
+            raise closed(session_id, self._ended[session_id])
         if self._is_closed:
-            raise _refused(503, "shutting_down", "the server is shutting down")
+            raise refused(503, "shutting_down", "the server is shutting down")
         if driver is None and len(self._open) >= self._max_sessions:
             message = f"{len(self._open)} sessions are open: close some, or try again later"
-            raise _refused(429, "too_many_sessions", message)
+            raise refused(429, "too_many_sessions", message)
         session = _Session(session_id=session_id, driver=driver)
         self._open[session_id] = session
         self._note_use(session)
@@ -345,45 +346,19 @@ class Sessions:
 
     def _missing(self, session_id: str) -> RefusedError:
         if session_id in self._open or session_id in self._ended:
-            return _closed(session_id, self._ended.get(session_id))
-        return _refused(404, "session_not_found", f"there is no session {session_id!r}")
+            return closed(session_id, self._ended.get(session_id))
+        return refused(404, "session_not_found", f"there is no session {session_id!r}")
 
     async def _on_open(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        session_id = _text(arguments, "session_id") if arguments.get("session_id") else None
+        session_id = text_argument(arguments, "session_id") if arguments.get("session_id") else None
         return {"session_id": self.open(session_id)}
 
     async def _on_close(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        report = await self.close(_text(arguments, "session_id"), arguments.get("reward"))
+        report = await self.close(text_argument(arguments, "session_id"), arguments.get("reward"))
         return report.to_json()
 
     async def _on_read(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self.read(_text(arguments, "session_id")).to_json()
-
-
-def _checked_reward(reward: object) -> float | None:
-    if reward is None:
-        return None
-    if isinstance(reward, int | float) and -_MAX_REWARD <= reward <= _MAX_REWARD:
-        return float(reward)
-    raise _refused(400, "invalid_request", f"reward has to be a number of at most {_MAX_REWARD}")
-
-
-def _text(arguments: Mapping[str, Any], name: str) -> str:
-    value = arguments.get(name)
-    if isinstance(value, str) and value:
-        return value
-    raise _refused(400, "invalid_request", f"{name} has to be a text that is not empty")
-
-
-def _closed(session_id: str, report: SessionReport | None = None) -> RefusedError:
-    how = f" ({report.ending.value})" if report is not None and report.ending else ""
-    return _refused(
-        400, "session_closed", f"session {session_id!r} is closed{how}; begin another one"
-    )
-
-
-def _refused(status: int, code: str, message: str) -> RefusedError:
-    return RefusedError(Refusal(status=status, message=message, code=code))
+        return self.read(text_argument(arguments, "session_id")).to_json()
 
 
 def _now() -> float:
