@@ -85,4 +85,5 @@ class HttpShell:
             "http_requests_queued": self._admission.num_queued,
             "http_requests_refused_total": self._admission.num_refused,
             "http_requests_replayed_total": self._retries.num_replayed,
+            "http_answers_kept": self._retries.num_kept,
         }
