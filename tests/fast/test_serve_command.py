@@ -79,6 +79,27 @@ def test_the_parsers_that_vllm_has_are_known_without_importing_it() -> None:
     assert "hermes, " in mistake
 
 
+@pytest.mark.parametrize(
+    ("template", "is_wrong"),
+    [
+        (b"{% for m in messages %}{{ m.content }}", True),
+        (b"{% no_such_tag %}", True),
+        (b"\xff\xfe", True),
+        (
+            b"{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_be_compiled_is_a_mistake(
+    template: bytes, is_wrong: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_bytes(template)
+    mistakes = endpoint_mistakes(EndpointConfig(chat_template=str(path)), Keys())
+    assert [mistake.split(" ")[0] for mistake in mistakes] == ["endpoint.chat_template"] * is_wrong
+
+
 def test_a_directory_without_a_model_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +153,8 @@ def test_port_0_takes_a_free_one_and_a_wildcard_is_reached_by_loopback() -> None
 def test_each_episode_is_a_line_with_its_session_and_reward() -> None:
     file = io.StringIO()
     episode = {"token_ids": [1, 2], "loss_mask": [False, True]}
-    write_episodes(file, {"session_id": "s", "reward": 0.5, "episodes": [episode, episode]})
-    write_episodes(file, {"session_id": "t", "reward": None, "episodes": []})
+    rewarded = {"session_id": "s", "reward": 0.5, "temperatures": [0.7, 1.0]}
+    write_episodes(file, {**rewarded, "turns": 2, "episodes": [episode, episode]})
+    write_episodes(file, {**rewarded, "reward": None, "episodes": []})
     lines = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert lines == [{"session_id": "s", "reward": 0.5, **episode}] * 2
+    assert lines == [{**rewarded, **episode}] * 2

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -52,6 +51,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from torchtitan_rl.adapters.chat_template import template_mistake
 from torchtitan_rl.adapters.vllm_openai_answers import Chat, Completions, error_response
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.errors import ConfigError
@@ -124,10 +124,8 @@ def _check_names(options: OpenAIOptions) -> None:
         known = manager.list_registered()
         if name and name not in known:
             mistakes.append(f"endpoint.{kind} = {name!r}: vLLM has {', '.join(known)}")
-    if options.chat_template and not Path(options.chat_template).is_file():
-        mistakes.append(
-            f"endpoint.chat_template = {options.chat_template!r}: there is no such file"
-        )
+    if options.chat_template and (mistake := template_mistake(options.chat_template)):
+        mistakes.append(f"endpoint.chat_template = {options.chat_template!r}: {mistake}")
     if mistakes:
         raise ConfigError(mistakes)
 

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torchtitan_rl.config import EndpointConfig
 from torchtitan_rl.errors import ConfigError, EndpointLostError
@@ -106,9 +105,9 @@ def _files(endpoint: EndpointConfig) -> list[str]:
     mistakes = []
     if not endpoint.model_name.strip():
         mistakes.append("endpoint.model_name is empty: give the name that clients ask for")
-    if endpoint.chat_template and not Path(endpoint.chat_template).is_file():
-        mistakes.append(
-            f"endpoint.chat_template is {endpoint.chat_template}: there is no such file; give a "
-            "Jinja template, or leave it out for the tokenizer's own"
-        )
+    if endpoint.chat_template:
+        from torchtitan_rl.adapters.chat_template import template_mistake
+
+        if mistake := template_mistake(endpoint.chat_template):
+            mistakes.append(f"endpoint.chat_template is {endpoint.chat_template}: {mistake}")
     return mistakes
