@@ -1,6 +1,6 @@
 """Rollout phase per step where a few answers are 10 to 20 times as long as the median.
 
-    python -m benchmarks.long_tail [--steps 8] [--repeats 3] [--modes NAME ...] [--policy DIR]
+    python -m benchmarks.long_tail [--steps 10] [--repeats 3] [--modes NAME ...] [--policy DIR]
 
 Modes are settings of `schedule`, nothing else; all are given the same problems, whose answers have
 the same lengths. They run in turns on the same replicas, through the real controller and router;
@@ -14,9 +14,10 @@ the trainer is a stand-in that takes ``--train-s`` for a step and publishes new 
 - window S: as many as a whole batch may overtake a slow group;
 - async S: nobody overtakes, but S batches more are under way.
 
-Steps are counted when as much is under way as ever (from the 6th on), and while more follow. The
-rollout phase is what the trainer waits for its batch; groups/s are of the whole step. Age is the
-number of versions between the sampling of a token and its training. The limit is what the same
+Batches that were started together end together, when the longest of their answers does, so steps
+come in bursts of S + 1: whole bursts are counted, behind the first one and before the last step.
+The rollout phase is what the trainer waits for its batch; groups/s are of the whole step. Age is
+the number of versions between the sampling of a token and its training. The limit is what the same
 answers take where all are known up front, the longest come first, and no weights are pulled.
 """
 
@@ -29,7 +30,8 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,25 @@ MODES = {
     "async S=2": ScheduleConfig(staleness=2),
     "async S=4": ScheduleConfig(staleness=4),
 }
-WARM_UP = 5  # steps; the oldest groups in the buffer of S = 4 were admitted one by one by then
 TARGET = 2.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Steps of a mode: those from ``first`` to ``last`` are counted, one more follows."""
+
+    first: int
+    last: int
+
+    @property
+    def number(self) -> int:
+        return self.last - self.first + 1
+
+
+def counted_steps(schedule: ScheduleConfig, at_least: int) -> Counted:
+    burst = schedule.staleness + 1
+    warm_up = max(2, burst)
+    return Counted(first=warm_up + 1, last=warm_up + burst * ceil(at_least / burst))
 
 
 def main() -> None:
@@ -78,7 +97,6 @@ def main() -> None:
         policy=policy.absolute(),
         tail=tail,
         folder=Path(tempfile.mkdtemp(prefix="long-tail-")),
-        num_steps=WARM_UP + options.steps + 1,
         train_s=options.train_s,
         replicas=options.replicas,
         max_running=options.max_running,
@@ -88,7 +106,7 @@ def main() -> None:
         cores=tuple(cores[: options.replicas]) if options.replicas < len(cores) else (),
     )
     facts = machine()
-    measured, limits = asyncio.run(_measure(setting, options.modes, options.repeats))
+    measured, limits = asyncio.run(_measure(setting, options))
     report = {
         "machine": facts,
         "options": {name: str(value) for name, value in vars(options).items()},
@@ -112,33 +130,34 @@ def main() -> None:
 
 
 async def _measure(
-    setting: Setting, modes: Sequence[str], repeats: int
+    setting: Setting, options: argparse.Namespace
 ) -> tuple[dict[str, list[dict[str, Any]]], list[float]]:
     """Of each mode the figures of each repeat; and the limits, in groups/s."""
     limits: list[float] = []
-    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
-    last = setting.num_steps - 1
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in options.modes}
+    num_groups = setting.tail.groups_per_step * options.steps
     async with running_replicas(setting) as replicas:
-        for repeat in range(repeats):
-            for name in modes:
-                folder = f"{name.replace(' ', '-')}-{repeat}"
-                run = await run_mode(setting, MODES[name], replicas, name=folder)
-                figures = figures_of(run, setting.tail, first=WARM_UP + 1, last=last)
+        for repeat in range(options.repeats):
+            for name in options.modes:
+                counted = counted_steps(MODES[name], options.steps)
+                label = f"{name.replace(' ', '-')}-{repeat}"
+                run = await run_mode(
+                    setting, MODES[name], replicas, name=label, num_steps=counted.last + 1
+                )
+                figures = figures_of(run, setting.tail, counted)
                 measured[name].append(figures)
-                print(f"{folder}: {figures['groups_per_second']:.1f} groups/s", flush=True)
-            num_groups = setting.tail.groups_per_step * (last - WARM_UP)
+                print(f"{label}: {figures['groups_per_second']:.1f} groups/s", flush=True)
             limits.append(num_groups / await run_limit(setting, replicas, num_groups=num_groups))
     return measured, limits
 
 
-def figures_of(run: FinishedRun, tail: LongTail, *, first: int, last: int) -> dict[str, Any]:
-    """Of the steps ``first`` to ``last``.
-
+def figures_of(run: FinishedRun, tail: LongTail, counted: Counted) -> dict[str, Any]:
+    """
     Raises:
         RuntimeError: an answer has not the length that was drawn for it.
     """
-    before = run.steps[first - 2]
-    steps = run.steps[first - 1 : last]
+    before = run.steps[counted.first - 2]
+    steps = run.steps[counted.first - 1 : counted.last]
     lengths = [length for step in steps for length in _lengths(step, tail)]
     ages = [age for step in steps for age in _ages(step)]
     num_groups = sum(len(step.groups) for step in steps)
@@ -146,6 +165,7 @@ def figures_of(run: FinishedRun, tail: LongTail, *, first: int, last: int) -> di
     stalls = [pull.stall_s for step in steps if step.sync for pull in step.sync.pulls]
     seconds = sum(step.wall_s for step in steps)
     return {
+        "steps": counted.number,
         "rollout_s": statistics.fmean(step.rollout_s for step in steps),
         "step_s": seconds / len(steps),
         "groups_per_second": num_groups / seconds,
@@ -202,8 +222,10 @@ def _tokens(before: StepRecord, last: StepRecord) -> dict[str, Any]:
 
 
 def _medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure; of tokens those of the first repeat, which all have (about) the same."""
-    numbers = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
+    """Of each figure that every repeat has."""
+    numbers = [
+        name for name in repeats[0] if all(isinstance(one[name], int | float) for one in repeats)
+    ]
     medians = {name: statistics.median(one[name] for one in repeats) for name in numbers}
     thrown = statistics.median(one["tokens"]["thrown_away"] for one in repeats)
     trained = statistics.median(one["tokens"]["trained"] for one in repeats)
@@ -241,8 +263,8 @@ def _print(
                 f"{row['groups_per_second']:.1f}",
                 f"{ratio['groups_per_second']:.2f}x" if ratio else "-",
                 f"{row['groups_per_second'] / limit:.0%}",
-                f"{row['tokens_trained']:,.0f}",
-                f"{row['tokens_thrown_away']:,.0f}",
+                f"{row['tokens_trained'] / row['steps']:,.0f}",
+                f"{row['tokens_thrown_away'] / row['steps']:,.0f}",
                 f"{row['age_mean']:.2f}",
                 f"{row['age_max']:.0f}",
                 f"{row['length_mean']:.1f}",
@@ -252,7 +274,7 @@ def _print(
             ]
         )
     header = [
-        "mode", "rollout s", "", "groups/s", "", "of limit", "trained", "thrown",
+        "mode", "rollout s", "", "groups/s", "", "of limit", "tokens/step", "thrown",
         "age", "max", "length", "max", "long/step", "batch",
     ]  # fmt: skip
     print_table(header, rows)
@@ -270,15 +292,15 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", type=Path, default=POLICY_DIR)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--groups", type=int, default=16, help="a step")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=8, help="a step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--median", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--long-share", type=float, default=0.05, help="of the answers")
     parser.add_argument("--train-s", type=float, default=0.05, help="of the stand-in, each step")
     parser.add_argument("--max-running", type=int, default=128)
     parser.add_argument("--keep-kv", action="store_true", help="at pulls, of running requests")
-    parser.add_argument("--steps", type=int, default=8, help="that are measured")
+    parser.add_argument("--steps", type=int, default=10, help="that are counted, at least")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/long_tail.json"))

@@ -53,9 +53,8 @@ class Setting:
     policy: Path
     tail: LongTail
     folder: Path
-    num_steps: int
     train_s: float
-    replicas: int = 1
+    replicas: int = 2
     max_running: int = 128
     kv_cache_bytes: int = 256 << 20
     keeps_kv: bool = False  # running requests keep the KV of older weights
@@ -79,7 +78,7 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
     from torchtitan_rl.adapters.vllm_cpu import engine_environment
 
     supervise()
-    config = run_config(setting, ScheduleConfig())
+    config = run_config(setting, ScheduleConfig(), num_steps=1)
     replicas: list[MonarchReplica] = []
     try:
         for index in range(setting.replicas):
@@ -110,10 +109,15 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
 
 
 async def run_mode(
-    setting: Setting, schedule: ScheduleConfig, replicas: Sequence[MonarchReplica], *, name: str
+    setting: Setting,
+    schedule: ScheduleConfig,
+    replicas: Sequence[MonarchReplica],
+    *,
+    name: str,
+    num_steps: int,
 ) -> FinishedRun:
     """``num_steps`` steps from version 0; replicas are as empty afterwards as before."""
-    config = run_config(setting, schedule)
+    config = run_config(setting, schedule, num_steps=num_steps)
     folder = setting.folder / name
     folder.mkdir()
     trainer = StandInTrainer(setting.policy, train_s=setting.train_s, folder=setting.folder)
@@ -158,14 +162,14 @@ async def run_limit(
     return time.monotonic() - started_s
 
 
-def run_config(setting: Setting, schedule: ScheduleConfig) -> RunConfig:
+def run_config(setting: Setting, schedule: ScheduleConfig, *, num_steps: int) -> RunConfig:
     """What a user would write."""
     tail = setting.tail
     longest = tail.prompt + tail.longest
     return RunConfig(
         policy=PolicyConfig(checkpoint=str(setting.policy)),
         task=LongTailTask(tail=tail),
-        num_steps=setting.num_steps,
+        num_steps=num_steps,
         rollout=RolloutConfig(
             groups_per_step=tail.groups_per_step,
             group_size=tail.group_size,

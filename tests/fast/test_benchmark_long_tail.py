@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.long_tail import MODES, PLAIN, WARM_UP, figures_of
+from benchmarks.long_tail import MODES, PLAIN, Counted, counted_steps, figures_of
 from benchmarks.long_tail_run import FinishedRun
 from benchmarks.long_tail_work import LONG, LongTail, LongTailDataset, with_lengths
 from torchtitan_rl.orchestration.capacity import capacity_mistakes
@@ -68,18 +68,24 @@ def test_an_answer_gets_its_own_length_and_does_not_end_before() -> None:
     assert [request.sampling.seed for request in asked] == [0, 1]
 
 
-def test_every_mode_is_a_valid_schedule_and_warm_enough_when_it_is_measured() -> None:
+def test_every_mode_is_a_valid_schedule_and_counts_whole_bursts_behind_the_first() -> None:
     assert (MODES[PLAIN].staleness, MODES[PLAIN].window) == (0, 0.0)
     for schedule in MODES.values():
         assert not capacity_mistakes(
-            groups_per_step=16, staleness=schedule.staleness, window=schedule.window
+            groups_per_step=8, staleness=schedule.staleness, window=schedule.window
         )
-        assert schedule.staleness < WARM_UP
+        burst = schedule.staleness + 1
+        counted = counted_steps(schedule, 10)
+        assert counted.number % burst == 0
+        assert 10 <= counted.number < 10 + burst
+        assert counted.first > max(burst, 2)
 
 
 def test_age_length_and_waste_are_of_the_measured_steps_alone() -> None:
     steps = [_step(n, [n - 1], restarted=10 * n) for n in range(1, 5)]
-    figures = figures_of(FinishedRun(steps=tuple(steps), mean_batch=3.0), TAIL, first=2, last=3)
+    figures = figures_of(
+        FinishedRun(steps=tuple(steps), mean_batch=3.0), TAIL, Counted(first=2, last=3)
+    )
     lengths = [*TAIL.lengths(1), *TAIL.lengths(2)]
     assert figures["length_mean"] == sum(lengths) / 4
     assert figures["length_max"] == max(lengths)
@@ -100,7 +106,7 @@ def test_an_answer_of_another_length_is_no_measurement() -> None:
     assert len(wrong.token_ids) == TAIL.lengths(1)[0]
     other = LongTail(groups_per_step=4, group_size=2, median=16, long_share=0.25, seed=1)
     with pytest.raises(RuntimeError, match="e0/1/r0 has"):
-        figures_of(FinishedRun(steps=tuple(steps), mean_batch=3.0), other, first=2, last=2)
+        figures_of(FinishedRun(steps=tuple(steps), mean_batch=3.0), other, Counted(first=2, last=2))
 
 
 def _step(number: int, indexes: Sequence[int], *, restarted: int) -> StepRecord:

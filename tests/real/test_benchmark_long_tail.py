@@ -20,7 +20,7 @@ def test_all_modes_train_the_same_answers_and_only_restarts_throw_tokens_away(
         [
             *(sys.executable, "-m", "benchmarks.long_tail"),
             *("--groups", "4", "--group-size", "2", "--median", "6", "--long-share", "0.12"),
-            *("--steps", "4", "--repeats", "1", "--train-s", "0.0"),
+            *("--steps", "4", "--repeats", "1", "--replicas", "1", "--train-s", "0.0"),
             *("--modes", *MODES, "--output", str(tmp_path / "long_tail.json")),
         ],
         cwd=ROOT,
@@ -52,5 +52,5 @@ def test_all_modes_train_the_same_answers_and_only_restarts_throw_tokens_away(
     assert modes["over-admit restart"]["tokens_thrown_away"] > 0
     assert modes["over-admit restart"]["causes"] == ["restarted"]
     [repeat] = report["repeats"]["async S=1"]
-    assert len(repeat["rollout_s_of_steps"]) == 5 + 4 + 1
+    assert len(repeat["rollout_s_of_steps"]) == 2 + 4 + 1
     assert repeat["groups_per_second"] == pytest.approx(modes["async S=1"]["groups_per_second"])
