@@ -94,7 +94,7 @@ print(len(json.load(sys.stdin)["data"]["text"]))
     assert run_command(python(code), problem).reward == 200_000
 
 
-def test_a_command_never_sees_the_keys_of_the_endpoint(monkeypatch):
+def test_a_command_inherits_no_keys_of_the_endpoint(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_RL_ADMIN_KEY", "secret")
     monkeypatch.setenv("TORCHTITAN_RL_API_KEY", "secret")
     code = "import os; print(sum('secret' in value for value in os.environ.values()))"
