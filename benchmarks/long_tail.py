@@ -7,8 +7,8 @@ the same lengths. They run in turns on the same replicas, through the real contr
 the trainer is a stand-in that takes ``--train-s`` for a step and publishes new versions:
 
 - synchronous: a batch starts under new weights and waits for its slowest answer;
-- over-admit restart: half a batch more is started, the first to finish are trained, the others
-  start again;
+- over-admit restart: half a batch more is started, the first to finish are trained; the others
+  start again, and are waited for this time, so that long answers are trained as often as short;
 - over-admit running, aborted: the others go on (or are cut and continued) under the new weights,
   one version later at most;
 - window S: as many as a whole batch may overtake a slow group;
