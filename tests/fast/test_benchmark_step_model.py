@@ -11,6 +11,16 @@ from benchmarks.step_model import fit, least_seconds
 from benchmarks.workload import PlannedRollout, PlannedTurn, Workload
 
 
+def step(*, tokens: int, prompt_tokens: int, kv_use: float, seconds: float) -> StepSample:
+    return StepSample(
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        kv_use=kv_use,
+        seconds=seconds,
+        adding_s=0.0,
+    )
+
+
 def samples(base: float, per_token: float, per_prompt: float, per_kv: float) -> list[StepSample]:
     chance = random.Random(0)
     drawn = []
@@ -18,9 +28,7 @@ def samples(base: float, per_token: float, per_prompt: float, per_kv: float) -> 
         tokens, prompt = chance.randint(1, 64), chance.choice([0, 0, 48, 300])
         kv_use = chance.random()
         seconds = base + per_token * tokens + per_prompt * prompt + per_kv * kv_use
-        drawn.append(
-            StepSample(tokens=tokens, prompt_tokens=prompt, kv_use=kv_use, seconds=seconds)
-        )
+        drawn.append(step(tokens=tokens, prompt_tokens=prompt, kv_use=kv_use, seconds=seconds))
     return drawn
 
 
@@ -57,11 +65,11 @@ def test_a_term_that_would_be_negative_is_left_out():
 def test_the_bound_of_a_run_that_wastes_no_step_is_its_own_time():
     """Two rollouts of 10 tokens, always together: as few steps as there can be."""
     steps = [
-        StepSample(tokens=2, prompt_tokens=2 * (i == 0), kv_use=i / 10, seconds=1e-3 + 2e-4 * 2)
+        step(tokens=2, prompt_tokens=2 * (i == 0), kv_use=i / 10, seconds=1e-3 + 2e-4 * 2)
         for i in range(10)
     ]
     model = fit(samples(1e-3, 2e-4, 0.0, 0.0))
-    spent_s = sum(step.seconds for step in steps)
+    spent_s = sum(one.seconds for one in steps)
     assert least_seconds(workload(10, 10), model, steps, max_running=2) == pytest.approx(spent_s)
 
 
@@ -74,7 +82,7 @@ def test_the_bound_has_the_steps_of_the_longest_rollout_or_of_full_batches(
 ):
     model = fit(samples(1e-3, 2e-4, 0.0, 0.0))
     tokens = sum(lengths)
-    run = [StepSample(tokens=1, prompt_tokens=0, kv_use=0.0, seconds=1.0)] * tokens
+    run = [step(tokens=1, prompt_tokens=0, kv_use=0.0, seconds=1.0)] * tokens
     assert least_seconds(workload(*lengths), model, run, max_running=max_running) == pytest.approx(
         steps * 1e-3 + tokens * 2e-4
     )
