@@ -107,7 +107,7 @@ def main() -> None:
     )
     facts = machine()
     measured, limits = asyncio.run(_measure(setting, options))
-    report = {
+    report: dict[str, Any] = {
         "machine": facts,
         "options": {name: str(value) for name, value in vars(options).items()},
         "answers": asdict(tail) | {"long_per_step": tail.num_long, "longest": tail.longest},
