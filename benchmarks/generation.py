@@ -17,13 +17,14 @@ All run the same requests with the same engine settings. The bound is what `step
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from benchmarks.generation_sides import (
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.step_model import fit, least_seconds
-from benchmarks.workers import Worker
+from benchmarks.workers import Side, Worker
 from benchmarks.workload import Workload, draw_workload
 from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
@@ -69,10 +70,12 @@ class Measurement:
 
     @property
     def outside_share(self) -> float | None:
-        """Share of the wall time that was not spent in engine steps."""
+        """Share of the wall time that was spent neither in the engine's steps nor in giving it
+        requests."""
         if not self.result.steps:
             return None
-        return 1.0 - sum(s.seconds for s in self.result.steps) / self.result.timing.seconds
+        inside_s = sum(s.seconds + s.adding_s for s in self.result.steps)
+        return 1.0 - inside_s / self.result.timing.seconds
 
     @property
     def mean_batch(self) -> float | None:
@@ -97,16 +100,14 @@ def main() -> None:
         ]
     }
     cores = tuple(options.cores)
-    workers = _workers(settings, cores, options.device, options.sides)
+    where = machine()
     report: dict[str, Any] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        workers = _workers(stack, settings, cores, options.device, options.sides)
         _warm_up(workers)
         for name, workload in workloads.items():
             measured = _measure(workers, workload, options)
             report[name] = _summarize(name, workload, measured, options)
-    finally:
-        for worker in workers.values():
-            worker.close()
     first = next(iter(report))
     bars(
         options.output.with_suffix(".png"),
@@ -117,7 +118,7 @@ def main() -> None:
     write_report(
         options.output,
         {
-            "machine": machine(),
+            "machine": where,
             "options": {name: str(value) for name, value in vars(options).items()},
             "workloads": report,
         },
@@ -138,25 +139,32 @@ def with_room(policy: Path, max_model_len: int) -> Path:
 
 
 def _workers(
-    settings: EngineSettings, cores: tuple[int, ...], device: str, sides: Sequence[str]
+    stack: contextlib.ExitStack,
+    settings: EngineSettings,
+    cores: tuple[int, ...],
+    device: str,
+    sides: Sequence[str],
 ) -> dict[str, Worker]:
     environment = engine_environment(1, "cuda" if device == "cuda" else "cpu")
-    vllm_environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    log_dir = tempfile.mkdtemp(prefix="generation-")
-    wanted = {WAYS[side][0] for side in sides}
+    builds: dict[str, tuple[Callable[..., Side], tuple[Any, ...], dict[str, str]]] = {
+        "loop": (build_loop, (), {}),
+        "router": (build_monarch, (tempfile.mkdtemp(prefix="generation-"),), {}),
+        "AsyncLLM": (build_async_llm, (), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+        "offline": (build_offline, (), {}),
+    }
+    wanted = dict.fromkeys(WAYS[side][0] for side in sides)
     workers = {}
-    if "loop" in wanted:
-        workers["loop"] = Worker(build_loop, settings, cores=cores, environment=environment)
-    if "router" in wanted:
-        workers["router"] = Worker(
-            build_monarch, settings, log_dir, cores=cores, environment=environment
+    for name in wanted:
+        build, args, more = builds[name]
+        worker = Worker(
+            build,
+            settings,
+            *args,
+            cores=cores,
+            environment=environment | more,
+            is_stopped_between=name != "router",
         )
-    if "AsyncLLM" in wanted:
-        workers["AsyncLLM"] = Worker(
-            build_async_llm, settings, cores=cores, environment=vllm_environment
-        )
-    if "offline" in wanted:
-        workers["offline"] = Worker(build_offline, settings, cores=cores, environment=environment)
+        workers[name] = stack.enter_context(worker)
     return workers
 
 
@@ -223,6 +231,7 @@ def _medians(repeats: Sequence[Measurement]) -> dict[str, Any]:
     outside = [m.outside_share for m in repeats if m.outside_share is not None]
     batch = [m.mean_batch for m in repeats if m.mean_batch is not None]
     return {
+        "sampled_tokens": repeats[0].result.timing.num_tokens,
         "seconds": [m.result.timing.seconds for m in repeats],
         "tokens_per_second": statistics.median(m.tokens_per_second for m in repeats),
         "cpu_us_per_token": statistics.median(

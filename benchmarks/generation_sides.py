@@ -48,6 +48,7 @@ class StepSample:
     prompt_tokens: int  # of requests that were added before it
     kv_use: float  # share of the cache in use after it
     seconds: float
+    adding_s: float  # the engine's time for those requests, before the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,7 @@ class MeasuredEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._admitted = 0
+        self._adding_s = 0.0
         self._generated = 0
         self.samples: list[StepSample] = []
 
@@ -166,7 +168,9 @@ class MeasuredEngine:
         return getattr(self._engine, name)
 
     def add_request(self, admission: Admission) -> None:
+        started = time.perf_counter()
         self._engine.add_request(admission)
+        self._adding_s += time.perf_counter() - started
         self._admitted += len(admission.request.prompt_token_ids)
 
     def step(self) -> list[EngineOutput]:
@@ -180,9 +184,11 @@ class MeasuredEngine:
                 prompt_tokens=self._admitted,
                 kv_use=stats.kv_use,
                 seconds=seconds,
+                adding_s=self._adding_s,
             )
         )
-        self._admitted, self._generated = 0, stats.generated_tokens
+        self._admitted, self._adding_s = 0, 0.0
+        self._generated = stats.generated_tokens
         return outputs
 
 

@@ -1,7 +1,8 @@
 """How long an engine step takes by what is in it, and the least time that a workload can take.
 
 A step is modelled as ``base + tokens * a + prompt tokens * b + share of the cache in use * c``,
-with coefficients of at least 0 that fit the measured steps best (least squares). Every schedule
+with coefficients of at least 0 that fit the measured steps best (least squares; the engine's time
+to take in requests counts to the step after it). Every schedule
 samples the same tokens, takes in the same prompts and reads the same cache; what it can save is
 steps. It needs as many as the longest rollout has tokens, and as full batches would: the bound has
 just those.
@@ -37,7 +38,7 @@ class StepModel:
 def fit(samples: Sequence[StepSample]) -> StepModel:
     """Terms whose best coefficient would be negative are left out."""
     rows = np.array([(1.0, s.tokens, s.prompt_tokens, s.kv_use) for s in samples])
-    seconds = np.array([s.seconds for s in samples])
+    seconds = np.array([s.seconds + s.adding_s for s in samples])
     used = [column for column in range(4) if np.ptp(rows[:, column]) > 0 or column == 0]
     while True:
         found = np.linalg.lstsq(rows[:, used], seconds, rcond=None)[0]

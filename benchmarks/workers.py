@@ -1,7 +1,8 @@
 """A side of a benchmark in a process of its own, on cores of its own, that works when it is told.
 
 So sides can be measured in turns in one run, without sharing an interpreter, memory or threads. A
-side that is not being measured is stopped (SIGSTOP), with the processes it started.
+side that is not being measured is stopped (SIGSTOP), with the processes it started, unless they
+watch each other: Monarch takes a process that was stopped for lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -30,7 +31,9 @@ class Worker:
         *args: Any,
         cores: tuple[int, ...],
         environment: Mapping[str, str],
+        is_stopped_between: bool = True,
     ) -> None:
+        self._is_stopped_between = is_stopped_between
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -44,8 +47,13 @@ class Worker:
             for name, value in held.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         theirs.close()
-        self._receive()  # built
-        self._signal(signal.SIGSTOP)
+        try:
+            self._receive()  # built
+            self._check_cores(cores)
+        except BaseException:
+            self._kill()
+            raise
+        self._stop()
 
     def call(self, name: str, argument: Any = None) -> tuple[Any, float]:
         """The answer, and the CPU seconds that the side's processes spent on it."""
@@ -54,15 +62,35 @@ class Worker:
         self._connection.send((name, argument))
         answer = self._receive()
         spent = self._cpu_seconds() - before
-        self._signal(signal.SIGSTOP)
+        self._stop()
         return answer, spent
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
-        self._connection.send(None)
+        with contextlib.suppress(OSError):  # it failed, and has ended
+            self._connection.send(None)
         self._process.join(30.0)
+        self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        if self._is_stopped_between:
+            self._signal(signal.SIGSTOP)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def _check_cores(self, cores: tuple[int, ...]) -> None:
         for process in self._processes():
-            process.kill()
+            used = process.cpu_affinity()
+            if cores and not set(used) <= set(cores):
+                raise RuntimeError(f"{process.name()} runs on cores {used}, not on {list(cores)}")
 
     def _receive(self) -> Any:
         try:
