@@ -7,7 +7,8 @@ Real trainer (FSDP ranks), real vLLM replica (tensor-parallel ranks), both behin
 of them after another, for each policy, transport and number of ranks (trainer x replica). In turns
 with the syncs the same bytes are copied from memory to memory and over a loopback connection.
 
-- publish: the trainer makes its weights readable; of it gather (whole tensors on rank 0) and write;
+- publish: the trainer makes its weights readable: into shared memory each rank writes its share,
+  else whole tensors are gathered on rank 0, which writes;
 - fetch: a replica's ranks get them while decoding goes on; swap: they copy them into the model;
 - transfer: what moves between the trainer's and the replica's memory, which is write and fetch:
   shared memory is written once and then mapped, remote memory is copied, then read by each rank;

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
-from benchmarks.weight_sync_trace import read_traces, seconds_of, standstill_s
+from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
 from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
 from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
@@ -46,10 +46,17 @@ class Setting:
     kv_cache_bytes: int = 512 << 20
     device: str = "cpu"
 
+    @property
+    def writing_threads(self) -> int:
+        """Into shared memory all ranks of the trainer write, elsewhere rank 0."""
+        is_shared = self.transport is Transport.SHARED_MEMORY
+        return self.threads * (self.trainer_ranks if is_shared else 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """Seconds. ``gather_s`` and ``write_s`` are parts of ``publish_s`` on the trainer's rank 0.
+    """Seconds. ``gather_s`` and ``write_s`` are parts of ``publish_s``; nothing is gathered where
+    each rank writes its share.
 
     ``load_s``: the swap by the idle engine, of weights that are staged already.
     ``standstill_s``: without an engine step, while requests run. ``stall_s``: as the loop tells it.
@@ -106,8 +113,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
         num_bytes = handle.num_bytes
         await replica.stage(handle)
         await replica.pull(handle.version)
-        threads = setting.trainer_ranks * setting.threads
-        memory = MemoryCopy(num_bytes, threads=threads)
+        memory = MemoryCopy(num_bytes, threads=setting.writing_threads)
         tcp = TcpCopy(num_bytes, readers=setting.generator_ranks)
         try:
             syncs = [
@@ -129,8 +135,8 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
         repeats=tuple(
             Repeat(
                 publish_s=seconds_of(publishers, "publish", sync.idle_version),
-                gather_s=seconds_of(publishers, "gather weights", sync.idle_version),
-                write_s=seconds_of(publishers, "write weights", sync.idle_version),
+                gather_s=seconds_of(publishers, "gather weights", sync.idle_version, default=0.0),
+                write_s=seconds_together(publishers, "write weights", sync.idle_version),
                 fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
                 fetch_beside_decoding_s=seconds_of(engines, "fetch weights", sync.beside_version),
                 load_s=seconds_of(engines, "swap weights", sync.idle_version),

@@ -49,21 +49,33 @@ def spans(events: Iterable[Event]) -> list[Span]:
     return sorted(found, key=lambda span: span.end_s)
 
 
-def seconds_of(ranks: Iterable[list[Span]], name: str, version: int) -> float:
+def seconds_of(
+    ranks: Iterable[list[Span]], name: str, version: int, *, default: float | None = None
+) -> float:
     """How long the span ``name`` of ``version`` took on the slowest rank that has one.
 
     Raises:
-        LookupError: no rank has one.
+        LookupError: no rank has one, and there is no default.
     """
-    found = [
-        span.seconds
-        for rank in ranks
-        for span in rank
-        if span.name == name and span.args.get("version") == version
-    ]
+    found = [span.seconds for span in _of_version(ranks, name, version)]
+    if not found and default is not None:
+        return default
     if not found:
         raise LookupError(f"no rank has a span {name!r} of version {version}")
     return max(found)
+
+
+def seconds_together(ranks: Iterable[list[Span]], name: str, version: int) -> float:
+    """From when the last rank began ``name`` of ``version``, which they do together, to when the
+    last one was done.
+
+    Raises:
+        LookupError: no rank has such a span.
+    """
+    found = _of_version(ranks, name, version)
+    if not found:
+        raise LookupError(f"no rank has a span {name!r} of version {version}")
+    return max(span.end_s for span in found) - max(span.start_s for span in found)
 
 
 def standstill_s(ranks: Iterable[list[Span]], version: int) -> float:
@@ -76,8 +88,17 @@ def standstill_s(ranks: Iterable[list[Span]], version: int) -> float:
     return max(_standstill_s(rank, version) for rank in ranks)
 
 
+def _of_version(ranks: Iterable[list[Span]], name: str, version: int) -> list[Span]:
+    return [
+        span
+        for rank in ranks
+        for span in rank
+        if span.name == name and span.args.get("version") == version
+    ]
+
+
 def _standstill_s(rank: list[Span], version: int) -> float:
-    swaps = [s for s in rank if s.name == "swap weights" and s.args.get("version") == version]
+    swaps = _of_version([rank], "swap weights", version)
     if len(swaps) != 1:
         raise LookupError(f"version {version} was swapped in {len(swaps)} times")
     decoding = [span for span in rank if span.name == "decode"]

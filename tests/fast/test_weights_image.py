@@ -6,7 +6,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.image import plan_image, read_image, write_image
+from torchtitan_rl.weights.image import (
+    TensorPart,
+    plan_image,
+    read_image,
+    write_header,
+    write_image,
+    write_parts,
+)
 
 
 def make_image(tensors: dict[str, torch.Tensor], version: int = 3) -> torch.Tensor:
@@ -38,6 +45,47 @@ def test_what_is_read_equals_what_was_written_for_tied_and_non_contiguous_tensor
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor.detach()), name
+
+
+def cut(tensor: torch.Tensor, dim: int, start: int, end: int) -> TensorPart:
+    return TensorPart(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        offset=tuple(start if d == dim else 0 for d in range(tensor.dim())),
+        local=tensor.narrow(dim, start, end - start),
+    )
+
+
+def test_parts_of_several_writers_make_the_same_image() -> None:
+    tensors = {"rows": torch.randn(5, 3), "columns": torch.randn(4, 6), "one": torch.randn(3)}
+    writers = [
+        {
+            "rows": cut(tensors["rows"], 0, *rows),
+            "columns": cut(tensors["columns"], 1, *columns),
+            "one": TensorPart(shape=torch.Size([3]), dtype=torch.float32, offset=(0,), local=whole),
+        }
+        for rows, columns, whole in (
+            ((0, 3), (0, 4), tensors["one"]),
+            ((3, 5), (4, 6), None),
+            ((5, 5), (6, 6), None),  # it has nothing
+        )
+    ]
+    layout = plan_image({name: part.whole() for name, part in writers[0].items()}, version=3)
+    image = torch.full((layout.num_bytes,), 7, dtype=torch.uint8)
+    write_header(layout, image)
+    for parts in writers:
+        write_parts(layout, parts, image)
+    assert torch.equal(image, make_image(tensors))
+
+
+def test_parts_are_converted_to_the_type_that_is_published() -> None:
+    tensor = torch.randn(4)
+    part = TensorPart(shape=tensor.shape, dtype=torch.bfloat16, offset=(0,), local=tensor)
+    layout = plan_image({"w": part.whole()}, version=3)
+    image = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    write_header(layout, image)
+    write_parts(layout, {"w": part}, image)
+    assert torch.equal(read_image(image, 3)["w"], tensor.bfloat16())
 
 
 def test_every_tensor_is_aligned_to_its_item_size() -> None:

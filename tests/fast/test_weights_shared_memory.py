@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import shared_memory
+from torchtitan_rl.weights import segment, shared_memory
+from torchtitan_rl.weights.image import plan_image, read_image, write_image
+from torchtitan_rl.weights.segment import SegmentWriter, map_segment
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher, remove_leftovers
 
 Usage = namedtuple("Usage", "total used free")
@@ -16,6 +18,11 @@ Usage = namedtuple("Usage", "total used free")
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((4,), value)}
+
+
+def larger_weights(value: float) -> dict[str, torch.Tensor]:
+    """That do not fit into the memory of `weights`."""
+    return {"w": torch.full((400,), value)}
 
 
 def files_under(root: Path) -> list[str]:
@@ -54,7 +61,7 @@ def test_a_publishing_that_fails_leaves_the_current_and_the_kept_versions(
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
         with pytest.raises(WeightSyncError, match="cannot be published"):
-            publisher.publish(3, weights(3), keep=frozenset({0}))
+            publisher.publish(3, larger_weights(3), keep=frozenset({0}))
     assert files_under(tmp_path) == ["v0.safetensors", "v2.safetensors"]
 
 
@@ -99,6 +106,111 @@ def test_publishing_a_version_again_keeps_it(tmp_path: Path) -> None:
     assert files_under(tmp_path) == ["v5.safetensors", "v6.safetensors"]
 
 
+def test_memory_that_nobody_reads_is_written_again_and_no_other(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    handles = [publisher.publish(version, weights(version)) for version in range(2)]
+    first = Path(handles[0].path).stat().st_ino
+    assert Path(publisher.publish(2, weights(2)).path).stat().st_ino == first
+    second = Path(handles[1].path).stat().st_ino
+    held = map_segment(Path(handles[1].path))
+    before = held.clone()
+    assert Path(publisher.publish(3, weights(3)).path).stat().st_ino not in (first, second)
+    publisher.publish(4, weights(4))
+    assert torch.equal(held, before)
+
+
+def test_a_view_of_what_was_read_keeps_its_memory_from_being_written_again(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    inode = path.stat().st_ino
+    view = map_segment(path)[-4:].view(torch.float32)
+    publisher.publish(1, weights(1))
+    assert Path(publisher.publish(2, weights(2)).path).stat().st_ino != inode
+    assert view.item() == 0.0
+
+
+def test_what_was_given_up_cannot_be_read_under_its_old_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has opened the file just before."""
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    publisher.publish(1, weights(1))
+    lock = segment.fcntl.flock
+
+    def publish_then_lock(descriptor: int, operation: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(segment.fcntl, "flock", lock)
+            publisher.publish(2, weights(2))
+        lock(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.fcntl, "flock", publish_then_lock)
+        with pytest.raises(FileNotFoundError):
+            map_segment(path)
+
+
+def test_what_is_being_written_again_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has opened the file just before, and locks it while it is written."""
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    publisher.publish(1, weights(1))
+    write = shared_memory.write_image
+    with path.open("rb") as reader:
+
+        def lock_while_written(*args: object) -> None:
+            with pytest.raises(BlockingIOError):
+                segment.fcntl.flock(reader, segment.fcntl.LOCK_SH | segment.fcntl.LOCK_NB)
+            write(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(shared_memory, "write_image", lock_while_written)
+        publisher.publish(2, weights(2))
+
+
+def test_memory_outside_of_shared_memory_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    taken = []
+    monkeypatch.setattr(segment.Segment, "take_back", lambda *args: taken.append(args) or True)
+    for version in range(3):
+        publisher.publish(version, weights(version))
+    assert taken == []
+    assert files_under(tmp_path / "run") == ["v1.safetensors", "v2.safetensors"]
+
+
+def test_another_process_writes_into_memory_that_readers_do_not_find_before_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    publisher, writer = make_publisher(tmp_path), SegmentWriter()
+    maps = set()
+    for version in range(4):
+        layout = plan_image(weights(version), version)
+        begun = publisher.begin(layout, frozenset())
+        assert begun.path.suffix == ".unfinished"
+        image = writer.image(begun.path)  # its own map of the same memory
+        maps.add(image.data_ptr())
+        write_image(layout, weights(version), image)
+        handle = publisher.finish(layout, begun)
+        read = read_image(map_segment(Path(handle.path)), version)
+        assert torch.equal(read["w"], weights(version)["w"])
+        del read
+    assert len(maps) == 2  # both segments are mapped once
+    publisher.close()
+    assert writer.num_mapped == 2
+    with pytest.raises(FileNotFoundError):
+        writer.image(begun.path)
+    assert writer.num_mapped == 0
+
+
 def test_without_room_in_shared_memory_files_go_to_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +241,7 @@ def test_room_that_vanishes_between_check_and_write_falls_back_too(
         reserve(fd, offset, length)
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", reserve_second_time)
-    handle = publisher.publish(2, weights(2))
+    handle = publisher.publish(2, larger_weights(2))
     assert files_under(tmp_path / "run") == ["v2.safetensors"]
     assert files_under(tmp_path / "shm") == ["v1.safetensors"]
     assert Path(handle.path).exists()

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
@@ -63,6 +65,12 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
             for handle in handles:
                 assert isinstance(handle, SharedMemoryHandle)
                 assert Path(handle.path).stat().st_size == handle.num_bytes
+            # Each rank wrote its share; the export gathers.
+            await trainer.export_hf(tmp_path / "export")
+            published = load_file(handles[-1].path)
+            exported = load_file(tmp_path / "export" / "model.safetensors")
+            assert published.keys() == exported.keys()
+            assert all(torch.equal(published[name], exported[name]) for name in exported)
 
             # What cannot be written is told to all who wait, and does not end the trainer.
             (tmp_path / "file").touch()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
@@ -19,6 +20,13 @@ from torchtitan_rl.config import LossConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.losses.age_metrics import AGE_BUCKETS
+from torchtitan_rl.weights.image import (
+    TensorPart,
+    plan_image,
+    read_image,
+    write_header,
+    write_parts,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"data_parallel_shard": 2},
@@ -92,6 +100,8 @@ def run_steps(
         metrics = [policy_trainer.train_step(batch).metrics for batch in batches()]
         logprobs = policy_trainer.logprobs(batches()[1])
         weights = policy_trainer.hf_state_dict()
+        parts = policy_trainer.hf_parts()
+        written = None if parts is None else written_together(parts)
         bad = batches()[1]
         bad.advantages[0, np.nonzero(bad.loss_mask[0])[0][0]] = np.nan  # a row of rank 0
         with pytest.raises(DivergedError, match="after version 2"):
@@ -108,12 +118,23 @@ def run_steps(
             off_policy.append(policy_trainer.train_step(batch).metrics)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(weights, folder / "weights.pt")
+        torch.save(written, folder / "written.pt")
         np.save(folder / "logprobs.npy", logprobs)
         (folder / "metrics.json").write_text(json.dumps([*metrics, resumed]))
         (folder / "off-policy.json").write_text(json.dumps(off_policy))
     elif os.environ["RANK"] == "1":
         assert weights == {}
         np.save(folder / "logprobs-of-rank-1.npy", logprobs)
+
+
+def written_together(parts: dict[str, TensorPart]) -> dict[str, torch.Tensor]:
+    """What all ranks' parts make, added up: one that two ranks write would count twice."""
+    layout = plan_image({name: part.whole() for name, part in parts.items()}, version=3)
+    image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    write_parts(layout, parts, image)
+    dist.all_reduce(image)
+    write_header(layout, image)
+    return read_image(image, version=3)
 
 
 def one_rank(
@@ -178,6 +199,14 @@ def test_sequence_losses_reference_kl_and_metrics_by_age_equal_those_of_one_proc
         assert found.keys() == wanted.keys()
         for name in wanted.keys() - timings:
             assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+def test_what_the_ranks_write_together_are_the_gathered_weights(layout: str, results: Path) -> None:
+    weights = torch.load(results / layout / "weights.pt")
+    written = torch.load(results / layout / "written.pt")
+    assert written.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(written[name], weights[name])] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

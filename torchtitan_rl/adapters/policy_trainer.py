@@ -24,7 +24,7 @@ from torchtitan_rl.adapters import titan_setup  # before torchtitan
 from torchtitan_rl.adapters.hf_config import read_architecture
 from torchtitan_rl.adapters.titan_checkpoint import CheckpointWriter, load_state
 from torchtitan_rl.adapters.titan_forward import Forward, forward
-from torchtitan_rl.adapters.titan_hf import hf_state, load_hf, write_hf
+from torchtitan_rl.adapters.titan_hf import hf_parts, hf_state, load_hf, write_hf
 from torchtitan_rl.adapters.titan_memory import DeviceMemory
 from torchtitan_rl.adapters.titan_model import build_policy
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
@@ -41,6 +41,7 @@ from torchtitan_rl.training.splitting import (
     rank_share,
     trained_mask,
 )
+from torchtitan_rl.weights.image import TensorPart
 
 _Objective = Callable[[TrainingBatch, Forward], LossOutput]
 
@@ -150,6 +151,12 @@ class PolicyTrainer:
         policy computes in. They may share memory with the model: valid until the next step."""
         self._memory.require()
         return hf_state(self._model, getattr(torch, self._dtype))
+
+    def hf_parts(self) -> dict[str, TensorPart] | None:
+        """The same weights as each rank has to write them so that all write each once; None where
+        they have to be gathered. Not collective; valid until the next step."""
+        self._memory.require()
+        return hf_parts(self._model, getattr(torch, self._dtype))
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
         """Write a Hugging Face directory, in ``dtype`` or else the source checkpoint's type."""

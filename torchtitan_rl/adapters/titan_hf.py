@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_rl.adapters import titan_setup  # noqa: F401 (before torchtitan)
 
@@ -19,6 +20,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl.adapters.titan_model import PolicyModel
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.weights.image import TensorPart
 
 # What of a checkpoint's directory is not copied to an export: weights of any format, histories.
 _NOT_COPIED = (
@@ -56,6 +58,46 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             state[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
     return state
+
+
+def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | None:
+    """What this rank has to write of each tensor, in ``dtype``, so that all ranks together write
+    each once. Not collective, and nothing is copied: valid until the model's next step.
+
+    None where a tensor is cut in a way that makes no box of it (data and tensor parallelism along
+    the same dimension). A tied head is left out.
+    """
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    parts: dict[str, TensorPart] = {}
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        part = _part(value, dtype)
+        if part is None:
+            return None
+        parts[name] = part
+    return parts
+
+
+def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
+    """Of several ranks that hold the same, the first writes it."""
+    if not isinstance(value, DTensor):
+        is_first, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
+    else:
+        mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
+        assert where is not None  # every rank has a share of every tensor
+        places = [
+            Replicate() if size == 1 else place
+            for size, place in zip(mesh.shape, value.placements, strict=True)
+        ]
+        cuts = [place.dim for place in places if type(place) is Shard]
+        num_replicated = sum(place.is_replicate() for place in places)
+        if len(set(cuts)) + num_replicated < len(places):
+            return None
+        is_first = not any(w for w, p in zip(where, places, strict=True) if p.is_replicate())
+        _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
+        local = value.to_local()
+    return TensorPart(
+        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_first else None
+    )
 
 
 def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.adapters.joint_publishing import JointPublisher, all_on_one_host
 from torchtitan_rl.adapters.monarch_trainer import TrainerSpec
 from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.transport import Transport, WeightPublisher
 
 
@@ -27,7 +29,8 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
             )
-        self._publisher = _publisher(spec, transport) if rank == 0 else None
+            self._publisher = _publisher(spec, transport) if rank == 0 else None
+            self._joint = _joint_publisher(self._publisher, spec, transport)
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
@@ -37,6 +40,10 @@ class TrainerRank:
         """Collective; the handle on rank 0, None elsewhere."""
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
+            parts = None if self._joint is None else self._trainer.hf_parts()
+            if self._joint is not None and parts is not None:
+                with self._tracer.span("write weights", version=version):
+                    return self._joint.publish(version, parts, keep=keep)
             with self._tracer.span("gather weights", version=version):
                 tensors = self._trainer.hf_state_dict()
             if self._publisher is None:
@@ -79,11 +86,21 @@ class TrainerRank:
         self._tracer.close()
 
 
+def _joint_publisher(
+    publisher: WeightPublisher | None, spec: TrainerSpec, transport: Transport
+) -> JointPublisher | None:
+    """Where several ranks can write into the same memory. Collective."""
+    if transport is not Transport.SHARED_MEMORY or spec.trainer.world_size == 1:
+        return None
+    if not all_on_one_host():
+        return None
+    assert publisher is None or isinstance(publisher, SharedMemoryPublisher)
+    return JointPublisher(publisher)
+
+
 def _publisher(spec: TrainerSpec, transport: Transport) -> WeightPublisher:
     if transport is Transport.RDMA:
         from torchtitan_rl.adapters.monarch_rdma import MonarchRdmaPublisher
 
         return MonarchRdmaPublisher()
-    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
-
     return SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)

@@ -88,14 +88,47 @@ def write_image(
     layout: ImageLayout, tensors: Mapping[str, torch.Tensor], image: torch.Tensor
 ) -> None:
     """Copy ``tensors`` (any device, contiguous or not) into ``image``, uint8 [num_bytes]."""
-    header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    image[: len(layout.header)].copy_(header)
+    write_header(layout, image)
     for name, tensor in tensors.items():
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes:
             start = layout.offsets[name]
             place = image[start : start + num_bytes].view(tensor.dtype)
             place.view(tensor.shape).copy_(tensor.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """What one of several processes writes of a tensor of ``shape`` and ``dtype``: ``local``, which
+    lies at ``offset``; None where others write all of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    local: torch.Tensor | None
+
+    def whole(self) -> torch.Tensor:
+        """A tensor like the whole one, without data; for `plan_image`."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: torch.Tensor) -> None:
+    """Copy one process's parts into ``image``, uint8 [num_bytes]; `write_header` is another's."""
+    for name, part in parts.items():
+        if part.local is not None and part.local.numel():
+            start = layout.offsets[name]
+            end = start + part.shape.numel() * part.dtype.itemsize
+            place = image[start:end].view(part.dtype).view(part.shape)
+            for dim, size in enumerate(part.local.shape):
+                if size != part.shape[dim]:
+                    place = place.narrow(dim, part.offset[dim], size)
+            place.copy_(part.local.detach())
+
+
+def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
+    """Write what is not tensors into ``image``, uint8 [num_bytes]."""
+    header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    image[: len(layout.header)].copy_(header)
 
 
 def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:

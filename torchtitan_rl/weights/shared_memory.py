@@ -4,14 +4,14 @@ Plain files rather than ``multiprocessing.SharedMemory``, whose tracker unlinks 
 process ends.
 
 Invariants: a file has its final name only once it is whole; while a version is written, of the
-others only the current one and those to be kept exist; a run's folder is named after its process,
-so that a later run recognises and removes the folders of dead ones.
+others only the current one and those to be kept exist, and one that was given up and that nobody
+reads lends its memory to it; a run's folder is named after its process, so that a later run
+recognises and removes the folders of dead ones.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 import shutil
@@ -24,6 +24,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
 from torchtitan_rl.weights.published import given_up
+from torchtitan_rl.weights.segment import Segment
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
 _PREFIX = "torchtitan-rl-"
@@ -44,7 +45,7 @@ class SharedMemoryPublisher:
     def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
         self._roots = (root, fallback_dir)
         self._folder_name = _folder_name(run_id)
-        self._held: dict[int, Path] = {}  # by version, in order of publishing
+        self._held: dict[int, Segment] = {}  # by version, in order of publishing
         for folder in self._roots:
             remove_leftovers(folder)
 
@@ -62,25 +63,34 @@ class SharedMemoryPublisher:
             WeightSyncError: neither place has room, or a tensor cannot be written.
         """
         layout = plan_image(tensors, version)
-        for old in given_up(list(self._held), keep):
-            self._held.pop(old).unlink(missing_ok=True)
-        refusals: list[str] = []
-        for root in self._roots:
-            refusal = _refusal(root, layout.num_bytes)
-            if refusal is None:
-                try:
-                    path = self._write(root / self._folder_name, layout, tensors)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-                        raise WeightSyncError(f"version {version}: cannot write {root}") from error
-                    refusal = f"{root}: {error.strerror}"
-                else:
-                    self._replace(version, path)
-                    return SharedMemoryHandle(
-                        version=version, path=str(path), num_bytes=layout.num_bytes
-                    )
-            refusals.append(refusal)
-        raise WeightSyncError(f"version {version} cannot be published: " + "; ".join(refusals))
+        segment = self.begin(layout, keep)
+        try:
+            write_image(layout, tensors, segment.image)
+            return self.finish(layout, segment)
+        except BaseException:
+            segment.remove()
+            raise
+
+    def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
+        """The first half of `publish`: memory that nobody reads, to be written whole. Then comes
+        `finish`, or, where that cannot be, the segment's `remove`.
+
+        Raises:
+            WeightSyncError: neither place has room.
+        """
+        return self._used_segment(layout, keep) or self._new_segment(layout)
+
+    def finish(self, layout: ImageLayout, segment: Segment) -> SharedMemoryHandle:
+        """Make the version visible that has been written into ``segment``."""
+        path = segment.path.with_suffix(".safetensors")
+        segment.offer(path)
+        before = self._held.pop(layout.version, None)
+        if before is not None and before.path != path:
+            before.remove()
+        self._held[layout.version] = segment
+        return SharedMemoryHandle(
+            version=layout.version, path=str(path), num_bytes=layout.num_bytes
+        )
 
     def close(self) -> None:
         """Remove everything. Readers keep what they have mapped."""
@@ -88,29 +98,39 @@ class SharedMemoryPublisher:
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
 
-    def _replace(self, version: int, path: Path) -> None:
-        """Note where ``version`` is now; it may have been elsewhere before."""
-        before = self._held.pop(version, path)
-        if before != path:
-            before.unlink(missing_ok=True)
-        self._held[version] = path
+    def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
+        """Give versions up; one of them, to be written again, if it fits and nobody reads it."""
+        found: Segment | None = None
+        for old in given_up(list(self._held), keep):
+            segment = self._held.pop(old)
+            folder = segment.path.parent
+            # Locks are certain in the first place only.
+            is_fit = segment.num_bytes == layout.num_bytes and self._roots[0] in folder.parents
+            if is_fit and found is None and segment.take_back(_unfinished(folder, layout)):
+                found = segment
+            else:
+                segment.remove()
+        return found
 
-    @staticmethod
-    def _write(folder: Path, layout: ImageLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / f"v{layout.version}.safetensors"
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            with unfinished.open("w+b") as file:
-                # Reserves the pages: a write to a mapped page without room would kill the process.
-                os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
-                mapped = mmap.mmap(file.fileno(), layout.num_bytes)
-                write_image(layout, tensors, torch.frombuffer(mapped, dtype=torch.uint8))
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        return path
+    def _new_segment(self, layout: ImageLayout) -> Segment:
+        refusals: list[str] = []
+        for root in self._roots:
+            refusal = _refusal(root, layout.num_bytes)
+            if refusal is None:
+                folder = root / self._folder_name
+                try:
+                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    return Segment(_unfinished(folder, layout), layout.num_bytes)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                        raise WeightSyncError(
+                            f"version {layout.version}: cannot write {root}"
+                        ) from error
+                    refusal = f"{root}: {error.strerror}"
+            refusals.append(refusal)
+        raise WeightSyncError(
+            f"version {layout.version} cannot be published: " + "; ".join(refusals)
+        )
 
 
 def remove_leftovers(root: Path) -> list[Path]:
@@ -128,6 +148,10 @@ def remove_leftovers(root: Path) -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
+
+
+def _unfinished(folder: Path, layout: ImageLayout) -> Path:
+    return folder / f"v{layout.version}.unfinished"
 
 
 def _refusal(root: Path, num_bytes: int) -> str | None:

@@ -9,7 +9,6 @@ after its version was discarded, since it holds the memory.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import read_image
+from torchtitan_rl.weights.segment import map_segment
 
 
 class RdmaReader(Protocol):
@@ -86,18 +86,13 @@ class WeightStaging:
 
 
 def _map_file(handle: SharedMemoryHandle) -> torch.Tensor:
-    """Map a published file and touch each page, so that the swap meets no page fault."""
     try:
-        with Path(handle.path).open("rb") as file:
-            # A private copy-on-write map: readable as a tensor, and nobody can write to the file.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        image = map_segment(Path(handle.path))
     except (OSError, ValueError) as error:
         raise WeightSyncError(f"version {handle.version}: cannot map {handle.path}") from error
-    if len(mapped) != handle.num_bytes:
+    if image.numel() != handle.num_bytes:
         raise WeightSyncError(
-            f"version {handle.version}: {handle.path} has {len(mapped)} bytes "
+            f"version {handle.version}: {handle.path} has {image.numel()} bytes "
             f"instead of {handle.num_bytes}"
         )
-    image = torch.frombuffer(mapped, dtype=torch.uint8)
-    image[:: mmap.PAGESIZE].sum()
     return image

@@ -1,0 +1,95 @@
+"""Weights of several trainer ranks on one host, written into shared memory by all of them at once.
+
+Each rank copies what it holds; nothing is gathered. Rank 0 makes room before, and makes the version
+visible after all have written.
+
+Invariant: a version that some rank could not write is never visible, and every rank comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_rl.adapters.monarch_runtime import host_name
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.image import (
+    ImageLayout,
+    TensorPart,
+    plan_image,
+    write_header,
+    write_parts,
+)
+from torchtitan_rl.weights.segment import Segment, SegmentWriter
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+
+def all_on_one_host() -> bool:
+    """Whether all ranks of the default process group are. Collective."""
+    hosts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_name())
+    return len(set(hosts)) == 1
+
+
+class JointPublisher:
+    """One on each rank; ``publisher`` is rank 0's, and None elsewhere."""
+
+    def __init__(self, publisher: SharedMemoryPublisher | None) -> None:
+        self._publisher = publisher
+        self._writer = SegmentWriter()
+
+    def publish(
+        self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
+    ) -> SharedMemoryHandle | None:
+        """The handle on rank 0, None elsewhere; see `WeightPublisher.publish`. Collective.
+
+        Raises:
+            WeightSyncError: on rank 0: there is no room, or some rank could not write.
+        """
+        layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
+        segment, refusal = self._begin(layout, keep)
+        place = [str(segment.path) if segment is not None else None]
+        dist.broadcast_object_list(place, src=0)
+        if place[0] is None:
+            if refusal is not None:
+                raise refusal
+            return None
+        mistakes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(mistakes, self._write(Path(place[0]), layout, parts, segment))
+        if self._publisher is None or segment is None:
+            return None
+        if found := [f"rank {rank}: {why}" for rank, why in enumerate(mistakes) if why]:
+            segment.remove()
+            raise WeightSyncError(f"version {version} cannot be written: {'; '.join(found)}")
+        return self._publisher.finish(layout, segment)
+
+    def _begin(
+        self, layout: ImageLayout, keep: frozenset[int]
+    ) -> tuple[Segment | None, Exception | None]:
+        """Rank 0's room for the version, or why there is none: to be raised when all know."""
+        if self._publisher is None:
+            return None, None
+        try:
+            return self._publisher.begin(layout, keep), None
+        except Exception as refusal:
+            return None, refusal
+
+    def _write(
+        self,
+        path: Path,
+        layout: ImageLayout,
+        parts: Mapping[str, TensorPart],
+        segment: Segment | None,
+    ) -> str | None:
+        """What went wrong, or None. Nothing is raised: the other ranks wait for the answer."""
+        try:
+            if segment is not None:
+                write_header(layout, segment.image)
+            image = self._writer.image(path) if segment is None else segment.image
+            write_parts(layout, parts, image)
+        except Exception as error:
+            return repr(error)
+        return None
