@@ -1,3 +1,4 @@
+import mmap
 import threading
 from pathlib import Path
 
@@ -41,6 +42,50 @@ def test_remote_images_are_read_through_the_reader() -> None:
     staging = WeightStaging(remote_read)
     staging.stage(remote(2))
     assert torch.equal(staging.tensors(2)["w"], weights(2)["w"])
+
+
+def test_memory_of_a_discarded_version_is_read_into_again_once_no_tensor_of_it_is_held() -> None:
+    staging = WeightStaging(remote_read)
+    places = []
+    held = []
+    for version in range(2, 8):
+        staging.stage(remote(version))
+        staging.discard_before(version)
+        tensor = staging.tensors(version)["w"]
+        places.append(tensor.data_ptr())
+        if version == 5:
+            held.append(tensor[10:20])
+        del tensor
+    assert len(set(places[:4])) == 2  # the staged version's and the next one's
+    assert places[3] not in places[4:]
+    assert torch.equal(held[0], weights(5)["w"][10:20])
+    assert torch.equal(staging.tensors(7)["w"], weights(7)["w"])
+
+
+def test_memory_of_a_read_that_failed_is_not_read_into_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The read may go on behind the time-out."""
+    made: list[int] = []
+    map_memory = mmap.mmap
+
+    def count_and_map(*args: int, **options: int) -> mmap.mmap:
+        made.append(args[1])
+        return map_memory(*args, **options)
+
+    def read_or_fail(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
+        if handle.version == 2:
+            raise WeightSyncError("version 2 is late")
+        image.copy_(handle.buffer)
+
+    monkeypatch.setattr(mmap, "mmap", count_and_map)
+    staging = WeightStaging(read_or_fail)
+    with pytest.raises(WeightSyncError, match="late"):
+        staging.stage(remote(2))
+    for version in range(3, 7):
+        staging.stage(remote(version))
+        staging.discard_before(version)
+    assert len(made) == 3  # the failed read's, and the two that take turns
 
 
 def test_a_remote_handle_without_a_reader_is_refused() -> None:

@@ -9,7 +9,11 @@ after its version was discarded, since it holds the memory.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +43,7 @@ class WeightStaging:
         self._rdma_reader = rdma_reader
         self._lock = threading.Lock()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._spare = _SpareMemory()
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -55,16 +60,24 @@ class WeightStaging:
             return
         if isinstance(handle, SharedMemoryHandle):
             image = _map_file(handle)
-        elif self._rdma_reader is None:
-            raise WeightSyncError(
-                f"version {handle.version} is in remote memory and this rank has no RDMA reader"
-            )
         else:
-            image = torch.empty(handle.num_bytes, dtype=torch.uint8)
-            self._rdma_reader(handle, image)
+            image = self._read_remote(handle)
         tensors = read_image(image, handle.version)
         with self._lock:
             self._staged.setdefault(handle.version, tensors)
+
+    def _read_remote(self, handle: RemoteMemoryHandle) -> torch.Tensor:
+        if self._rdma_reader is None:
+            raise WeightSyncError(
+                f"version {handle.version} is in remote memory and this rank has no RDMA reader"
+            )
+        memory = self._spare.take(handle.num_bytes)
+        held = memoryview(memory)  # by the tensor's storage, which views share
+        image = torch.frombuffer(held, dtype=torch.uint8)
+        self._rdma_reader(handle, image)
+        # Not after a failure: something might still be written to it.
+        self._spare.put_after(held, memory)
+        return image
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
         """The tensors of ``version`` in Hugging Face names; not to be written to.
@@ -83,6 +96,29 @@ class WeightStaging:
         with self._lock:
             for old in [staged for staged in self._staged if staged < version]:
                 del self._staged[old]
+
+
+class _SpareMemory:
+    """Memory of the image that was given up last, for the next one: new memory costs about as much
+    as what is read into it.
+
+    Invariant: what is taken is held by nobody.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[mmap.mmap] = deque(maxlen=1)
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """So many bytes of any content."""
+        with contextlib.suppress(IndexError):
+            memory = self._spare.pop()
+            if len(memory) == num_bytes:
+                return memory
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def put_after(self, held: memoryview, memory: mmap.mmap) -> None:
+        """``memory`` may be taken when ``held`` is gone."""
+        weakref.finalize(held, self._spare.append, memory).atexit = False
 
 
 def _map_file(handle: SharedMemoryHandle) -> torch.Tensor:
