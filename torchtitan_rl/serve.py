@@ -11,16 +11,15 @@ options are wrong; 128 + n ended by signal n.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pprint
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -32,6 +31,7 @@ from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.prepare import machine_facts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys, endpoint_mistakes
+from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts, room_mistakes
@@ -188,26 +188,18 @@ async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
         router = GeneratorRouter(
             processes.replicas, request_timeout_s=config.generator.request_timeout_s
         )
-        sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s)
-        stack.push_async_callback(sessions.aclose)
-        handlers = dict(sessions.handlers())
+        keep = None
         if config.episodes_file is not None:
-            episodes = stack.enter_context(config.episodes_file.open("a", encoding="utf-8"))
-            close_session = handlers["session.close"]
-
-            async def close_and_write(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-                report = await close_session(arguments)
-                write_episodes(episodes, report)
-                return report
-
-            handlers["session.close"] = close_and_write
+            keep = stack.enter_context(EpisodesFile(config.episodes_file)).write
+        sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s, keep=keep)
+        stack.push_async_callback(sessions.aclose)
         service = await stack.enter_async_context(
             EndpointService(
                 processes.endpoint,
                 router,
                 sessions,
                 interval_s=config.endpoint.interval_s,
-                handlers=handlers,
+                handlers=sessions.handlers(),
                 grace_s=config.grace_s,
             )
         )
@@ -235,15 +227,6 @@ async def wait_until_no_replica(router: GeneratorRouter) -> None:
     while True:
         router.require_live()
         await asyncio.sleep(_LOOK_S)
-
-
-def write_episodes(file: TextIO, report: Mapping[str, Any]) -> None:
-    """A line for each episode: what the session says of all of it with the episode's own fields."""
-    of_all = {name: report[name] for name in ("session_id", "reward", "temperatures")}
-    for episode in report["episodes"]:
-        line = {**of_all, **episode}
-        file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
-    file.flush()
 
 
 def _path_mistakes(config: ServeConfig) -> list[str]:

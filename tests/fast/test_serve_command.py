@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import io
-import json
 import socket
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from torchtitan_rl.adapters.vllm_parsers import known_parsers, parser_mistakes
 from torchtitan_rl.cli import main
 from torchtitan_rl.config import EndpointConfig
-from torchtitan_rl.serve import write_episodes
 from torchtitan_rl.serving.address import Keys, bind, endpoint_mistakes, reachable
 
 POLICY = str(Path(__file__).parents[2] / "experiments" / "alphabet_sort" / "policy")
@@ -148,13 +145,3 @@ def test_port_0_takes_a_free_one_and_a_wildcard_is_reached_by_loopback() -> None
         "[::1]",
         "10.0.0.7",
     ]
-
-
-def test_each_episode_is_a_line_with_its_session_and_reward() -> None:
-    file = io.StringIO()
-    episode = {"token_ids": [1, 2], "loss_mask": [False, True]}
-    rewarded = {"session_id": "s", "reward": 0.5, "temperatures": [0.7, 1.0]}
-    write_episodes(file, {**rewarded, "turns": 2, "episodes": [episode, episode]})
-    write_episodes(file, {**rewarded, "reward": None, "episodes": []})
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert lines == [{**rewarded, **episode}] * 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -80,7 +80,11 @@ class _Session:
 
 
 class Sessions:
-    """All sessions of one router."""
+    """All sessions of one router.
+
+    ``keep`` stores what a rewarded session came to before it ends; where it raises OSError the
+    session stays open, and can be closed again.
+    """
 
     def __init__(
         self,
@@ -89,8 +93,10 @@ class Sessions:
         timeout_s: float = 600.0,
         max_sessions: int = 10_000,
         max_held_tokens: int = MAX_HELD_TOKENS,
+        keep: Callable[[SessionReport], None] | None = None,
     ) -> None:
         self._router = router
+        self._keep = keep
         self._max_held_tokens = max_held_tokens
         self._timeout_s = timeout_s
         self._max_sessions = max_sessions
@@ -148,7 +154,8 @@ class Sessions:
         """End a session, with its requests; with a reward it becomes episodes.
 
         Raises:
-            RefusedError: it is not open (any more), or the reward is no finite number.
+            RefusedError: it is not open (any more), the reward is no finite number, or its
+                episodes could not be kept.
         """
         value = checked_reward(reward)
         session = self._open.get(session_id)
@@ -160,6 +167,7 @@ class Sessions:
             session.driver.close_session(value)
         else:
             await self._stop(session, list(session.running))
+            self._keep_report(session, self._report(session, ending, value))
         return self._end(session, ending, value)
 
     def read(self, session_id: str) -> SessionReport:
@@ -331,6 +339,16 @@ class Sessions:
             self._ended.popitem(last=False)
         self._counts.take(report)
         return report
+
+    def _keep_report(self, session: _Session, report: SessionReport) -> None:
+        if self._keep is None or not report.episodes:
+            return
+        try:
+            self._keep(report)
+        except OSError as error:
+            session.is_closing = False
+            message = f"the session is still open, for its episodes could not be written: {error}"
+            raise refused(503, "episodes_not_written", message) from error
 
     def _report(
         self, session: _Session, ending: SessionEnding | None, reward: float | None
