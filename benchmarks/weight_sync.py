@@ -13,7 +13,7 @@ with the syncs the same bytes are copied from memory to memory and over a loopba
 - transfer: what moves between the trainer's and the replica's memory, which is write and fetch:
   shared memory is written once and then mapped, remote memory is copied, then read by each rank;
 - stall: from the end of the last engine step before a pull to the start of the first one after it,
-  while requests run; to be compared with the swap alone, by the idle engine.
+  by all ranks, while requests run; to be compared with the swap alone, by the idle engine.
 
 What running requests prefill anew under the new weights is not part of the stall: that is up to
 `weight_sync.recompute_running_on_pull`.

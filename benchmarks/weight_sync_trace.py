@@ -1,7 +1,7 @@
 """What the traces of a run say about its weight syncs: publishing, fetch, swap, standstill.
 
 Traces are what `observability/trace.py` writes; the spans are those of the trainer's and the
-generators' ranks. Where several ranks take part, the slowest counts.
+generators' ranks.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ def seconds_together(ranks: Iterable[list[Span]], name: str, version: int) -> fl
 
 
 def standstill_s(ranks: Iterable[list[Span]], version: int) -> float:
-    """From the end of the last engine step before the swap of ``version`` to the start of the first
-    one after it, on the slowest rank.
+    """From when all ranks had ended the last engine step before the swap of ``version`` to when all
+    had begun the first one after it: a step is done by all ranks together.
 
     Raises:
         LookupError: on some rank, nothing was decoded before the swap, or after it.
     """
-    return max(_standstill_s(rank, version) for rank in ranks)
+    around = [_steps_around(rank, version) for rank in ranks]
+    return max(first for _, first in around) - max(last for last, _ in around)
 
 
 def _of_version(ranks: Iterable[list[Span]], name: str, version: int) -> list[Span]:
@@ -97,7 +98,8 @@ def _of_version(ranks: Iterable[list[Span]], name: str, version: int) -> list[Sp
     ]
 
 
-def _standstill_s(rank: list[Span], version: int) -> float:
+def _steps_around(rank: list[Span], version: int) -> tuple[float, float]:
+    """When the last step before the swap ended, and the first one after it began."""
     swaps = _of_version([rank], "swap weights", version)
     if len(swaps) != 1:
         raise LookupError(f"version {version} was swapped in {len(swaps)} times")
@@ -106,4 +108,4 @@ def _standstill_s(rank: list[Span], version: int) -> float:
     after = [span.start_s for span in decoding if span.start_s >= swaps[0].end_s]
     if not before or not after:
         raise LookupError(f"nothing was decoded on both sides of the swap of version {version}")
-    return min(after) - max(before)
+    return max(before), min(after)
