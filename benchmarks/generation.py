@@ -88,7 +88,10 @@ def main() -> None:
     options = _options()
     policy = with_room(options.policy, MAX_MODEL_LEN)
     settings = EngineSettings(
-        policy=str(policy), max_running=options.max_running, device=options.device
+        policy=str(policy),
+        max_running=options.max_running,
+        device=options.device,
+        threads=len(options.cores),
     )
     workloads = {
         f"{name}, {turns} turn{'s' if turns > 1 else ''}": draw_workload(
@@ -99,11 +102,10 @@ def main() -> None:
             (options.distributions[0], 1),
         ]
     }
-    cores = tuple(options.cores)
     where = machine()
     report: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        workers = _workers(stack, settings, cores, options.device, options.sides)
+        workers = _workers(stack, settings, tuple(options.cores), options.sides)
         _warm_up(workers)
         for name, workload in workloads.items():
             measured = _measure(workers, workload, options)
@@ -142,10 +144,11 @@ def _workers(
     stack: contextlib.ExitStack,
     settings: EngineSettings,
     cores: tuple[int, ...],
-    device: str,
     sides: Sequence[str],
 ) -> dict[str, Worker]:
-    environment = engine_environment(1, "cuda" if device == "cuda" else "cpu")
+    environment = engine_environment(
+        settings.threads, "cuda" if settings.device == "cuda" else "cpu"
+    )
     builds: dict[str, tuple[Callable[..., Side], tuple[Any, ...], dict[str, str]]] = {
         "loop": (build_loop, (), {}),
         "router": (build_monarch, (tempfile.mkdtemp(prefix="generation-"),), {}),
@@ -220,7 +223,7 @@ def _summarize(
         loop = sides["loop"]["tokens_per_second"]
         summary["ratios"] = {
             f"loop / {side}": loop / row["tokens_per_second"] for side, row in sides.items()
-        } | {"loop / bound": loop / bound}
+        } | {f"{side} / bound": row["tokens_per_second"] / bound for side, row in sides.items()}
     _print(sides, summary.get("ratios", {}))
     return summary
 
@@ -264,7 +267,7 @@ def _print(sides: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, float]) 
     header = ["side", "tokens/s", "loop / it", "CPU us/token", "batch", "outside", "p50 s", "p99 s"]
     print_table(header, rows)
     if "loop / bound" in ratios:
-        print(f"loop / bound: {ratios['loop / bound']:.3f}")
+        print(", ".join(f"{side} / bound {ratios[f'{side} / bound']:.3f}" for side in sides))
 
 
 def _options() -> argparse.Namespace:
@@ -281,7 +284,12 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--sides", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument(
-        "--cores", nargs="+", type=int, default=[max(os.sched_getaffinity(0))], metavar="CORE"
+        "--cores",
+        nargs="+",
+        type=int,
+        default=[max(os.sched_getaffinity(0))],
+        metavar="CORE",
+        help="of each side; the engines compute with as many threads",
     )
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/generation.json"))
     return parser.parse_args()

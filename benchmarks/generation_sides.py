@@ -38,6 +38,7 @@ class EngineSettings:
     max_model_len: int = MAX_MODEL_LEN
     kv_cache_bytes: int = 512 << 20
     device: str = "cpu"
+    threads: int = 1  # of the engine's process, on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +243,9 @@ async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
 
     supervise()
     is_cuda = settings.device == "cuda"
-    group = ProcessGroup(name="replica0", ranks=1, threads=1, devices=(0,) if is_cuda else ())
+    group = ProcessGroup(
+        name="replica0", ranks=1, threads=settings.threads, devices=(0,) if is_cuda else ()
+    )
     spec = GeneratorSpec(
         name="replica0",
         model=Path(settings.policy),
@@ -258,6 +261,8 @@ async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
         log_dir=log_dir,
         trace_dir=None,
     )
-    replica = await MonarchReplica.spawn(group, spec, engine_environment(1, spec.device))
+    replica = await MonarchReplica.spawn(
+        group, spec, engine_environment(settings.threads, spec.device)
+    )
     await replica.start()
     return GeneratorRouter([replica])
