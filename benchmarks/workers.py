@@ -8,6 +8,7 @@ watch each other: Monarch takes a process that was stopped for lost.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -129,6 +130,8 @@ def _serve(
     os.environ.update(environment)
     try:
         side = build(*args)
+        gc.collect()
+        gc.freeze()  # as in a replica's process: what stays is not looked through again
         connection.send((True, None))
         while (work := connection.recv()) is not None:
             connection.send((True, side(*work)))

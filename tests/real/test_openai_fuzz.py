@@ -135,7 +135,7 @@ def test_whatever_the_document_allows_or_forbids_gets_no_5xx_and_no_hang(
 ) -> None:
     fuzz(target, document, path, method, num_examples=num_examples)
     if path in ("/v1/chat/completions", "/v1/completions"):
-        assert target.statuses[200] > num_examples  # it is not all refused at the door
+        assert target.statuses[200] > num_examples // 2  # it is not all refused at the door
         assert target.statuses[400] > 10
 
 
