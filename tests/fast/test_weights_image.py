@@ -94,6 +94,11 @@ def test_every_tensor_is_aligned_to_its_item_size() -> None:
     assert all(offset % sizes[name] == 0 for name, offset in layout.offsets.items())
 
 
+def test_all_versions_of_a_policy_have_one_size() -> None:
+    sizes = {plan_image({"w": torch.zeros(3)}, version).num_bytes for version in (0, 9, 10, 10**19)}
+    assert len(sizes) == 1
+
+
 def test_the_safetensors_library_reads_the_image(tmp_path: Path) -> None:
     tensors = odd_tensors()
     path = tmp_path / "image.safetensors"

@@ -10,7 +10,8 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import segment, shared_memory
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
-from torchtitan_rl.weights.segment import SegmentWriter, map_segment
+from torchtitan_rl.weights.segment import SegmentWriter
+from torchtitan_rl.weights.segment_reader import SegmentReader
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher, remove_leftovers
 
 Usage = namedtuple("Usage", "total used free")
@@ -112,7 +113,7 @@ def test_memory_that_nobody_reads_is_written_again_and_no_other(tmp_path: Path) 
     first = Path(handles[0].path).stat().st_ino
     assert Path(publisher.publish(2, weights(2)).path).stat().st_ino == first
     second = Path(handles[1].path).stat().st_ino
-    held = map_segment(Path(handles[1].path))
+    held = SegmentReader().image(Path(handles[1].path))
     before = held.clone()
     assert Path(publisher.publish(3, weights(3)).path).stat().st_ino not in (first, second)
     publisher.publish(4, weights(4))
@@ -123,7 +124,7 @@ def test_a_view_of_what_was_read_keeps_its_memory_from_being_written_again(tmp_p
     publisher = make_publisher(tmp_path)
     path = Path(publisher.publish(0, weights(0)).path)
     inode = path.stat().st_ino
-    view = map_segment(path)[-4:].view(torch.float32)
+    view = SegmentReader().image(path)[-4:].view(torch.float32)
     publisher.publish(1, weights(1))
     assert Path(publisher.publish(2, weights(2)).path).stat().st_ino != inode
     assert view.item() == 0.0
@@ -147,7 +148,7 @@ def test_what_was_given_up_cannot_be_read_under_its_old_name(
     with monkeypatch.context() as patch:
         patch.setattr(segment.fcntl, "flock", publish_then_lock)
         with pytest.raises(FileNotFoundError):
-            map_segment(path)
+            SegmentReader().image(path)
 
 
 def test_what_is_being_written_again_is_not_read(
@@ -200,7 +201,7 @@ def test_another_process_writes_into_memory_that_readers_do_not_find_before_it_i
         maps.add(image.data_ptr())
         write_image(layout, weights(version), image)
         handle = publisher.finish(layout, begun)
-        read = read_image(map_segment(Path(handle.path)), version)
+        read = read_image(SegmentReader().image(Path(handle.path)), version)
         assert torch.equal(read["w"], weights(version)["w"])
         del read
     assert len(maps) == 2  # both segments are mapped once

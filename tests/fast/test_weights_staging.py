@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights import segment_reader
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
+from torchtitan_rl.weights.segment_reader import SegmentReader
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -124,6 +126,71 @@ def test_a_reader_cannot_change_what_another_reader_sees(publisher: SharedMemory
     second.stage(handle)
     first.tensors(1)["w"].zero_()
     assert torch.equal(second.tensors(1)["w"], weights(1)["w"])
+
+
+def test_a_map_is_used_again_for_what_is_written_into_its_memory_later(
+    publisher: SharedMemoryPublisher,
+) -> None:
+    staging = WeightStaging()
+    places = []
+    for version in range(1, 13):
+        staging.stage(publisher.publish(version, weights(version)))
+        staging.discard_before(version)
+        tensor = staging.tensors(version)["w"]
+        assert torch.equal(tensor, weights(version)["w"])
+        places.append(tensor.data_ptr())
+        del tensor
+    assert len(set(places)) == 2  # two files take turns
+    assert places[0::2] == [places[0]] * 6
+
+
+def test_a_map_that_the_model_wrote_to_does_not_hide_later_versions(
+    publisher: SharedMemoryPublisher,
+) -> None:
+    """vLLM's gpt-oss zeroes biases that it was given, in place."""
+    staging = WeightStaging()
+    for version in range(1, 7):
+        staging.stage(publisher.publish(version, weights(version)))
+        staging.discard_before(version)
+        tensor = staging.tensors(version)["w"]
+        assert torch.equal(tensor, weights(version)["w"])
+        if version < 5:
+            tensor[-1] = -1.0
+        del tensor
+
+
+def test_maps_of_removed_files_are_given_up(publisher: SharedMemoryPublisher) -> None:
+    reader = SegmentReader()
+    handles = [publisher.publish(version, weights(version)) for version in (1, 2)]
+    for handle in handles:
+        reader.image(Path(handle.path))
+    assert reader.num_idle == 2
+    publisher.publish(3, {"w": torch.zeros(7)})  # of another size: version 1 is removed
+    held = reader.image(Path(handles[1].path))
+    assert reader.num_idle == 0
+    publisher.close()
+    del held
+    assert reader.num_idle == 0
+
+
+@pytest.mark.parametrize("told", [None, b""])
+def test_maps_are_made_anew_where_the_kernel_does_not_tell_what_was_written_to(
+    publisher: SharedMemoryPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    told: bytes | None,
+) -> None:
+    pagemap = tmp_path / "pagemap"
+    if told is not None:
+        pagemap.write_bytes(told)
+    monkeypatch.setattr(segment_reader, "_PAGEMAP", str(pagemap))
+    staging = WeightStaging()
+    for version in range(1, 7):
+        staging.stage(publisher.publish(version, weights(version)))
+        staging.discard_before(version)
+        staging.tensors(version)["w"].fill_(-1.0)
+    staging.stage(publisher.publish(7, weights(7)))
+    assert torch.equal(staging.tensors(7)["w"], weights(7)["w"])
 
 
 def test_a_version_that_is_gone_or_mislabelled_fails_by_name(

@@ -36,6 +36,7 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _LENGTH_BYTES = 8  # the header's length, little-endian, comes first
 _VERSION_KEY = "policy_version"
+_VERSION_DIGITS = 20  # room for them, so that all versions of a policy have one size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * max(0, _VERSION_DIGITS - len(str(version)))
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return ImageLayout(

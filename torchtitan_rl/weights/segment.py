@@ -1,16 +1,16 @@
 """One version's bytes in a mapped file, whose memory is written again once nobody reads it.
 
 New memory costs the kernel more than the copy into it, so a publisher keeps using what it has. A
-reader locks the file (flock(2), shared) for as long as it maps it, whatever becomes of its process;
-the writer locks it exclusively, and takes other memory where it cannot.
+reader (`weights/segment_reader.py`) locks the file (flock(2), shared) for as long as it uses the
+bytes, whatever becomes of its process; the writer locks it exclusively, and takes other memory
+where it cannot.
 
 Invariants: a file has its final name only while its bytes are whole and do not change; the bytes
-that a reader has mapped never change; a reader that comes too late is told so.
+that a reader uses never change; a reader that comes too late is told so.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -18,10 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-
-# Linux maps what is in memory around a page that is read (fault_around_bytes in debugfs). 538 MB
-# take 23 ms so; 32 ms with MADV_POPULATE_READ, and 37 ms where each page is touched.
-_FAULT_AROUND_BYTES = 64 << 10
 
 
 class Segment:
@@ -101,34 +97,3 @@ class SegmentWriter:
             mapped = mmap.mmap(file.fileno(), 0)
             self._mapped[inode] = file, torch.frombuffer(mapped, dtype=torch.uint8)
         return self._mapped[inode][1]
-
-
-def map_segment(path: Path) -> torch.Tensor:
-    """All bytes of a published file, uint8, locked for as long as the tensor or a view of it lives.
-
-    All pages are there: reading them later meets no page fault. Writing to them changes what this
-    reader sees, and nothing else.
-
-    Raises:
-        OSError: it is gone, or about to be written again.
-        ValueError: it is empty.
-    """
-    with path.open("rb") as file:
-        _lock(file.fileno())
-        if os.stat(path).st_ino != os.fstat(file.fileno()).st_ino:
-            raise FileNotFoundError(f"{path} was given up")
-        # A private copy-on-write map. It holds a duplicate of the descriptor, and so the lock.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    image = torch.frombuffer(mapped, dtype=torch.uint8)
-    image[::_FAULT_AROUND_BYTES].sum()
-    return image
-
-
-def _lock(descriptor: int) -> None:
-    """Other file systems than those for shared memory may know no locks; there nothing is written
-    again (see `SharedMemoryPublisher`)."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise

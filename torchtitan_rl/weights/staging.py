@@ -23,7 +23,7 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import read_image
-from torchtitan_rl.weights.segment import map_segment
+from torchtitan_rl.weights.segment_reader import SegmentReader
 
 
 class RdmaReader(Protocol):
@@ -43,6 +43,7 @@ class WeightStaging:
         self._rdma_reader = rdma_reader
         self._lock = threading.Lock()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._segments = SegmentReader()
         self._spare = _SpareMemory()
 
     @property
@@ -59,12 +60,24 @@ class WeightStaging:
         if handle.version in self.versions:
             return
         if isinstance(handle, SharedMemoryHandle):
-            image = _map_file(handle)
+            image = self._map_file(handle)
         else:
             image = self._read_remote(handle)
         tensors = read_image(image, handle.version)
         with self._lock:
             self._staged.setdefault(handle.version, tensors)
+
+    def _map_file(self, handle: SharedMemoryHandle) -> torch.Tensor:
+        try:
+            image = self._segments.image(Path(handle.path))
+        except (OSError, ValueError) as error:
+            raise WeightSyncError(f"version {handle.version}: cannot map {handle.path}") from error
+        if image.numel() != handle.num_bytes:
+            raise WeightSyncError(
+                f"version {handle.version}: {handle.path} has {image.numel()} bytes "
+                f"instead of {handle.num_bytes}"
+            )
+        return image
 
     def _read_remote(self, handle: RemoteMemoryHandle) -> torch.Tensor:
         if self._rdma_reader is None:
@@ -119,16 +132,3 @@ class _SpareMemory:
     def put_after(self, held: memoryview, memory: mmap.mmap) -> None:
         """``memory`` may be taken when ``held`` is gone."""
         weakref.finalize(held, self._spare.append, memory).atexit = False
-
-
-def _map_file(handle: SharedMemoryHandle) -> torch.Tensor:
-    try:
-        image = map_segment(Path(handle.path))
-    except (OSError, ValueError) as error:
-        raise WeightSyncError(f"version {handle.version}: cannot map {handle.path}") from error
-    if image.numel() != handle.num_bytes:
-        raise WeightSyncError(
-            f"version {handle.version}: {handle.path} has {image.numel()} bytes "
-            f"instead of {handle.num_bytes}"
-        )
-    return image
