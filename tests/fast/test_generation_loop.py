@@ -324,6 +324,44 @@ def test_all_ranks_apply_the_same_decisions_in_the_same_order(world_size: int) -
         loops[1].submit(request("x"))
 
 
+def test_what_decodes_waits_for_no_further_decision_behind_a_pull() -> None:
+    journal: list[str] = []
+
+    class Recording(SteppedEngine):
+        def step(self) -> list:
+            outputs = super().step()
+            journal.append("step")
+            return outputs
+
+        def swap_weights(self, version: int) -> None:
+            journal.append("swap")
+            super().swap_weights(version)
+
+    class Channel:
+        world_size = 2
+
+        def broadcast(self, data: bytes | None) -> bytes:
+            assert data is not None
+            journal.append("broadcast")
+            return data
+
+    engine = Recording()
+    loop = EngineLoop(
+        engine, Channel(), is_leader=True, config=LoopConfig(max_steps_per_decision=1)
+    )
+    loop.start()
+    future = loop.submit(request("a", 100))
+    engine.allow(2)
+    pull = loop.pull(1)
+    engine.allow(2)
+    engine.permits.release(1000)
+    assert pull.result(WAIT_S).running_requests == 1
+    future.result(WAIT_S)
+    loop.close(WAIT_S)
+    swap = journal.index("swap")
+    assert journal[swap - 1 : swap + 3] == ["broadcast", "swap", "step", "broadcast"]
+
+
 def test_an_idle_leader_of_several_ranks_sends_empty_decisions() -> None:
     channels = make_threaded_channels(2)
     sent = threading.Semaphore(0)

@@ -82,6 +82,17 @@ def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:
     assert take(inbox).action is Action.CLOSE
 
 
+def test_a_pull_steps_at_once_but_not_while_paused() -> None:
+    inbox = Inbox()
+    inbox.pull(3)
+    assert take(inbox).num_steps == 1
+    inbox.pause("keep")
+    assert take(inbox).action is Action.PAUSE
+    inbox.pull(4)
+    paused = take(inbox)
+    assert (paused.action, paused.num_steps) == (Action.PULL, 0)
+
+
 def test_a_decision_survives_its_bytes() -> None:
     decision = LoopDecision(
         action=Action.STEP, admissions=(admission("a", seed=3),), aborts=("b",), num_steps=2

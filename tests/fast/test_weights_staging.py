@@ -164,13 +164,14 @@ def test_maps_of_removed_files_are_given_up(publisher: SharedMemoryPublisher) ->
     handles = [publisher.publish(version, weights(version)) for version in (1, 2)]
     for handle in handles:
         reader.image(Path(handle.path))
-    assert reader.num_idle == 2
+    assert reader.examine() == 2
     publisher.publish(3, {"w": torch.zeros(7)})  # of another size: version 1 is removed
+    assert reader.examine() == 1
     held = reader.image(Path(handles[1].path))
-    assert reader.num_idle == 0
     publisher.close()
+    assert held.numel() == handles[1].num_bytes
     del held
-    assert reader.num_idle == 0
+    assert reader.examine() == 0
 
 
 @pytest.mark.parametrize("told", [None, b""])

@@ -89,8 +89,8 @@ class TrainerRank:
 def _joint_publisher(
     publisher: WeightPublisher | None, spec: TrainerSpec, transport: Transport
 ) -> JointPublisher | None:
-    """Where several ranks can write into the same memory. Collective."""
-    if transport is not Transport.SHARED_MEMORY or spec.trainer.world_size == 1:
+    """Where all ranks can write into the same memory. Collective."""
+    if transport is not Transport.SHARED_MEMORY:
         return None
     if not all_on_one_host():
         return None

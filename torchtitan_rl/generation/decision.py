@@ -31,7 +31,7 @@ class Action(StrEnum):
     """What a rank does with a decision."""
 
     STEP = "step"  # admit, abort, then run engine steps
-    PULL = "pull"  # swap the weights, then deal with the KV cache
+    PULL = "pull"  # swap the weights, then deal with the KV cache, then step
     PAUSE = "pause"  # end all requests if so decided, then meet the other ranks between two steps
     SLEEP = "sleep"  # the same, then give the device's memory back
     WAKE_UP = "wake_up"  # take it back; the weights are those of the next pull
@@ -79,7 +79,8 @@ class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
     STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``, PAUSE ``aborts_all``.
+    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``: what decodes waits for no
+    further decision. PAUSE reads ``aborts_all``.
     """
 
     action: Action

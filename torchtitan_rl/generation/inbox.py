@@ -71,8 +71,14 @@ def decide(
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
     if queued.pull_version is not None and queued.pull_is_due:
-        pull = LoopDecision(action=Action.PULL, version=queued.pull_version, kv_policy=kv_policy)
-        return pull, replace(queued, pull_version=None, power=Power.AWAKE)
+        rest = replace(queued, pull_version=None, power=Power.AWAKE)
+        pull = LoopDecision(
+            action=Action.PULL,
+            version=queued.pull_version,
+            kv_policy=kv_policy,
+            num_steps=0 if rest.is_stopped else 1,
+        )
+        return pull, rest
     if queued.powers:
         return _decide_power(queued)
     if queued.pause_is_due(is_idle=is_idle):

@@ -240,6 +240,7 @@ class EngineLoop:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
+            self._run_steps(decision.num_steps)
         elif decision.action is Action.STEP:
             self._step(decision)
         else:
@@ -252,7 +253,10 @@ class EngineLoop:
         in_flight = self._engine.num_unfinished()
         if decision.aborts:
             self._resolve(self._engine.abort(decision.aborts), in_flight)
-        for _ in range(decision.num_steps):
+        self._run_steps(decision.num_steps)
+
+    def _run_steps(self, at_most: int) -> None:
+        for _ in range(at_most):
             in_flight = self._engine.num_unfinished()
             if in_flight == 0:
                 break

@@ -1,7 +1,7 @@
 """Published segments, mapped to be read; a map is used again for what comes next in its memory.
 
-Mapping costs about half of what copying the bytes does, so a map whose version was given up waits
-for the publisher to write a later version into the same file (see `weights/segment.py`).
+Mapping costs about half of what copying the bytes does, so a map of a version that nobody uses any
+more waits for the publisher to write a later one into the same file (see `weights/segment.py`).
 
 Invariants: a file is locked (flock(2), shared) while a tensor of it lives, and only then; a map is
 used again only where this process has never written to it, since pages that it did write to are its
@@ -14,7 +14,9 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +27,7 @@ import torch
 # take 23 ms so; 32 ms with MADV_POPULATE_READ, and 37 ms where each page is touched.
 _FAULT_AROUND_BYTES = 64 << 10
 
-# Of an entry of /proc/self/pagemap, 64 bits for each page, in any order of threads:
+# Bits of an entry of /proc/self/pagemap, which has one of 64 bits for each page:
 # https://docs.kernel.org/admin-guide/mm/pagemap.html
 _PAGEMAP = "/proc/self/pagemap"
 _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
@@ -34,50 +36,56 @@ _OF_A_FILE = np.uint64(1 << 61)
 
 class SegmentReader:
     """Maps of one process. They stay for as long as their files have names: memory of a version
-    that was removed is given back when no tensor of it lives, at the latest with the next `image`.
+    that was removed is given back when no tensor of it lives and maps are examined.
+
+    All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, _Map] = {}  # by inode
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+        self._lock = threading.Lock()
+        self._idle: dict[int, _Map] = {}  # by inode; may be used again
+        self._given_up: deque[_Map] = deque()  # no tensor of them lives; not yet examined
 
     def image(self, path: Path) -> torch.Tensor:
         """All bytes of a published file, uint8, locked for as long as the tensor or a view lives.
 
         All pages are there: reading them later meets no page fault. Writing to them changes what
-        this reader sees, and nothing else. May be called from any thread.
+        this reader sees, and nothing else.
 
         Raises:
             OSError: it is gone, or about to be written again.
             ValueError: it is empty.
         """
-        self._forget_removed()
-        found = self._idle.pop(path.stat().st_ino, None)
-        if found is None or not found.is_as_published():
-            found = _Map(path)
+        self.examine()
+        with self._lock:
+            found = self._idle.pop(path.stat().st_ino, None)
+        found = found or _Map(path)
         found.lock()
         if path.stat().st_ino != found.inode:
             raise FileNotFoundError(f"{path} was given up")
         held = memoryview(found.memory)  # by the tensor's storage, which views share
         image = torch.frombuffer(held, dtype=torch.uint8)
-        weakref.finalize(held, self._give_back, found).atexit = False
+        weakref.finalize(held, self._give_up, found).atexit = False
         image[::_FAULT_AROUND_BYTES].sum()
         return image
 
-    def _forget_removed(self) -> None:
-        for inode in list(self._idle):  # other threads change it
-            idle = self._idle.get(inode)
-            if idle is not None and not idle.has_name():
-                self._idle.pop(inode, None)
+    def examine(self) -> int:
+        """See which maps can be used again, and let go of the others; the number of the former.
 
-    def _give_back(self, idle: _Map) -> None:
-        """When no tensor of it lives, in any thread."""
-        idle.unlock()
-        if idle.has_name():
-            self._idle[idle.inode] = idle
+        `image` does it, too, but then its caller waits for it: a third of what mapping takes.
+        """
+        with self._lock:
+            while self._given_up:
+                found = self._given_up.popleft()
+                if found.is_as_published():
+                    self._idle[found.inode] = found
+            self._idle = {inode: idle for inode, idle in self._idle.items() if idle.has_name()}
+            return len(self._idle)
+
+    def _give_up(self, unused: _Map) -> None:
+        """When no tensor of it lives, in any thread, whatever that is doing: takes no lock."""
+        unused.unlock()
+        self._given_up.append(unused)
 
 
 class _Map:

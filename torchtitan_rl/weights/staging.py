@@ -109,6 +109,8 @@ class WeightStaging:
         with self._lock:
             for old in [staged for staged in self._staged if staged < version]:
                 del self._staged[old]
+        # Beside decoding, and not when the next version is fetched.
+        threading.Thread(target=self._segments.examine, name="examine-maps", daemon=True).start()
 
 
 class _SpareMemory:
