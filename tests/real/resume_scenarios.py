@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_rl.adapters.vllm_engine import CPU_BLOCK_TOKENS
 from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.generation.engine import Admission, EngineOutput
 from torchtitan_rl.routing.continuation import join, remaining_request
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams, VersionRun
 
 PROMPT = tuple(range(40, 70))
-BLOCK = 128  # tokens of a prefix block on CPU
 LETTERS = tuple(range(64, 90))  # the tiny tokenizer's ids of a to z
 WHITE_SPACE = ("197", "198", "201", "220")  # its ids of tab, line feed, return and space
 REGEX = "(ab|cd){4}e{1,3}x?(zq){3}"
@@ -70,7 +70,7 @@ def sensitive_requests(engine: Any) -> list[GenerationRequest]:
     text = "".join(chr(ord("a") + token - LETTERS[0]) for token in done["letters"].token_ids)
     end = next(end for end in range(14, 32) if text.find(text[end - 4 : end]) == end - 4)
     twice = next(letter for letter in text[:8] if letter in text[9:])
-    longer = tuple(40 + index % 97 for index in range(BLOCK - 20))
+    longer = tuple(40 + index % 97 for index in range(4 * CPU_BLOCK_TOKENS - 20))
     common = done["plain"].token_ids[:3]
     return [
         plain,

@@ -40,7 +40,7 @@ from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 PROMPT = tuple(range(40, 70))
-LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # two full prefix blocks of 128
+LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix blocks
 PULL_STEP, ABORT_STEP = 20, 30
 WAIT_S = 120.0
 

@@ -39,6 +39,10 @@ from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutpu
 from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import EngineStats, FinishReason
 
+# The least that vLLM's CPU attention takes. It reads whole blocks: against vLLM's 128, the tiny
+# policy decodes 15 % faster, 135M as fast, and prompts of more than 32 tokens share prefixes.
+CPU_BLOCK_TOKENS = 32
+
 
 class StagedWeights(Protocol):
     """Where a pull finds the tensors of a version (see `weights/staging.py`)."""
@@ -295,6 +299,7 @@ def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
         args["distributed_executor_backend"] = "external_launcher"
     if is_cpu:
         args["kv_cache_memory_bytes"] = options.kv_cache_bytes
+        args["block_size"] = CPU_BLOCK_TOKENS
     else:
         args["gpu_memory_utilization"] = options.gpu_memory_utilization
     return args
