@@ -23,6 +23,7 @@ import psutil
 
 from benchmarks.training_runs import ROOT
 from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.adapters.vllm_engine import CPU_BLOCK_TOKENS
 
 _TAG = "TORCHTITAN_RL_BENCHMARK"
 _START_S = 600.0
@@ -142,6 +143,7 @@ def own(
         *("--max-num-seqs", str(flags.max_running_requests)),
         *("--max-num-batched-tokens", str(max(4096, flags.max_model_len))),
         *("--kv-cache-memory-bytes", str(flags.kv_cache_bytes)),
+        *("--block-size", str(CPU_BLOCK_TOKENS)),
         *("--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill"),
         *("--no-async-scheduling", "--disable-uvicorn-access-log"),
         *more,
