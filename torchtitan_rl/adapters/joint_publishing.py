@@ -101,6 +101,8 @@ class JointPublisher:
 # pickles, doubles their time, and they are in every publishing.
 def _path_of_first_rank(path: Path | None) -> Path | None:
     """The ``path`` that rank 0 gives. Collective."""
+    if dist.get_world_size() == 1:
+        return path
     encoded = b"" if path is None else os.fsencode(path)
     sent = torch.frombuffer(bytearray(encoded.ljust(_PATH_BYTES, b"\0")), dtype=torch.uint8)
     dist.broadcast(sent, src=0)
@@ -111,7 +113,8 @@ def _path_of_first_rank(path: Path | None) -> Path | None:
 def _mistakes_of_all_ranks(mistake: str | None) -> list[str]:
     """Those that are not None, each with its rank. Collective."""
     are_any = torch.tensor([mistake is not None], dtype=torch.int32)
-    dist.all_reduce(are_any, dist.ReduceOp.MAX)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(are_any, dist.ReduceOp.MAX)
     if not are_any.item():
         return []
     mistakes: list[str | None] = [None] * dist.get_world_size()
