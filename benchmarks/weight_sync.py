@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
-from benchmarks.weight_sync_session import Measured, Repeat, Setting, measure
+from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Repeat, Setting, measure
 from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.adapters.monarch_runtime import supervise
 from torchtitan_rl.policies import resolve_checkpoint
@@ -126,6 +126,15 @@ def with_divisible_heads(policy: Path, ranks: int, target: Path) -> Path:
     return target
 
 
+def kv_cache_bytes(policy: Path, *, num_tokens: int, ranks: int) -> int:
+    """Room for the keys and values of ``num_tokens`` on each of ``ranks``, in float32, twice: what
+    a pull resets of vLLM's prefix cache takes as long as the cache has blocks."""
+    config = json.loads((policy / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * num_tokens * config["num_hidden_layers"] * 2 * heads * head_dim * 4 // ranks
+
+
 def _settings(options: argparse.Namespace, work_dir: Path) -> list[tuple[str, Setting]]:
     settings = []
     for policy in options.policies:
@@ -134,8 +143,13 @@ def _settings(options: argparse.Namespace, work_dir: Path) -> list[tuple[str, Se
             trainer_ranks, generator_ranks = map(int, ranks.split("x"))
             for transport in map(Transport, options.transports):
                 place = work_dir / f"{Path(policy).name}-{generator_ranks}"
+                used = with_divisible_heads(source, generator_ranks, place)
+                num_tokens = options.running * MAX_MODEL_LEN
                 setting = Setting(
-                    policy=str(with_divisible_heads(source, generator_ranks, place)),
+                    policy=str(used),
+                    kv_cache_bytes=kv_cache_bytes(
+                        used, num_tokens=num_tokens, ranks=generator_ranks
+                    ),
                     transport=transport,
                     trainer_ranks=trainer_ranks,
                     generator_ranks=generator_ranks,

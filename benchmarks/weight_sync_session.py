@@ -29,6 +29,7 @@ from torchtitan_rl.types import Completion, Episode, GenerationRequest, Sampling
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
+MAX_MODEL_LEN = 1024
 _SECONDS_OF_DECODING = 0.5  # on each side of a pull
 
 
@@ -42,8 +43,8 @@ class Setting:
     generator_ranks: int = 1
     threads: int = 1  # of each rank
     running: int = 16  # requests that are decoded while weights change
-    max_model_len: int = 1024
-    kv_cache_bytes: int = 512 << 20
+    max_model_len: int = MAX_MODEL_LEN
+    kv_cache_bytes: int = 512 << 20  # of each rank, on a CPU
     device: str = "cpu"
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.weight_sync import summarize
+from benchmarks.weight_sync import kv_cache_bytes, summarize
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_session import Measured, Repeat, Setting
 from benchmarks.weight_sync_trace import (
@@ -109,3 +109,16 @@ def test_ratios_are_those_of_medians() -> None:
     assert summary["ratios"]["fetch rate / TCP copy"] == pytest.approx(4.0)
     assert summary["gigabytes_per_second"]["transfer"] == pytest.approx(2.0)
     assert json.loads(json.dumps(summary))["setting"]["transport"] == "shared_memory"
+
+
+def test_the_cache_has_room_for_all_requests_on_each_rank(tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, their size, bytes
+    assert kv_cache_bytes(tmp_path, num_tokens=100, ranks=1) == 2 * 100 * one_token
+    assert kv_cache_bytes(tmp_path, num_tokens=100, ranks=2) == 100 * one_token

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -95,8 +97,13 @@ class VllmEngine:
             keep_linear_weights()
         is_cpu_group = is_cpu and options.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
-        with names:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(options)))
+        # In a thread that ends: libgomp keeps a team for each thread that has computed, and once
+        # all teams have more threads than there are cores, theirs sleep between any two operations.
+        # With two threads the loop's steps would take 14 to 29 % longer.
+        with names, ThreadPoolExecutor(1) if is_cpu else nullcontext() as passing:
+            arguments = EngineArgs(**engine_arguments(options))
+            build = partial(LLMEngine.from_engine_args, arguments)
+            self._engine: Any = passing.submit(build).result() if passing else build()
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core

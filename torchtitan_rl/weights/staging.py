@@ -107,10 +107,12 @@ class WeightStaging:
     def discard_before(self, version: int) -> None:
         """Forget all versions older than ``version``."""
         with self._lock:
-            for old in [staged for staged in self._staged if staged < version]:
+            discarded = [staged for staged in self._staged if staged < version]
+            for old in discarded:
                 del self._staged[old]
-        # Beside decoding, and not when the next version is fetched.
-        threading.Thread(target=self._segments.examine, name="examine-maps", daemon=True).start()
+        if discarded:  # examined beside decoding, and not when the next version is fetched
+            examination = threading.Thread(target=self._segments.examine, daemon=True)
+            examination.start()
 
 
 class _SpareMemory:
