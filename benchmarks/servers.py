@@ -22,8 +22,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.training_runs import ROOT
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
-from torchtitan_rl.adapters.vllm_engine import CPU_BLOCK_TOKENS
+from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS, engine_environment
 
 _TAG = "TORCHTITAN_RL_BENCHMARK"
 _START_S = 600.0

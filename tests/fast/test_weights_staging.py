@@ -129,19 +129,27 @@ def test_a_reader_cannot_change_what_another_reader_sees(publisher: SharedMemory
 
 
 def test_a_map_is_used_again_for_what_is_written_into_its_memory_later(
-    publisher: SharedMemoryPublisher,
+    publisher: SharedMemoryPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read: list[int] = []
+    map_memory = mmap.mmap
+
+    def count_and_map(*args: int, **options: int) -> mmap.mmap:
+        if options.get("access") == mmap.ACCESS_COPY:
+            read.append(args[1])
+        return map_memory(*args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", count_and_map)
     staging = WeightStaging()
-    places = []
+    files = set()
     for version in range(1, 13):
-        staging.stage(publisher.publish(version, weights(version)))
+        handle = publisher.publish(version, weights(version))
+        files.add(Path(handle.path).stat().st_ino)
+        staging.stage(handle)
         staging.discard_before(version)
-        tensor = staging.tensors(version)["w"]
-        assert torch.equal(tensor, weights(version)["w"])
-        places.append(tensor.data_ptr())
-        del tensor
-    assert len(set(places)) == 2  # two files take turns
-    assert places[0::2] == [places[0]] * 6
+        assert torch.equal(staging.tensors(version)["w"], weights(version)["w"])
+    # The first three versions are there before any is given up by its reader and its publisher.
+    assert len(read) == len(files) <= 3
 
 
 def test_a_map_that_the_model_wrote_to_does_not_hide_later_versions(

@@ -1,4 +1,4 @@
-"""What vLLM needs on a CPU: environment, weights that can be updated, unique shared memory.
+"""What vLLM needs on a CPU: environment, threads, updatable weights, unique shared memory.
 
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
@@ -15,12 +15,19 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 SHM_DIR = Path("/dev/shm")
+
+# The least that vLLM's CPU attention takes. It reads whole blocks: against vLLM's 128, the tiny
+# policy decodes 15 % faster, 135M as fast, and prompts of more than 32 tokens share prefixes.
+CPU_BLOCK_TOKENS = 32
+
+_Built = TypeVar("_Built")
 
 
 def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
@@ -47,6 +54,17 @@ def installed_device() -> Literal["cpu", "cuda"]:
     except metadata.PackageNotFoundError:
         return "cuda"
     return "cpu"
+
+
+def in_passing_thread(build: Callable[[], _Built]) -> _Built:
+    """What ``build`` gives, called in a thread that has ended by then.
+
+    libgomp keeps a team for each thread that has computed, and once all teams have more threads
+    than there are cores, theirs sleep between any two operations. An engine that computes in two
+    threads, and is not stepped where it was built, would be 14 to 29 % slower.
+    """
+    with ThreadPoolExecutor(1) as passing:
+        return passing.submit(build).result()
 
 
 def keep_linear_weights() -> None:
