@@ -127,8 +127,8 @@ def with_divisible_heads(policy: Path, ranks: int, target: Path) -> Path:
 
 
 def kv_cache_bytes(policy: Path, *, num_tokens: int, ranks: int) -> int:
-    """Room for the keys and values of ``num_tokens`` on each of ``ranks``, in float32, twice: what
-    a pull resets of vLLM's prefix cache takes as long as the cache has blocks."""
+    """Room for the keys and values of ``num_tokens`` on each of ``ranks``, in float32, twice. A
+    pull resets vLLM's prefix cache, which takes the longer the more blocks the cache has."""
     config = json.loads((policy / "config.json").read_text())
     heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

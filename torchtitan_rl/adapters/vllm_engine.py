@@ -36,7 +36,6 @@ from torchtitan_rl.adapters.vllm_resume import (
     scheduled_request,
 )
 from torchtitan_rl.adapters.vllm_sampling import reasoning_of, vllm_sampling_params
-from torchtitan_rl.adapters.vllm_seeds import draw_seeds_ahead
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
@@ -103,8 +102,6 @@ class VllmEngine:
         worker = self._engine.model_executor.driver_worker.worker
         self._model = worker.get_model()
         let_runner_resume(self._core, worker.model_runner)
-        if is_cpu:
-            draw_seeds_ahead(worker.model_runner)
         self._limits = EngineLimits(
             max_model_len=options.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
