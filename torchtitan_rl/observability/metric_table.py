@@ -200,7 +200,7 @@ _RUN = [
     _row("policy/staleness_mean", "versions", "mean", "version trained minus version sampled"),
     _row("policy/staleness_max", "versions", "max", "the same"),
     _row("policy/age_share/*", "share", "ratio", "trained tokens that are so many versions old"),
-    _row("sync/publish_s", "s", "last", "the trainer writes its weights; for RDMA it gathers them first"),
+    _row("sync/publish_s", "s", "last", "the trainer makes its weights readable"),
     _row("sync/stage_s", "s", "max over replicas", "a replica fetches them while it decodes"),
     _row("sync/pull_s", "s", "max over replicas", "from asking for the swap until it is done"),
     _row("sync/pull_stall_ms_mean", "ms", "mean over replicas", "no decoding during the swap"),
