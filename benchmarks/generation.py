@@ -93,21 +93,12 @@ def main() -> None:
         device=options.device,
         threads=len(options.cores),
     )
-    workloads = {
-        f"{name}, {turns} turn{'s' if turns > 1 else ''}": draw_workload(
-            name, rollouts=options.rollouts, turns=turns, delay_s=options.delay_s
-        )
-        for name, turns in [
-            *((name, options.turns) for name in options.distributions),
-            (options.distributions[0], 1),
-        ]
-    }
     where = machine()
     report: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         workers = _workers(stack, settings, tuple(options.cores), options.sides)
         _warm_up(workers)
-        for name, workload in workloads.items():
+        for name, workload in _workloads(options).items():
             measured = _measure(workers, workload, options)
             report[name] = _summarize(name, workload, measured, options)
     first = next(iter(report))
@@ -125,6 +116,20 @@ def main() -> None:
             "workloads": report,
         },
     )
+
+
+def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
+    """Every distribution; the first one also without environments, in as many turns and in one."""
+    first, turns, delay_s = options.distributions[0], options.turns, options.delay_s
+    drawn = [(name, turns, delay_s) for name in options.distributions]
+    drawn += [(first, turns, 0.0), (first, 1, 0.0)]
+    return {
+        f"{name}, {turns} turn{'s' if turns > 1 else ''}"
+        + (", no delays" if delay_s == 0.0 and turns > 1 else ""): draw_workload(
+            name, rollouts=options.rollouts, turns=turns, delay_s=delay_s
+        )
+        for name, turns, delay_s in drawn
+    }
 
 
 def with_room(policy: Path, max_model_len: int) -> Path:
@@ -277,7 +282,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-running", type=int, default=64)
-    parser.add_argument("--delay-s", type=float, default=0.0, help="mean environment delay")
+    parser.add_argument("--delay-s", type=float, default=0.05, help="mean environment delay")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--distributions", nargs="+", default=["pareto", "lognormal", "uniform"], metavar="NAME"

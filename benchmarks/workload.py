@@ -81,8 +81,10 @@ def draw_workload(
     vocab_size: int = 256,
     seed: int = 0,
 ) -> Workload:
-    """``delay_s`` is the mean of the environment's exponential delays."""
+    """``delay_s`` is the mean of the environment's exponential delays; lengths do not depend on
+    it."""
     chance = random.Random(f"{distribution}-{seed}")
+    delays = random.Random(f"{distribution}-{seed}-delays")
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(chance.randrange(vocab_size) for _ in range(count))
@@ -99,7 +101,7 @@ def draw_workload(
                     PlannedTurn(
                         new_token_ids=tokens(_LATER_PROMPT) if number else first,
                         num_tokens=draw_length(distribution, chance),
-                        delay_s=chance.expovariate(1 / delay_s) if delay_s else 0.0,
+                        delay_s=delays.expovariate(1 / delay_s) if delay_s else 0.0,
                         seed=chance.getrandbits(31),
                     )
                     for number in range(turns)

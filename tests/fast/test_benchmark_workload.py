@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ def test_the_same_seed_draws_the_same_rollouts_and_another_one_others():
     drawn = [draw_workload("pareto", rollouts=9, turns=2, seed=seed) for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1]
     assert drawn[0].num_sampled != drawn[2].num_sampled
+
+
+def test_delays_have_their_mean_and_leave_the_rest_as_it_is():
+    without, with_delays = (
+        draw_workload("pareto", rollouts=500, turns=2, delay_s=mean_s) for mean_s in (0.0, 0.05)
+    )
+    delays = [turn.delay_s for rollout in with_delays.rollouts for turn in rollout.turns]
+    assert fmean(delays) == pytest.approx(0.05, rel=0.1)
+    assert not any(turn.delay_s for rollout in without.rollouts for turn in rollout.turns)
+    for one, other in zip(without.rollouts, with_delays.rollouts, strict=True):
+        for turn, delayed in zip(one.turns, other.turns, strict=True):
+            assert replace(delayed, delay_s=0.0) == turn
 
 
 def test_siblings_share_their_first_prompt_alone():

@@ -52,7 +52,11 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
         *("--distributions", "lognormal", "--output", str(path)),
     )
     workloads = report_of(path)["workloads"]
-    assert set(workloads) == {"lognormal, 2 turns", "lognormal, 1 turn"}
+    assert set(workloads) == {
+        "lognormal, 2 turns",
+        "lognormal, 2 turns, no delays",
+        "lognormal, 1 turn",
+    }
     for name, workload in workloads.items():
         sides = workload["sides"]
         engines = {"one", "rounds", "loop", "router", "AsyncLLM"}
