@@ -282,7 +282,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-running", type=int, default=64)
-    parser.add_argument("--delay-s", type=float, default=0.05, help="mean environment delay")
+    parser.add_argument("--delay-s", type=float, default=0.1, help="mean environment delay")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--distributions", nargs="+", default=["pareto", "lognormal", "uniform"], metavar="NAME"

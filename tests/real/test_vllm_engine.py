@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED
-from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS, use_silu_kernel
+from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS
 from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
@@ -402,37 +401,3 @@ def test_the_thread_that_built_an_engine_has_ended(
         VllmEngine(VllmEngineOptions(model=str(tmp_path)))
     assert builders[0] is not threading.main_thread()
     assert not builders[0].is_alive()
-
-
-@pytest.mark.parametrize("size", [16, 640, 24])
-@pytest.mark.parametrize("is_strided", [False, True])
-def test_the_silu_kernel_computes_where_it_can(
-    size: int, is_strided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes rows of whole vectors, one behind another, and looks at no strides."""
-    from vllm import _custom_ops  # noqa: F401 (loads the kernels)
-    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    natively: list[torch.Tensor] = []
-    native = SiluAndMul.forward_native
-
-    def forward_native(x: torch.Tensor) -> torch.Tensor:
-        natively.append(x)
-        return native(x)
-
-    monkeypatch.setattr(SiluAndMul, "forward_native", staticmethod(forward_native))
-    use_silu_kernel()
-    use_silu_kernel()  # by the process's next engine
-    eager = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
-    with set_current_vllm_config(eager):
-        activation = SiluAndMul()
-    torch.manual_seed(0)
-    gate_and_up = torch.randn(5, 2 * size)
-    if is_strided:
-        gate_and_up = torch.cat([gate_and_up, gate_and_up], dim=-1)[:, : 2 * size]
-    gate, up = gate_and_up.double().chunk(2, dim=-1)
-    result = activation(gate_and_up)
-    assert bool(natively) == (is_strided or size == 24)
-    expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-7)

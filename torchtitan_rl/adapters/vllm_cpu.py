@@ -27,8 +27,6 @@ SHM_DIR = Path("/dev/shm")
 # policy decodes 15 % faster, 135M as fast, and prompts of more than 32 tokens share prefixes.
 CPU_BLOCK_TOKENS = 32
 
-_SILU_LANES = 16  # vLLM's kernel takes whole vectors only
-
 _Built = TypeVar("_Built")
 
 
@@ -91,30 +89,6 @@ def repack_linears(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def use_silu_kernel() -> None:
-    """Make gated MLPs that are built from now on call vLLM's kernel for SiLU and product.
-
-    vLLM has it for every CPU, and on x86 calls PyTorch's two operations, which read the gate and
-    the up projection as strided halves. With 64 running the tiny policy decodes 4 % faster so.
-    """
-    import torch
-    from vllm.model_executor.custom_op import CustomOp, maybe_get_oot_by_class
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    if maybe_get_oot_by_class(SiluAndMul) is not SiluAndMul:
-        return
-
-    @CustomOp.register_oot(name=SiluAndMul.__name__)
-    class SiluAndMulKernel(SiluAndMul):
-        def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
-            size = x.shape[-1] // 2
-            if size % _SILU_LANES or not x.is_contiguous():  # it does not look at strides
-                return self.forward_native(x)
-            result = x.new_empty(*x.shape[:-1], size)
-            torch.ops._C.silu_and_mul(result, x)
-            return result
 
 
 @contextlib.contextmanager

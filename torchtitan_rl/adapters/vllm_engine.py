@@ -28,7 +28,6 @@ from torchtitan_rl.adapters.vllm_cpu import (
     keep_linear_weights,
     repack_linears,
     unique_shared_memory,
-    use_silu_kernel,
 )
 from torchtitan_rl.adapters.vllm_logprobs import SampledLogprobs
 from torchtitan_rl.adapters.vllm_resume import (
@@ -91,8 +90,10 @@ class VllmEngine:
         self._rate = ReadingRate()
         is_cpu = options.device == "cpu"
         if is_cpu:
+            from torchtitan_rl.adapters.vllm_cpu_kernels import use_cpu_kernels
+
             keep_linear_weights()
-            use_silu_kernel()
+            use_cpu_kernels()
         is_cpu_group = is_cpu and options.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
         build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(options)))

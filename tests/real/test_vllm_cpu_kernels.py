@@ -1,0 +1,114 @@
+"""vLLM's CPU kernels in the layers of its engines, judged by float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops  # noqa: F401 (loads the kernels)
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from torchtitan_rl.adapters.vllm_cpu_kernels import (
+    KernelRMSNorm,
+    KernelSiluAndMul,
+    use_cpu_kernels,
+)
+
+ROWS, EPSILON = 5, 1e-6
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """A configuration like that of engines on a CPU."""
+    torch.manual_seed(0)
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        yield
+
+
+@pytest.fixture
+def natively(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers that computed as vLLM does, one entry for each call."""
+    computed: list[str] = []
+    for layer in (RMSNorm, SiluAndMul):
+        native = layer.forward_native
+
+        def note(self: Any, *args: Any, native: Callable[..., Any] = native) -> Any:
+            computed.append(type(self).__name__)
+            return native(*([self] if isinstance(self, RMSNorm) else []), *args)
+
+        monkeypatch.setattr(layer, "forward_native", note)
+    return computed
+
+
+def rows(size: int, *, is_strided: bool) -> torch.Tensor:
+    """Of random numbers; strided as one of three heads in a joint projection is."""
+    if not is_strided:
+        return torch.randn(ROWS, size)
+    return torch.randn(ROWS, 3 * size)[:, size : 2 * size]
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight.double()
+
+
+def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_engines_build_layers_with_kernels():
+    use_cpu_kernels()
+    use_cpu_kernels()  # by the process's next engine
+    assert type(RMSNorm(16)) is KernelRMSNorm
+    assert type(SiluAndMul()) is KernelSiluAndMul
+
+
+@pytest.mark.parametrize("size", [16, 192, 20])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_rms_norm(size: int, is_strided: bool, natively: list[str]) -> None:
+    layer = KernelRMSNorm(size, eps=EPSILON)
+    layer.weight.data.normal_()
+    x = rows(size, is_strided=is_strided)
+    given = x.clone()
+    assert_equal(layer(x), normed(x, layer.weight))
+    assert torch.equal(x, given)
+    assert len(natively) == (size == 20)
+
+
+@pytest.mark.parametrize("size", [16, 192, 20])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_rms_norm_of_a_sum(size: int, is_strided: bool, natively: list[str]) -> None:
+    layer = KernelRMSNorm(size, eps=EPSILON)
+    layer.weight.data.normal_()
+    x, residual = (rows(size, is_strided=is_strided) for _ in range(2))
+    added = x.double() + residual.double()
+    result, summed = layer(x, residual)
+    assert_equal(result, normed(added, layer.weight))
+    assert_equal(summed, added)
+    assert len(natively) == (size == 20)
+
+
+@pytest.mark.parametrize("other", [{"has_weight": False}, {"var_hidden_size": 16}])
+def test_a_norm_that_the_kernel_does_not_know_is_vllms(other: dict[str, Any], natively: list[str]):
+    KernelRMSNorm(32, **other)(torch.randn(ROWS, 32))
+    assert natively == ["KernelRMSNorm"]
+
+
+def test_a_norm_in_another_dtype_than_its_weight_is_vllms(natively: list[str]):
+    result = KernelRMSNorm(32)(torch.randn(ROWS, 32).bfloat16())
+    assert result.dtype == torch.bfloat16
+    assert natively == ["KernelRMSNorm"]
+
+
+@pytest.mark.parametrize("size", [16, 640, 20])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_silu_and_product(size: int, is_strided: bool, natively: list[str]) -> None:
+    x = rows(2 * size, is_strided=is_strided)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_equal(KernelSiluAndMul()(x), torch.nn.functional.silu(gate) * up)
+    assert len(natively) == (size == 20)
