@@ -70,12 +70,13 @@ class Measurement:
 
     @property
     def outside_share(self) -> float | None:
-        """Share of the wall time that was spent neither in the engine's steps nor in giving it
-        requests."""
+        """Of the wall time with requests, the share that was spent neither in the engine's steps
+        nor in giving it requests."""
         if not self.result.steps:
             return None
         inside_s = sum(s.seconds + s.adding_s for s in self.result.steps)
-        return 1.0 - inside_s / self.result.timing.seconds
+        timing = self.result.timing
+        return 1.0 - inside_s / (timing.seconds - timing.waiting_s)
 
     @property
     def mean_batch(self) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,11 +59,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """``latencies_s``: of each request, from its submission to its whole completion."""
+    """``latencies_s``: of each request, from its submission to its whole completion.
+    ``waiting_s``: of ``seconds``, those without any request, as all rollouts were with their
+    environments."""
 
     seconds: float
     num_tokens: int
     latencies_s: tuple[float, ...]
+    waiting_s: float = 0.0
 
 
 Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
@@ -125,21 +127,19 @@ def draw_length(distribution: Distribution, chance: random.Random) -> int:
 
 async def one_after_another(workload: Workload, complete: Complete) -> Timing:
     """Each request waits for the one before."""
-    latencies: list[float] = []
-    started = time.monotonic()
+    requests = _Requests(complete)
     for rollout in workload.rollouts:
         history: tuple[int, ...] = ()
         for number in range(len(rollout.turns)):
-            history = await _turn(rollout, number, history, complete, latencies)
+            history = await _turn(rollout, number, history, requests)
             await asyncio.sleep(rollout.turns[number].delay_s)
-    return _timing(workload, started, latencies)
+    return requests.timing(workload)
 
 
 async def in_rounds(workload: Workload, complete: Complete, *, batch: int) -> Timing:
     """Synchronous batching: ``batch`` rollouts take each turn together; all wait for the slowest
     answer, then for the slowest environment."""
-    latencies: list[float] = []
-    started = time.monotonic()
+    requests = _Requests(complete)
     for start in range(0, len(workload.rollouts), batch):
         rollouts = workload.rollouts[start : start + batch]
         histories: list[tuple[int, ...]] = [()] * len(rollouts)
@@ -147,30 +147,29 @@ async def in_rounds(workload: Workload, complete: Complete, *, batch: int) -> Ti
             histories = list(
                 await asyncio.gather(
                     *(
-                        _turn(rollout, number, history, complete, latencies)
+                        _turn(rollout, number, history, requests)
                         for rollout, history in zip(rollouts, histories, strict=True)
                     )
                 )
             )
             await asyncio.sleep(max(rollout.turns[number].delay_s for rollout in rollouts))
-    return _timing(workload, started, latencies)
+    return requests.timing(workload)
 
 
 async def all_at_once(workload: Workload, complete: Complete) -> Timing:
     """Each rollout goes on by itself; the engine runs as many requests as it has places for."""
-    latencies: list[float] = []
+    requests = _Requests(complete)
 
     async def run(rollout: PlannedRollout) -> None:
         history: tuple[int, ...] = ()
         for number, turn in enumerate(rollout.turns):
-            history = await _turn(rollout, number, history, complete, latencies)
+            history = await _turn(rollout, number, history, requests)
             await asyncio.sleep(turn.delay_s)
 
-    started = time.monotonic()
     async with asyncio.TaskGroup() as rollouts:
         for rollout in workload.rollouts:
             rollouts.create_task(run(rollout))
-    return _timing(workload, started, latencies)
+    return requests.timing(workload)
 
 
 def request_of(rollout: PlannedRollout, number: int, history: tuple[int, ...]) -> GenerationRequest:
@@ -183,27 +182,46 @@ def request_of(rollout: PlannedRollout, number: int, history: tuple[int, ...]) -
     )
 
 
+class _Requests:
+    """What is asked for, timed from now on."""
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+        self._now_s = asyncio.get_running_loop().time
+        self._started_s = self._empty_since_s = self._now_s()
+        self._running = 0
+        self._waiting_s = 0.0
+        self._latencies_s: list[float] = []
+
+    async def complete(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Raises RuntimeError where an answer has not the length that was asked for."""
+        began_s = self._now_s()
+        if self._running == 0:
+            self._waiting_s += began_s - self._empty_since_s
+        self._running += 1
+        tokens = tuple(await self._complete(request))
+        self._running -= 1
+        self._empty_since_s = self._now_s()
+        self._latencies_s.append(self._empty_since_s - began_s)
+        if len(tokens) != request.sampling.max_tokens:
+            raise RuntimeError(
+                f"{request.request_id}: {len(tokens)} tokens, not {request.sampling.max_tokens}"
+            )
+        return tokens
+
+    def timing(self, workload: Workload) -> Timing:
+        """Of the whole workload, when all is done."""
+        ended_s = self._now_s()
+        return Timing(
+            seconds=ended_s - self._started_s,
+            num_tokens=workload.num_sampled,
+            latencies_s=tuple(self._latencies_s),
+            waiting_s=self._waiting_s + ended_s - self._empty_since_s,
+        )
+
+
 async def _turn(
-    rollout: PlannedRollout,
-    number: int,
-    history: tuple[int, ...],
-    complete: Complete,
-    latencies: list[float],
+    rollout: PlannedRollout, number: int, history: tuple[int, ...], requests: _Requests
 ) -> tuple[int, ...]:
     request = request_of(rollout, number, history)
-    started = time.monotonic()
-    tokens = tuple(await complete(request))
-    latencies.append(time.monotonic() - started)
-    if len(tokens) != request.sampling.max_tokens:
-        raise RuntimeError(
-            f"{request.request_id}: {len(tokens)} tokens, not {request.sampling.max_tokens}"
-        )
-    return request.prompt_token_ids + tokens
-
-
-def _timing(workload: Workload, started: float, latencies: list[float]) -> Timing:
-    return Timing(
-        seconds=time.monotonic() - started,
-        num_tokens=workload.num_sampled,
-        latencies_s=tuple(latencies),
-    )
+    return request.prompt_token_ids + await requests.complete(request)

@@ -125,6 +125,21 @@ def test_all_at_once_is_as_long_as_its_longest_rollout():
     assert max(end for _, end in engine.spans.values()) == workload.longest_rollout
 
 
+def test_time_without_a_request_is_waiting():
+    workload = draw_workload("pareto", rollouts=6, turns=2, delay_s=5.0)
+    rounds = run_virtually(in_rounds(workload, TokenASecond(), batch=3))
+    slowest_s = [
+        max(rollout.turns[number].delay_s for rollout in workload.rollouts[start : start + 3])
+        for start in (0, 3)
+        for number in (0, 1)
+    ]
+    assert rounds.waiting_s == pytest.approx(sum(slowest_s))
+    alone = run_virtually(one_after_another(workload, TokenASecond()))
+    assert alone.seconds - alone.waiting_s == pytest.approx(workload.num_sampled)
+    together = run_virtually(all_at_once(workload, TokenASecond()))
+    assert 0.0 < together.waiting_s < rounds.waiting_s
+
+
 def test_an_answer_of_another_length_ends_the_measurement():
     async def short(request: GenerationRequest) -> tuple[int, ...]:
         return (7,) * (request.sampling.max_tokens - 1)
