@@ -11,7 +11,9 @@ Sides, each in processes of its own on the same core (`--cores`), measured in tu
 - AsyncLLM: vLLM's, two processes;
 - offline: vLLM's `LLM.generate`, all prompts known up front, on single-turn workloads only.
 
-All run the same requests with the same engine settings. The bound is what `step_model.py` says.
+All run the same requests with the same engine settings. Environments take an exponential time after
+each turn (`--delay-s`); the first distribution runs without, too, in as many turns and in one. The
+bound is what `step_model.py` says.
 """
 
 from __future__ import annotations
@@ -120,17 +122,19 @@ def main() -> None:
 
 
 def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
-    """Every distribution; the first one also without environments, in as many turns and in one."""
-    first, turns, delay_s = options.distributions[0], options.turns, options.delay_s
-    drawn = [(name, turns, delay_s) for name in options.distributions]
-    drawn += [(first, turns, 0.0), (first, 1, 0.0)]
-    return {
-        f"{name}, {turns} turn{'s' if turns > 1 else ''}"
-        + (", no delays" if delay_s == 0.0 and turns > 1 else ""): draw_workload(
+    """By name, with the environments' delays and without (see the module)."""
+    first = options.distributions[0]
+    drawn = [(name, options.turns, options.delay_s) for name in options.distributions]
+    drawn += [(first, options.turns, 0.0), (first, 1, 0.0)]
+    workloads = {}
+    for name, turns, delay_s in drawn:
+        title = f"{name}, {turns} turn{'s' if turns > 1 else ''}"
+        if turns > 1 and delay_s == 0.0:
+            title += ", no delays"
+        workloads[title] = draw_workload(
             name, rollouts=options.rollouts, turns=turns, delay_s=delay_s
         )
-        for name, turns, delay_s in drawn
-    }
+    return workloads
 
 
 def with_room(policy: Path, max_model_len: int) -> Path:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import _custom_ops  # noqa: F401 (loads the kernels)
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor import custom_op
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from torchtitan_rl.adapters.vllm_cpu_kernels import (
     KernelRMSNorm,
     KernelSiluAndMul,
     use_cpu_kernels,
 )
+from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 
 ROWS, EPSILON = 5, 1e-6
 
@@ -61,11 +65,19 @@ def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_engines_build_layers_with_kernels():
-    use_cpu_kernels()
-    use_cpu_kernels()  # by the process's next engine
+def test_an_engine_on_a_cpu_builds_layers_with_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: Any) -> None:
+        raise RuntimeError("no engine")
+
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    monkeypatch.setattr(LLMEngine, "from_engine_args", refuse)
+    with pytest.raises(RuntimeError, match="no engine"):
+        VllmEngine(VllmEngineOptions(model=str(tmp_path)))
     assert type(RMSNorm(16)) is KernelRMSNorm
     assert type(SiluAndMul()) is KernelSiluAndMul
+    use_cpu_kernels()  # as the process's next engine does
 
 
 @pytest.mark.parametrize("size", [16, 192, 20])
