@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
+TOLERANCE = 1e-5  # float32 on both sides, by other kernels (see `adapters/vllm_cpu_kernels.py`)
+
 # Of one answer alone, or of the machine and settings of one server.
 OWN = {"id", "created", "system_fingerprint", "policy_versions"}
 TEXTS = {"content", "text", "arguments", "reasoning"}
@@ -17,6 +21,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if key not in OWN}
     return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def about(value: Any) -> Any:
+    """Equal to what differs in the rounding of numbers alone."""
+    if isinstance(value, dict):
+        return {key: about(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [about(item) for item in value]
+    return pytest.approx(value, abs=TOLERANCE) if isinstance(value, float) else value
 
 
 def joined(chunks: Iterable[Any]) -> dict[str, Any]:
