@@ -111,10 +111,14 @@ def test_a_norm_that_the_kernel_does_not_know_is_vllms(other: dict[str, Any], na
     assert natively == ["KernelRMSNorm"]
 
 
-def test_a_norm_in_another_dtype_than_its_weight_is_vllms(natively: list[str]):
-    result = KernelRMSNorm(32)(torch.randn(ROWS, 32).bfloat16())
-    assert result.dtype == torch.bfloat16
-    assert natively == ["KernelRMSNorm"]
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_another_dtype_than_float32_is_vllms(
+    weight_dtype: torch.dtype, natively: list[str]
+) -> None:
+    x = torch.randn(ROWS, 32).bfloat16()
+    assert KernelRMSNorm(32, dtype=weight_dtype)(x).dtype == torch.bfloat16
+    assert KernelSiluAndMul()(x).dtype == torch.bfloat16
+    assert natively == ["KernelRMSNorm", "KernelSiluAndMul"]
 
 
 @pytest.mark.parametrize("size", [16, 640, 20])

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED
 from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS
-from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 ROOT = Path(__file__).parents[2]
@@ -382,22 +380,3 @@ def test_trap_1_every_token_under_many_pulls_was_sampled_under_the_version_it_na
     assert seen["stats"].preemptions > sum(
         report.running_requests > 0 for report in seen["reports"]
     )
-
-
-def test_the_thread_that_built_an_engine_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its OpenMP threads would make all others sleep (see `in_passing_thread`)."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    builders: list[threading.Thread] = []
-
-    def refuse(arguments: Any) -> None:
-        builders.append(threading.current_thread())
-        raise RuntimeError("no engine")
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", refuse)
-    with pytest.raises(RuntimeError, match="no engine"):
-        VllmEngine(VllmEngineOptions(model=str(tmp_path)))
-    assert builders[0] is not threading.main_thread()
-    assert not builders[0].is_alive()

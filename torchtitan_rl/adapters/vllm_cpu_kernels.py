@@ -4,8 +4,8 @@ vLLM builds these kernels for every CPU and on x86 leaves them alone. With them 
 decodes 5 % (one core) to 9 % (two) faster with 64 requests running, and 14 % in small batches.
 Importing this imports vLLM.
 
-Invariant: a kernel gets rows of whole vectors, one behind another, as it does not look at strides;
-other sizes and dtypes are computed as vLLM does.
+Invariant: a kernel gets rows of whole vectors in float32, as engines on a CPU have, one behind
+another, as it does not look at strides; other sizes and dtypes are computed as vLLM does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 _VECTOR_ITEMS = 16
+_DTYPE = torch.float32
 
 
 def use_cpu_kernels() -> None:
@@ -31,7 +32,8 @@ class KernelRMSNorm(RMSNorm):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """With a residual both tensors are written to, as by vLLM's kernels for GPUs."""
         is_plain = self.has_weight and self.variance_size_override is None
-        if not is_plain or x.shape[-1] % _VECTOR_ITEMS or x.dtype != self.weight.dtype:
+        is_in_dtype = x.dtype == self.weight.dtype == _DTYPE
+        if not is_plain or not is_in_dtype or x.shape[-1] % _VECTOR_ITEMS:
             return self.forward_native(x, residual)
         x = x.contiguous()  # heads are slices of a joint projection
         if residual is None:
@@ -46,7 +48,7 @@ class KernelRMSNorm(RMSNorm):
 class KernelSiluAndMul(SiluAndMul):
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1] // 2
-        if size % _VECTOR_ITEMS:
+        if x.dtype != _DTYPE or size % _VECTOR_ITEMS:
             return self.forward_native(x)
         result = x.new_empty(*x.shape[:-1], size)
         torch.ops._C.silu_and_mul(result, x.contiguous())
