@@ -1,0 +1,61 @@
+"""A recorder that writes one row a step, as a run writes its metrics: the same file, cut back by the
+same rule where a run resumes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.fast.campaign.disk import SimFile
+from tests.fast.simulated_parts import Memory
+from torchtitan_rl.observability.jsonl import JsonLines
+from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+
+_NAME = "rows.jsonl"
+
+
+class Rows(Memory):
+    """``resume_step`` as `RunRecorder` is given it."""
+
+    def __init__(self, root: Path, *, resume_step: int | None) -> None:
+        super().__init__()
+        self._lines = JsonLines(root / _NAME, resume_step=resume_step)
+        self._lines._file.close()
+        self._lines._file = SimFile("rows", root / _NAME, "r+")
+        self._lines._file.seek(0, 2)
+
+    def record_step(self, record: StepRecord) -> None:
+        super().record_step(record)
+        self._lines.append(
+            {
+                "kind": "step",
+                "step": record.step,
+                "version": record.version,
+                "trained": record.tokens.trained,
+                "generated": record.tokens.generated,
+                "groups": [group.group_id for group in record.groups],
+                "statuses": sorted(
+                    {r.status.value for group in record.groups for r in group.rollouts}
+                ),
+                "totals": None if record.totals is None else asdict(record.totals),
+            }
+        )
+
+    def record_validation(self, record: ValidationRecord) -> None:
+        super().record_validation(record)
+        self._lines.append({"kind": "validation", "step": record.step, "version": record.version})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_rows(root: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """The whole lines of this kind."""
+    path = root / _NAME
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [row for row in rows if row["kind"] == kind]
