@@ -65,6 +65,7 @@ class Plan(Habits):
     max_tokens: int = 12
     checkpoint_s: float = 0.0  # writing one
     request_timeout_s: float = 5_000.0
+    sync_timeout_s: float = 300.0
     rollout_timeout_s: float = 2_000.0
     env_timeout_s: float = 100.0
     trainer_timeout_s: float = 1_000.0
@@ -104,6 +105,7 @@ class Simulation:
         self.router = GeneratorRouter(
             self.replicas,
             request_timeout_s=plan.request_timeout_s,
+            sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
         self.recorder = Memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
@@ -14,18 +15,31 @@ from pathlib import Path
 from tests.fast.campaign.case import Case, run_case
 
 _CHUNK = 25
+_LIMIT_S = 60.0  # of real time, for one case
+
+
+class _TooLong(BaseException):
+    """A case that takes for ever: a loop without an await, or one that spins."""
+
+
+def _give_up(number: int, frame: object) -> None:
+    raise _TooLong
 
 
 def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _give_up)
     sys.unraisablehook = lambda args: None  # of coroutines that a kill abandoned
     results = []
     for seed in seeds:
+        signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
         try:
             case: Case = run_case(seed)
-        except Exception:
+        except BaseException:
             results.append((seed, ("the_campaign_itself",), traceback.format_exc()))
             continue
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         kinds = tuple(dict.fromkeys(violation.kind for violation in case.violations))
         results.append((seed, kinds, case.describe() if kinds else ""))
     return results

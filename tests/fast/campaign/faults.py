@@ -121,9 +121,9 @@ def _seconds(rng: random.Random, kind: str, action: str) -> float:
         case "die_soon":
             return rng.choice([0.01, 0.2, 1.0])
         case "late_after":
-            return rng.choice([61.0, 90.0])
+            return rng.choice([401.0, 450.0])
         case "late" if kind.startswith("trainer"):
-            return rng.choice([0.5, 10.0, 61.0, 90.0, _NEVER_S])
+            return rng.choice([0.5, 10.0, 401.0, 450.0, _NEVER_S])
         case "late" if kind.startswith("replica"):
             return rng.choice([0.1, 2.0, 40.0, 400.0])
         case "late":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tests.fast.campaign.faults import HARMLESS
 from tests.fast.campaign.lives import Ending, Life
 from tests.fast.campaign.plan import CampaignPlan
-from tests.fast.campaign.rows import read_rows
+from tests.fast.campaign.rows import damaged_rows, read_rows
 from tests.fast.simulated_parts import SimDataset
 from torchtitan_rl.errors import (
     CheckpointError,
@@ -96,8 +96,8 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         return point in ("journal", "rows") or action == "disk_full" or issubclass(
             error, (JournalError, CheckpointError)
         )
-    if action == "block":
-        return issubclass(error, DeadlineError)
+    if action == "block":  # every deadline that is under way passes
+        return issubclass(error, (DeadlineError, WeightSyncError, GenerationError))
     return False
 
 
@@ -136,7 +136,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     totals = simulation.controller._state.ledger.totals()
     before = life.start.document.get("ledger", {}).get("generated", 0)
     accounted = totals.tokens_generated - before
-    asked = set(simulation.dataset.drawn) | {e.group_id for e in life.start.groups.entries}
+    entries = life.start.groups.entries
+    asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
+    asked -= {entry.group_id for entry in entries if entry.group is not None}
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
     sampled = sum(r.sampled - r.sampled_for_validation for r in simulation.replicas)
     lost = sum(replica.lost for replica in simulation.replicas)
@@ -238,7 +240,7 @@ def saves_what_it_has(life: Life) -> Iterator[str]:
         return
     if isinstance(life.error, (DivergedError, TrainerLostError, CheckpointError)):
         return
-    if any(point.startswith("trainer") for point, _ in _strikes(life)):
+    if any(point.startswith("trainer") or act == "block" for point, act in _strikes(life)):
         return
     if _disk_failed(life) or life.start.unreadable:
         return
@@ -249,6 +251,18 @@ def saves_what_it_has(life: Life) -> Iterator[str]:
 
 def _disk_failed(life: Life) -> bool:
     return any(action in ("no_space", "disk_full") for _, action in _strikes(life))
+
+
+def keeps_its_rows_readable(life: Life) -> Iterator[str]:
+    damaged = damaged_rows(life.root)
+    if damaged:
+        yield f"{len(damaged)} damaged lines before the last: {damaged[0][:80]!r}"
+
+
+def _rows_are_whole(life: Life) -> bool:
+    """Else other rules would only say it again."""
+    steps = [row["step"] for row in read_rows(life.root)]
+    return steps == list(range(1, life.plan.num_steps + 1))
 
 
 def writes_every_row_once(life: Life) -> Iterator[str]:
@@ -265,17 +279,18 @@ def finishes_its_work(life: Life) -> Iterator[str]:
     simulation, plan = life.simulation, life.plan
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
-    rows = read_rows(life.root)
-    num_updates = sum(row["trained"] > 0 for row in rows)
-    if simulation.controller.step != plan.num_steps or len(rows) != plan.num_steps:
-        yield f"{simulation.controller.step} steps and {len(rows)} rows of {plan.num_steps}"
-    if simulation.trainer.version != num_updates:
+    if simulation.controller.step != plan.num_steps:
+        yield f"{simulation.controller.step} steps of {plan.num_steps}"
+    num_updates = sum(row["trained"] > 0 for row in read_rows(life.root))
+    if _rows_are_whole(life) and simulation.trainer.version != num_updates:
         yield f"{simulation.trainer.version} optimizer steps, {num_updates} rows with tokens"
 
 
 def trains_each_group_once(life: Life) -> Iterator[str]:
     """Over the whole timeline: no group twice, no problem skipped."""
     if life.ending is not Ending.SUCCESS or life.simulation is None:
+        return
+    if not _rows_are_whole(life):
         return
     trained = [name for row in read_rows(life.root) for name in row["groups"]]
     twice = [name for name, number in Counter(trained).items() if number > 1]
@@ -298,6 +313,8 @@ def keeps_the_order(life: Life) -> Iterator[str]:
     """Synchronous training takes the problems as the dataset gives them."""
     plan = life.plan
     if life.ending is not Ending.SUCCESS or not plan.is_determined:
+        return
+    if not _rows_are_whole(life):
         return
     trained = [name for row in read_rows(life.root) for name in row["groups"]]
     dataset = SimDataset(plan.problems)
@@ -354,10 +371,10 @@ _RULES: tuple[Rule, ...] = (
     counts_groups_once,
     writes_checkpoints_of_one_moment,
     saves_what_it_has,
+    keeps_its_rows_readable,
     writes_every_row_once,
     finishes_its_work,
     trains_each_group_once,
     keeps_the_order,
     validates_undisturbed,
 )
-_ = (GenerationError, WeightSyncError)

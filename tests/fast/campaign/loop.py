@@ -18,13 +18,14 @@ OF_THE_MACHINE = "machine: "  # tasks that stand for other processes
 class _Counted(Coroutine[Any, Any, Any]):
     """A task's coroutine, of whose suspensions the machine hears."""
 
-    __slots__ = ("inner", "is_counted", "machine", "name")
+    __slots__ = ("inner", "is_counted", "machine", "name", "task")
 
     def __init__(self, inner: Coroutine[Any, Any, Any], machine: Machine) -> None:
         self.inner = inner
         self.machine = machine
         self.name = ""
         self.is_counted = True
+        self.task: _Task | None = None
 
     def send(self, value: Any) -> Any:
         self._begin()
@@ -49,6 +50,9 @@ class _Counted(Coroutine[Any, Any, Any]):
     def _begin(self) -> None:
         if self.machine.is_dead:
             raise Killed
+        if not self.name and self.task is not None:  # asyncio names a task after making it
+            self.name = self.task.get_name()
+            self.is_counted = not self.name.startswith(OF_THE_MACHINE)
         self.machine.task_name = self.name
         self.machine.place = self._place
 
@@ -79,18 +83,6 @@ class CampaignLoop(VirtualLoop):
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._hear)
 
-    def create_task(  # type: ignore[override]
-        self, coro: Any, *, name: str | None = None, context: Any = None
-    ) -> asyncio.Task[Any]:
-        task = super().create_task(coro, name=name, context=context)
-        counted = self._counted[-1][1]
-        counted.name = name or f"task {self._num_tasks}"
-        counted.is_counted = not counted.name.startswith(OF_THE_MACHINE)
-        task.set_name(counted.name)
-        if len(self._counted) > 512:
-            self._counted = [pair for pair in self._counted if not pair[0].done()]
-        return task
-
     def discard(self) -> None:
         """Drop all tasks where they are; nobody is told."""
         for task, counted in self._counted:
@@ -105,9 +97,10 @@ class CampaignLoop(VirtualLoop):
     def waiting(self) -> list[str]:
         """Tasks that have not ended, and where they are."""
         return [
-            f"{counted.name} at {place_of(counted.inner)}"
+            f"{task.get_name()} ({getattr(counted.inner, '__qualname__', '')}) at "
+            f"{place_of(counted.inner)}"
             for task, counted in self._counted
-            if not task.done() and counted.is_counted
+            if not task.done() and not task.get_name().startswith(OF_THE_MACHINE)
         ]
 
     def _make_task(self, loop: Any, coro: Any, context: Any = None) -> _Task:
@@ -116,7 +109,11 @@ class CampaignLoop(VirtualLoop):
         # The base class hashes it while it is made.
         task = _Task.__new__(_Task)
         task.number = self._num_tasks
-        task.__init__(counted, loop=loop, context=context)  # type: ignore[misc]
+        name = f"task {self._num_tasks}"  # the usual ones count through all loops
+        task.__init__(counted, loop=loop, context=context, name=name)  # type: ignore[misc]
+        counted.task = task
+        if len(self._counted) > 512:
+            self._counted = [pair for pair in self._counted if not pair[0].done()]
         self._counted.append((task, counted))
         return task
 

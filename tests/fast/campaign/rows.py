@@ -53,9 +53,23 @@ class Rows(Memory):
 
 def read_rows(root: Path, kind: str = "step") -> list[dict[str, Any]]:
     """The whole lines of this kind."""
-    path = root / _NAME
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    rows = [row for line in _lines(root) if (row := _row(line)) is not None]
     return [row for row in rows if row["kind"] == kind]
+
+
+def damaged_rows(root: Path) -> list[bytes]:
+    """Those that are not whole, but for the last one."""
+    return [line for line in _lines(root)[:-1] if _row(line) is None]
+
+
+def _lines(root: Path) -> list[bytes]:
+    path = root / _NAME
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return row if line.endswith(b"\n") else None
