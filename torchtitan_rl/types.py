@@ -280,6 +280,23 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """What an engine has sampled, read at one moment between two steps.
+
+    ``partials``: what each unfinished request on the engine has so far, by id, with ABORT as the
+    finish reason. ``sampled_tokens``: all tokens the engine has sampled since it was built, by its
+    own count: those of ``partials``, and of every request that has ended before, however.
+    """
+
+    partials: Mapping[str, Completion]
+    sampled_tokens: int
+
+
+OnReading = Callable[[EngineReading], None]
+"""Called on the event loop that asked, in order with the ends of requests; must not raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:
     """What one weight pull did to one replica. ``stall_s``: no decoding went on for so long."""
 

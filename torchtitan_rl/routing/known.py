@@ -103,10 +103,12 @@ class KnownTokens:
         self._so_far = join(self._request_id, [self._so_far, done])
         self._piece = _Piece()
 
-    def lose_piece(self) -> None:
-        """Its replica is lost; what is known of it stays."""
+    def lose_piece(self) -> int:
+        """Its replica is lost; what is known of it stays: so many tokens."""
+        before = len(self._so_far.token_ids)
         self._so_far = self.known
         self._piece = _Piece()
+        return len(self._so_far.token_ids) - before
 
     def _tell(
         self,
