@@ -24,6 +24,7 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
@@ -105,7 +106,8 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
                     )
-                router = _router(config, processes)
+                sampled = SampledTokens()
+                router = _router(config, processes, sampled)
                 recorder.watch_engines(
                     await stack.enter_async_context(
                         EngineSampler(router.stats, reserved=reserved_replicas(config))
@@ -122,6 +124,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     prepared,
                     processes.trainer,
                     router,
+                    sampled,
                     environment_factory(
                         config.task,
                         tokenizer=tokenizer,
@@ -141,9 +144,10 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
         recorder.merge_traces()
 
 
-def _router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
+def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) -> GeneratorRouter:
     return GeneratorRouter(
         processes.replicas,
+        on_ended=sampled.on_ended,
         request_timeout_s=config.generator.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
@@ -154,6 +158,7 @@ def _controller(
     prepared: PreparedRun,
     trainer: Trainer,
     router: GeneratorRouter,
+    sampled: SampledTokens,
     environment: EnvironmentFactory,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
@@ -180,6 +185,7 @@ def _controller(
             recorder=recorder,
             checkpoints=checkpoints,
             journals=JournalDirectory(config.run_dir.absolute() / "journal"),
+            sampled=sampled,
         ),
     )
 
@@ -223,6 +229,8 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             lag_timeout_s=config.weight_sync.lag_timeout_s,
         ),
         checkpoints_kept=config.checkpoint.keep,
+        max_checkpoint_failures=config.checkpoint.max_failures,
+        save_timeout_s=2 * config.trainer.step_timeout_s,
         report_wait_s=schedule.report_wait_s,
         max_wait_s=schedule.max_wait_s,
     )

@@ -27,7 +27,7 @@ class RolloutStatus(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # no room left for another turn
     STEP_TIMEOUT = "step_timeout"  # one environment call took too long
-    ROLLOUT_TIMEOUT = "rollout_timeout"
+    ROLLOUT_TIMEOUT = "rollout_timeout"  # how far it got says how fast the machine is
     ENV_ERROR = "env_error"  # the environment raised
     GENERATION_ERROR = "generation_error"  # a request was refused, or its replicas were lost
     REWARD_ERROR = "reward_error"  # a reward function raised or returned no finite number
@@ -42,6 +42,7 @@ class RolloutStatus(StrEnum):
 _FAILURES = frozenset(
     {
         RolloutStatus.STEP_TIMEOUT,
+        RolloutStatus.ROLLOUT_TIMEOUT,
         RolloutStatus.ENV_ERROR,
         RolloutStatus.GENERATION_ERROR,
         RolloutStatus.REWARD_ERROR,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.errors import CheckpointError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
@@ -336,9 +336,16 @@ class SimTrainer:
         return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
         self._uses_the_devices("saves")
+        if version != self.version:
+            raise CheckpointError(f"the trainer holds {self.version}, the run is at {version}")
         folder = temporary_path(path)
         folder.mkdir(parents=True)
         (folder / "weights.json").write_text(json.dumps([self.weights, self.version]))

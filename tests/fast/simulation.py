@@ -15,6 +15,7 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -62,8 +63,10 @@ class Simulation:
         self.replicas = [
             SimReplica(f"r{i}", chance=chance, trainer=self.trainer) for i in range(plan.replicas)
         ]
+        self.sampled = SampledTokens()
         self.router = GeneratorRouter(
             self.replicas,
+            on_ended=self.sampled.on_ended,
             request_timeout_s=5_000.0,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
@@ -101,6 +104,7 @@ class Simulation:
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
+                sampled=self.sampled,
             ),
         )
 
@@ -156,6 +160,8 @@ def settings(plan: Plan) -> ControllerSettings:
             lag_timeout_s=30.0,
         ),
         checkpoints_kept=2,
+        max_checkpoint_failures=3,
+        save_timeout_s=2_000.0,
         report_wait_s=1_000.0,
         max_wait_s=plan.max_wait_s,
     )

@@ -227,9 +227,7 @@ _RUN = [
     _row("endpoint/sessions_open", "sessions", "last", "at the end of the step"),
     _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
-    _row(
-        "time/sync_s", "s", "last", "weights published, fetched and pulled (beside the next step)"
-    ),
+    _row("time/sync_s", "s", "sum", "weights published, fetched and pulled since the previous row"),
     _row("time/switch_s", "s", "last", "nobody had the shared devices (colocated runs)"),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),

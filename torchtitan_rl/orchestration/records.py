@@ -54,9 +54,11 @@ class LedgerTotals:
 class StepRecord:
     """One step of the loop. ``version`` is of the weights after it; durations are in seconds.
 
-    ``wall_s``: since the previous step was done. ``rollout_s``: the trainer waited for the batch.
-    ``trainer_busy_s``: the share of it in which the trainer trained, published or wrote a
-    checkpoint. ``overtaken``: ids of those groups that younger ones were trained before.
+    It is made in the moment in which the step's weights are there. All durations are of the time
+    since the previous step's moment, which ``wall_s`` is the whole of: in ``rollout_s`` the trainer
+    waited for the batch, in ``publish_s`` it published the weights of the step before, in
+    ``trainer_busy_s`` it trained, published or saved. ``syncs`` ended in that time.
+    ``overtaken``: ids of those groups that younger ones were trained before.
     """
 
     step: int
@@ -64,7 +66,7 @@ class StepRecord:
     groups: tuple[RolloutGroup, ...]
     tokens: TokenCounts
     trainer: Mapping[str, float]
-    sync: SyncReport | None
+    syncs: tuple[SyncReport, ...] = ()
     publish_s: float
     rollout_s: float
     train_s: float
