@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_rl.errors import CheckpointError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.scripted import scripted_token
-from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import (
@@ -373,6 +373,7 @@ class Memory:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
+        self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
 
     def record_step(self, record: StepRecord) -> None:
@@ -380,6 +381,9 @@ class Memory:
 
     def record_validation(self, record: ValidationRecord) -> None:
         self.validations.append(record)
+
+    def record_account(self, record: AccountRecord) -> None:
+        self.accounts.append(record)
 
     def phase(self, name: str) -> Any:
         return nullcontext()

@@ -45,6 +45,7 @@ class Plan(Habits):
     validation_problems: int = 0
     reserves: bool = False  # the last replica, for validation
     checkpoint_every: int = 0
+    rollout_timeout_s: float = 2_000.0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
     max_empty_batches: int = 1000
@@ -79,7 +80,7 @@ class Simulation:
             max_turns=plan.turns,
             max_total_tokens=200,
             step_timeout_s=100.0,
-            rollout_timeout_s=2_000.0,
+            rollout_timeout_s=plan.rollout_timeout_s,
             sampling=SamplingConfig(max_tokens_per_turn=12),
         )
         self.rollouter = Rollouter(
@@ -115,6 +116,7 @@ class Simulation:
             await self.trainer.export_hf(self.checkpoints.path(0))
         finally:
             assert not self.trainer.complaints
+            assert not any(record.unaccounted for record in self.recorder.accounts)
 
     @property
     def requested(self) -> list[str]:

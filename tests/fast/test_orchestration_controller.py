@@ -139,6 +139,30 @@ def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarte
     assert totals.tokens_discarded["restarted"] + totals.tokens_discarded["cut"] > 0
 
 
+@pytest.mark.parametrize("rollout_timeout_s", [2.0, 3.0])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_turns_that_run_at_rollouts_time_outs_are_in_the_account(
+    tmp_path: Path, staleness: int, rollout_timeout_s: float
+) -> None:
+    plan = Plan(staleness=staleness, turns=3, env_delay_s=0.5, checkpoint_every=2)
+    simulation = run(replace(plan, rollout_timeout_s=rollout_timeout_s), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_discarded["cut"] > 0
+    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6, 6]
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_tokens_of_resampled_groups_that_are_restarted_are_in_the_account(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = Plan(num_steps=8, window=0.67, zero_variance="resample", chance=chance, train_s=0.0)
+    simulation = run(replace(plan, reward_levels=2), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.groups_discarded["resampled"] > 0
+
+
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
     plan = Plan(num_steps=8, staleness=1, window=0.34, during_step="aborted", turns=1)
     simulation = run(plan, tmp_path)

@@ -15,7 +15,12 @@ from torchtitan_rl.observability.asynchrony import (
 from torchtitan_rl.observability.evaluation import evaluation_metrics
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
-from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    StepRecord,
+    TokenCounts,
+    ValidationRecord,
+)
 from torchtitan_rl.routing.router import SyncReport
 
 
@@ -54,6 +59,15 @@ def validation_metrics(record: ValidationRecord) -> dict[str, float]:
     metrics |= {f"{Split.VALIDATION.value}/{name}": value for name, value in statistics.items()}
     return metrics | {
         "time/validation_s": record.seconds,
+        "policy/version": float(record.version),
+    }
+
+
+def account_metrics(record: AccountRecord) -> dict[str, float]:
+    return {
+        "account/sampled_tokens": float(record.sampled),
+        "account/lost_tokens": float(record.lost),
+        "account/unaccounted_tokens": float(record.unaccounted),
         "policy/version": float(record.version),
     }
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
@@ -62,6 +63,7 @@ class Consumer:
         feed: WeightFeed,
         turns: Turns,
         saver: RunSaver,
+        account: AccountCheck,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
@@ -73,6 +75,7 @@ class Consumer:
         self._feed = feed
         self._turns = turns
         self._saver = saver
+        self._account = account
         self._recorder = recorder
         self._empty_batches = 0
         self._since_last_row = _Times.start()
@@ -91,6 +94,7 @@ class Consumer:
             if _is_due(self._state.step, self._settings.checkpoint_every):
                 with self._since_last_row.of("save_s"):
                     await self._saver.save()
+                self._account.start()
             if not self._goes_on():
                 self._turns.let_go()
 

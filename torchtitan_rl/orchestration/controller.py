@@ -23,6 +23,7 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     TrainerLostError,
 )
+from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import Consumer, ConsumerSettings, StopRequested
@@ -117,6 +118,9 @@ class Controller:
             trainer=parts.trainer,
             recorder=parts.recorder,
         )
+        self._account = AccountCheck(
+            self._state, router=parts.router, sampled=parts.sampled, recorder=parts.recorder
+        )
         self._feed = WeightFeed(
             settings.feed,
             self._state,
@@ -194,6 +198,7 @@ class Controller:
             feed=self._feed,
             turns=self._turns,
             saver=self._saver,
+            account=self._account,
             recorder=self._parts.recorder,
         )
         training = asyncio.create_task(self._train(consumer, producer), name="consumer")
@@ -215,6 +220,7 @@ class Controller:
             await _cancel([training, *others])
             await producer.close()
             await self._evaluator.close()
+            await self._account.close()
 
     async def _await_save(self, training: asyncio.Task[None]) -> None:
         """Another loop failed: let the trainer end its step and save."""
@@ -245,6 +251,7 @@ class Controller:
         await self._save()
 
     async def _save(self) -> None:
+        await self._account.finish()
         await self._turns.take_devices()  # nothing is sampled any more
         await self._saver.finish()
 

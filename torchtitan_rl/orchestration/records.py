@@ -90,12 +90,29 @@ class ValidationRecord:
     success_reward: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountRecord:
+    """The account against its source, of this process; all in tokens.
+
+    ``sampled`` is what the engines of all replicas counted. ``lost``: sampled by a replica that
+    died, and never heard of. ``unaccounted`` is what is missing of the rest, which must be 0.
+    """
+
+    step: int
+    version: int
+    sampled: int
+    lost: int
+    unaccounted: int
+
+
 class Recorder(Protocol):
     """Turns records into files and lines on a terminal."""
 
     def record_step(self, record: StepRecord) -> None: ...
 
     def record_validation(self, record: ValidationRecord) -> None: ...
+
+    def record_account(self, record: AccountRecord) -> None: ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Marks what the controller is doing, in the progress display and the trace."""

@@ -104,6 +104,15 @@ class GeneratorRouter:
         """
         return await account_of(self._slots)
 
+    def received_tokens(self) -> int:
+        """Tokens that all replicas sampled and the router got, those of running requests included
+        as far as their pieces have ended."""
+        return sum(slot.received_tokens for slot in self._slots.all)
+
+    def held_tokens(self) -> int:
+        """Those of `received_tokens` whose requests still run."""
+        return self._requests.held_tokens()
+
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop all replicas, leased ones too; returns once each rank is between two steps.
 

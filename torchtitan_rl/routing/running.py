@@ -115,6 +115,10 @@ class RunningRequests:
         await asyncio.gather(*(self._read(slot) for slot in self._slots.live()))
         return {name: running.tokens.known for name, running in self._running.items()}
 
+    def held_tokens(self) -> int:
+        """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""
+        return sum(running.tokens.num_sampled for running in self._running.values())
+
     def close(self) -> None:
         """Requests that wait for a replica fail."""
         self._is_closed = True
