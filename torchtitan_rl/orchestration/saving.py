@@ -67,7 +67,7 @@ class RunSaver:
         """Go on from a checkpoint; where there is none, from the beginning, but with the turns that
         were finished then. None starts anew. Returns what the groups go on with."""
         if resume_from is None:
-            self._journals.begin(0)
+            self._journals.begin(0, version=self._state.version)
             return self._recorded
         groups = SavedGroups()
         if resume_from.path is not None:
@@ -83,7 +83,9 @@ class RunSaver:
             restored_version=self._state.version,
             admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
         )
-        self._journals.restart(step, self._recorded.rollouts, groups.rollouts)
+        self._journals.restart(
+            step, self._recorded.rollouts, groups.rollouts, version=self._state.version
+        )
         return self._recorded
 
     async def save(self) -> None:
@@ -94,7 +96,7 @@ class RunSaver:
         await self.finish()
         with self._recorder.phase("checkpoint"):
             step = self._state.step
-            self._journals.begin(step)
+            self._journals.begin(step, version=self._state.version)
             # At staleness 0 the same weights and seeds sample these tokens again, bit for bit; a
             # request that goes on in the middle would draw others.
             partials = await self._router.partials() if self._state.staleness else {}
