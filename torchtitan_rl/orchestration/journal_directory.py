@@ -32,20 +32,33 @@ class JournalDirectory:
         self.path = path
         self._journal: Journal | None = None
         self._lineage: int | None = None  # of what this process writes
+        self.passed_over: list[str] = []
 
     def restore(self, step: int, base: Mapping[str, RecordedRollout]) -> dict[str, RecordedRollout]:
         """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
-        those that began after it. A missing journal has none.
+        those that began after it. A missing journal has none. The file of a later checkpoint (one
+        that is torn, or does not fit) that is damaged is left out, with those after it, and
+        `passed_over` says why.
 
         Raises:
-            JournalError: a file that is to be read is damaged.
+            JournalError: the checkpoint's own file is damaged.
         """
+        self.passed_over = []
         files = self._files()
         lineage = _lineage(files[step]) if step in files else None
         if lineage is None:
             return dict(base)
-        later = [path for s, path in sorted(files.items()) if s >= step]
-        return read_journals([path for path in later if _lineage(path) == lineage], base)
+        later = [path for s, path in sorted(files.items()) if s > step]
+        paths, found = [files[step]], read_journals([files[step]], base)
+        for path in later:
+            try:
+                if _lineage(path) == lineage:
+                    found = read_journals([*paths, path], base)
+                    paths.append(path)
+            except JournalError as error:
+                self.passed_over.append(f"{error}; turns from there on are sampled again")
+                break
+        return found
 
     def restart(
         self,

@@ -36,7 +36,8 @@ def choose_checkpoint(
         mistake = why_not_resumable(path, journals)
         if mistake is None:
             places = [f"{why}; kept as {checkpoints.reject(p)}" for p, why in passed_over.items()]
-            return NewestCheckpoint(path=path, step=step_of(path), passed_over=(*torn, *places))
+            said = (*torn, *places, *journals.passed_over)
+            return NewestCheckpoint(path=path, step=step_of(path), passed_over=said)
         passed_over[path] = f"checkpoint {path} cannot be gone on from: {mistake}"
     if passed_over:
         raise CheckpointError("; ".join([*torn, *passed_over.values()]))
@@ -47,8 +48,8 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
     """What of a complete checkpoint cannot be read, or does not fit its journal; None for one that
     can be gone on from."""
     try:
-        document = read_document(path)["extra"]
-        step = step_of(path)
+        marker = read_document(path)
+        document, step = marker.get("extra", marker), step_of(path)
         if document["step"] != step:
             return f"its document is of step {document['step']}"
         TokenLedger().load_state_dict(document["ledger"])
