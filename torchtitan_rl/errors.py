@@ -70,6 +70,10 @@ class CheckpointError(TorchtitanRLError):
     """A checkpoint could not be written, or one on disk is torn or damaged; names it and why."""
 
 
+class OutputError(TorchtitanRLError):
+    """A file of a run's outputs (metrics, rollouts) could not be written; names it and why."""
+
+
 class DivergedError(TorchtitanRLError):
     """Loss or gradient is NaN or Inf; the weights were not updated."""
 

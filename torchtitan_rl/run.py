@@ -24,6 +24,7 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.turns import during_step
@@ -93,7 +94,8 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
     config = prepared.config
     is_resumed = config.checkpoint.resume
     checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
-    found = checkpoints.newest(checksums=True) if is_resumed else NewestCheckpoint()
+    journals = JournalDirectory(config.run_dir.absolute() / "journal")
+    found = choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint()
     recorder = RunRecorder(config, resume_step=found.step)
     try:
         async with recorder:
@@ -133,6 +135,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     ),
                     recorder,
                     checkpoints,
+                    journals,
                 )
                 signals.controller = controller
                 training = controller.run(resume_from=found if is_resumed else None)
@@ -162,6 +165,7 @@ def _controller(
     environment: EnvironmentFactory,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
+    journals: JournalDirectory,
 ) -> Controller:
     config = prepared.config
     return Controller(
@@ -184,7 +188,7 @@ def _controller(
             router=router,
             recorder=recorder,
             checkpoints=checkpoints,
-            journals=JournalDirectory(config.run_dir.absolute() / "journal"),
+            journals=journals,
             sampled=sampled,
         ),
     )

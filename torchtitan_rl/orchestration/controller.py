@@ -171,6 +171,7 @@ class Controller:
             router=self._parts.router,
             recorded=recorded,
             on_turn=self._parts.journals.append,
+            on_group_ended=self._parts.journals.forget,
         )
         try:
             await self._run_loops(producer)

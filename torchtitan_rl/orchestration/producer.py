@@ -9,7 +9,7 @@ hold at least the version it was admitted at; when the producer fails, its group
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,7 @@ class Producer:
         router: GeneratorRouter,
         recorded: RecordedGroups,
         on_turn: OnTurn,
+        on_group_ended: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._state = state
@@ -61,6 +62,7 @@ class Producer:
         self._router = router
         self._recorded = recorded
         self._on_turn = on_turn
+        self._on_group_ended = on_group_ended
         self._ledger = state.ledger
         self._running: dict[str, asyncio.Task[None]] = {}  # newest task of each group
         self._tasks: set[asyncio.Task[None]] = set()  # all of them, restarted groups' old ones too
@@ -178,6 +180,7 @@ class Producer:
             on_turn=self._on_turn,
             on_discard=self._discard_of_rollout,
         )
+        self._on_group_ended(entry.group_id)
         self._sort(entry, group)
         self._state.changed()
 

@@ -21,10 +21,10 @@ from torchtitan_rl.orchestration.recovery import (
     groups_from_bytes,
     groups_to_bytes,
 )
+from torchtitan_rl.orchestration.resume_choice import GROUPS
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
-from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -34,8 +34,6 @@ from torchtitan_rl.training.checkpoints import (
     load_attachment,
 )
 from torchtitan_rl.types import Completion
-
-_GROUPS = "groups.jsonl"
 
 
 class RunSaver:
@@ -80,34 +78,26 @@ class RunSaver:
         """Go on from a checkpoint; where there is none, from the beginning, but with the turns that
         were finished then. None starts anew. Returns what the groups go on with."""
         if resume_from is None:
-            self._journals.begin(0)
+            self._journals.begin(0, version=self._state.version)
             return self._recorded
         groups = SavedGroups()
         if resume_from.path is not None:
             document = await self._trainer.load_checkpoint(resume_from.path)
             groups = groups_from_bytes(
-                await asyncio.to_thread(load_attachment, resume_from.path, _GROUPS)
+                await asyncio.to_thread(load_attachment, resume_from.path, GROUPS)
             )
             self._load(document, groups)
             self._recorder.say(f"resumed after step {self._state.step} from {resume_from.path}")
         step = self._state.step
         self._recorded = RecordedGroups(
-            self._later_turns(step, groups.rollouts),
+            self._journals.restore(step, groups.rollouts),
             restored_version=self._state.version,
             admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
         )
-        self._journals.restart(step, self._recorded.rollouts, groups.rollouts)
+        self._journals.restart(
+            step, self._recorded.rollouts, groups.rollouts, version=self._state.version
+        )
         return self._recorded
-
-    def _later_turns(
-        self, step: int, saved: Mapping[str, RecordedRollout]
-    ) -> Mapping[str, RecordedRollout]:
-        """The saved rollouts with the turns that came after the checkpoint."""
-        try:
-            return self._journals.restore(step, saved)
-        except JournalError as error:
-            self._recorder.say(f"turns after step {step} are sampled again: {error}")
-            return saved
 
     async def save(self) -> None:
         """Take the run as it is now; returns when training may go on. The files are complete after
@@ -158,13 +148,13 @@ class RunSaver:
             # One moment, from here to the call of the trainer: no await.
             document, groups = self._document(), self._groups(partials)
             try:
-                self._journals.begin(step)
+                self._journals.begin(step, version=document["version"])
             except JournalError as error:
                 raise CheckpointError(f"no journal for checkpoint {step}: {error}") from error
             await self._trainer.save_checkpoint(
                 self._checkpoints.path(step),
                 document,
-                {_GROUPS: groups},
+                {GROUPS: groups},
                 version=document["version"],
             )
 
