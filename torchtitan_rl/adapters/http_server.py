@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -50,16 +51,13 @@ class HttpServer:
         self._build = build
         self._at_end = at_end
         self._socket = listen(host, port, backlog=_BACKLOG)
+        self.port = int(self._socket.getsockname()[1])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = False
         self._error: BaseException | None = None
         self._server: uvicorn.Server | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-
-    @property
-    def port(self) -> int:
-        return int(self._socket.getsockname()[1])
 
     def start(self) -> None:
         """Returns once clients are answered.
@@ -93,10 +91,8 @@ class HttpServer:
             self._error = error
             if self._started.done():
                 logger.exception("the HTTP server has failed")
-            elif isinstance(error, Exception):
+            else:
                 self._started.set_exception(error)
-            else:  # uvicorn exits where it cannot start
-                self._started.set_exception(EndpointLostError(f"the HTTP server: {error!r}"))
 
     def _begin_end(self, grace_s: float) -> None:
         if self._server is None:
@@ -125,7 +121,7 @@ class HttpServer:
                     backlog=_BACKLOG,
                 )
             )
-            serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+            serving = asyncio.create_task(_run_server(server, self._socket))
             while not (server.started or serving.done()):  # noqa: ASYNC110 (uvicorn has no event)
                 await asyncio.sleep(_READY_POLL_S)
             if server.started:
@@ -135,3 +131,10 @@ class HttpServer:
                 raise EndpointLostError("the HTTP server ended before it was ready")
         finally:
             self._end_once()
+
+
+async def _run_server(server: uvicorn.Server, listening: socket.socket) -> None:
+    try:
+        await server.serve(sockets=[listening])
+    except SystemExit as error:  # it would end the event loop at once
+        raise EndpointLostError(f"the HTTP server did not start: exit code {error.code}") from error
