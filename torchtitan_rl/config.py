@@ -188,6 +188,7 @@ class ValidationConfig:
 class CheckpointConfig:
     every: int = 10  # steps; 0: only at the end and on a signal
     keep: int = 2
+    max_failures: int = 3  # the run ends when so many in a row could not be written
     resume: bool = False  # go on from the newest checkpoint in the output directory
     export_hf: bool = True  # write the final policy as Hugging Face safetensors
 

@@ -24,6 +24,8 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
@@ -92,7 +94,8 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
     config = prepared.config
     is_resumed = config.checkpoint.resume
     checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
-    found = checkpoints.newest(checksums=True) if is_resumed else NewestCheckpoint()
+    journals = JournalDirectory(config.run_dir.absolute() / "journal")
+    found = choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint()
     recorder = RunRecorder(config, resume_step=found.step)
     try:
         async with recorder:
@@ -105,7 +108,8 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
                     )
-                router = _router(config, processes)
+                sampled = SampledTokens()
+                router = _router(config, processes, sampled)
                 recorder.watch_engines(
                     await stack.enter_async_context(
                         EngineSampler(router.stats, reserved=reserved_replicas(config))
@@ -122,6 +126,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     prepared,
                     processes.trainer,
                     router,
+                    sampled,
                     environment_factory(
                         config.task,
                         tokenizer=tokenizer,
@@ -130,6 +135,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     ),
                     recorder,
                     checkpoints,
+                    journals,
                 )
                 signals.controller = controller
                 training = controller.run(resume_from=found if is_resumed else None)
@@ -141,9 +147,10 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
         recorder.merge_traces()
 
 
-def _router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
+def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) -> GeneratorRouter:
     return GeneratorRouter(
         processes.replicas,
+        on_ended=sampled.on_ended,
         request_timeout_s=config.generator.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
@@ -154,9 +161,11 @@ def _controller(
     prepared: PreparedRun,
     trainer: Trainer,
     router: GeneratorRouter,
+    sampled: SampledTokens,
     environment: EnvironmentFactory,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
+    journals: JournalDirectory,
 ) -> Controller:
     config = prepared.config
     return Controller(
@@ -179,7 +188,8 @@ def _controller(
             router=router,
             recorder=recorder,
             checkpoints=checkpoints,
-            journals=JournalDirectory(config.run_dir.absolute() / "journal"),
+            journals=journals,
+            sampled=sampled,
         ),
     )
 
@@ -223,6 +233,8 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             lag_timeout_s=config.weight_sync.lag_timeout_s,
         ),
         checkpoints_kept=config.checkpoint.keep,
+        max_checkpoint_failures=config.checkpoint.max_failures,
+        save_timeout_s=2 * config.trainer.step_timeout_s,
         report_wait_s=schedule.report_wait_s,
         max_wait_s=schedule.max_wait_s,
     )

@@ -76,6 +76,7 @@ def _amounts(config: RunConfig) -> list[str]:
         "validation.every": (config.validation.every, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
+        "checkpoint.max_failures": (config.checkpoint.max_failures, 1),
         "metrics.rollouts_per_step": (config.metrics.rollouts_per_step, 0),
     }
     positive = {

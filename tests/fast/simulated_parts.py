@@ -13,7 +13,7 @@ from typing import Any
 from tests.fast.simulated_faults import Fate, Strike, Undisturbed
 from tests.fast.simulated_replica import VOCAB, SimReplica
 from tests.fast.simulated_trainer import SimTrainer
-from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
@@ -156,6 +156,7 @@ class Memory:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
+        self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
 
     def record_step(self, record: StepRecord) -> None:
@@ -163,6 +164,9 @@ class Memory:
 
     def record_validation(self, record: ValidationRecord) -> None:
         self.validations.append(record)
+
+    def record_account(self, record: AccountRecord) -> None:
+        self.accounts.append(record)
 
     def phase(self, name: str) -> Any:
         return nullcontext()

@@ -18,10 +18,12 @@ from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     EngineStats,
     FinishReason,
     GenerationRequest,
     OnProgress,
+    OnReading,
     Progress,
     PullReport,
     VersionRun,
@@ -158,7 +160,7 @@ class SimReplica:
         self._calls[name] = call
         call.task = loop.create_task(self._sample(call), name=f"machine: {self._name} {name}")
         try:
-            return await asyncio.shield(call.future)
+            return await call.future
         except asyncio.CancelledError:
             call.is_given_up = True
             raise
@@ -224,18 +226,22 @@ class SimReplica:
         else:
             call.future.set_result(outcome)
 
-    async def partials(self) -> dict[str, Completion]:
-        await self._reach("partials")
-        read = {
-            name: call.completion(FinishReason.ABORT)
-            for name, call in self._calls.items()
-            if not call.is_given_up
-        }
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        await self._reach("read")
+        partials = {name: call.completion(FinishReason.ABORT) for name, call in self._calls.items()}
+        reading = EngineReading(partials=partials, sampled_tokens=self.sampled)
+
+        def hear() -> None:
+            if on_reading is not None and not self.is_dead:
+                on_reading(reading)
+                for name, partial in partials.items():
+                    if name in self._calls:
+                        self._calls[name].num_read = len(partial.token_ids)
+
+        # Behind the ends of calls that had ended by now, before those of later ones.
+        asyncio.get_running_loop().call_soon(hear)
         await self._pass(0.3)  # the answer travels, and sampling goes on
-        for name, partial in read.items():
-            if name in self._calls:
-                self._calls[name].num_read = len(partial.token_ids)
-        return read
+        return reading
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         self._strike("abort")

@@ -127,18 +127,25 @@ class SimTrainer:
         return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
-        await self.finish_checkpoint()
-        await self._call("save_checkpoint", lambda: self._begin_checkpoint(path))
+        await self._until_written()
+        await self._call("save_checkpoint", lambda: self._begin_checkpoint(path, version))
         content = json.dumps([self.weights, self.version]).encode()
         self._writing = asyncio.create_task(
             self._write(path, content, state, dict(attachments or {})), name=f"machine: {path.name}"
         )
         self._writing.add_done_callback(_look)
 
-    async def _begin_checkpoint(self, path: Path) -> None:
+    async def _begin_checkpoint(self, path: Path, version: int) -> None:
         self._uses_the_devices("saves")
+        if version != self.version:
+            raise CheckpointError(f"the trainer holds {self.version}, the run is at {version}")
         folder = files.temporary_path(path)
         try:
             self._require_space("trainer.checkpoint.begin")
@@ -165,9 +172,13 @@ class SimTrainer:
             files.seal(folder, state, records)
             files.publish(path)
         except OSError as error:
+            files.discard(path)
             raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
 
     async def finish_checkpoint(self) -> None:
+        await self._until_written()
+
+    async def _until_written(self) -> None:
         """A failure is told once, to all who wait."""
         writing = self._writing
         if writing is None:

@@ -24,6 +24,7 @@ from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -102,8 +103,10 @@ class Simulation:
             )
             for i in range(plan.replicas)
         ]
+        self.sampled = SampledTokens()
         self.router = GeneratorRouter(
             self.replicas,
+            on_ended=self.sampled.on_ended,
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
@@ -145,6 +148,7 @@ class Simulation:
                 recorder=recorder or self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
+                sampled=self.sampled,
             ),
         )
 
@@ -155,6 +159,7 @@ class Simulation:
             await self.trainer.export_hf(self.checkpoints.path(0))
         finally:
             assert not self.trainer.complaints
+            assert not any(record.unaccounted for record in self.recorder.accounts)
 
     @property
     def requested(self) -> list[str]:
@@ -200,6 +205,8 @@ def settings(plan: Plan) -> ControllerSettings:
             lag_timeout_s=30.0,
         ),
         checkpoints_kept=2,
+        max_checkpoint_failures=3,
+        save_timeout_s=2_000.0,
         report_wait_s=1_000.0,
         max_wait_s=plan.max_wait_s,
     )

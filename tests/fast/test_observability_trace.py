@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.observability.trace import BusyStretches, Tracer, merge_traces
+from torchtitan_rl.observability.trace import KEPT_FILES, BusyStretches, Tracer, merge_traces
 
 
 def merged_events(trace_dir: Path) -> list[dict[str, Any]]:
@@ -103,3 +103,21 @@ def test_engine_steps_join_into_stretches_and_idle_gaps_stay_visible(tmp_path: P
     assert [event["args"]["steps"] for event in found] == [3, 1, 1]
     assert [round(event["dur"]) for event in found] == [29_000, 9_000, 1_090_000]
     assert round(found[1]["ts"] - found[0]["ts"]) == 500_000
+
+
+def test_a_long_run_keeps_the_newest_spans_of_a_process_and_names_of_its_tracks(
+    tmp_path: Path,
+) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer", max_bytes=400)
+    for index in range(100):
+        with tracer.span(f"step {index}", track="steps"):
+            pass
+    tracer.close()
+    files = list((tmp_path / "traces").iterdir())
+    assert len(files) == KEPT_FILES
+    assert all(path.stat().st_size < 800 for path in files)
+    events = merged_events(tmp_path / "traces")
+    assert "step 99" in spans(events)
+    assert "step 0" not in spans(events)
+    named = {event["pid"] for event in events if event["name"] == "thread_name"}
+    assert len(named) == KEPT_FILES

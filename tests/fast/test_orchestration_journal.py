@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from io import FileIO
 
 import pytest
 
 from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
-from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
 from torchtitan_rl.types import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionRun
 
@@ -120,9 +121,14 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path):
 
 
 def test_a_missing_turn_is_an_error_with_file_and_line(tmp_path):
-    write(tmp_path / "j", ("a", 1, SECOND, None))
-    with pytest.raises(JournalError, match=r"j, line 2: .*turn 1 comes behind turn -1"):
+    write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 2, THIRD, None))
+    with pytest.raises(JournalError, match=r"j, line 3: .*turn 2 comes behind turn 0"):
         read_journals([tmp_path / "j"])
+
+
+def test_later_turns_of_a_rollout_that_ended_before_the_checkpoint_are_passed_over(tmp_path):
+    write(tmp_path / "j", ("a", 1, SECOND, None), ("b", 0, FIRST, None))
+    assert list(read_journals([tmp_path / "j"])) == ["b"]
 
 
 def test_kill_9_loses_nothing_that_was_appended(tmp_path):
@@ -203,3 +209,70 @@ def test_a_rollout_that_had_ended_goes_on_where_one_of_its_turns_is_dropped():
 def test_a_completion_without_tokens_is_of_every_version():
     entry = recorded(turn((1,), (), versions=[9]))
     assert usable_turns(entry, restored_version=0, admitted_version=0) == (entry, 0)
+
+
+def test_a_journal_keeps_little_of_each_rollout_in_memory(tmp_path):
+    """Whole last turns were 461 MiB for 1,500 rollouts of 7,000 tokens."""
+    journal = Journal(tmp_path / "j")
+    tracemalloc.start()
+    for number in range(100):
+        prompt = tuple(range(1000 * number, 1000 * number + 1000))
+        journal.append(f"g{number}/r0", 0, turn(prompt, prompt), None)
+    kept, _ = tracemalloc.get_traced_memory()
+    for number in range(100):
+        journal.forget(f"g{number}")
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100 * 1000
+    assert left < kept - 100 * 200
+
+
+def test_a_rollout_that_has_ended_is_not_kept_in_memory(tmp_path):
+    journal = Journal(tmp_path / "j", version=0)
+    over = EnvState(answer=Terminal(reward=1.0))
+    journal.append("g/r0", 0, FIRST, STATE)
+    journal.append("g/r0", 1, SECOND, over)
+    journal.append("g/r1", 0, turn((1,), (2,), versions=[1]), over)
+    assert journal._known == {}
+
+
+def test_a_long_conversation_takes_linear_space(tmp_path):
+    journal = Journal(tmp_path / "j")
+    prompt, turns = (1, 2, 3), []
+    sizes = []
+    for index in range(20):
+        turns.append(turn(prompt, range(100, 200), index=index))
+        prompt = (*prompt, *range(100, 200), 0)
+        size = journal.path.stat().st_size
+        journal.append("a", index, turns[-1], None)
+        sizes.append(journal.path.stat().st_size - size)
+    assert max(sizes) < min(sizes) + 50
+    assert read_journals([journal.path])["a"].turns == tuple(turns)
+
+
+def test_a_prompt_that_only_seems_to_extend_the_turn_before_is_written_whole(tmp_path):
+    edited = turn((1, 9, 3, 4, 0), (5,), index=1)
+    shorter = turn((1, 9), (5,), index=2)
+    write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 1, edited, None), ("a", 2, shorter, None))
+    assert read_journals([tmp_path / "j"])["a"].turns == (FIRST, edited, shorter)
+
+
+def test_turns_that_no_run_can_go_on_with_are_left_out_with_what_comes_behind_them(tmp_path):
+    old, new = turn((1,), (2,), versions=[4]), turn((1, 2), (3,), versions=[5], index=1)
+    lagging = turn((1, 2, 3), (4,), versions=[4], index=2)
+    empty = turn((1,), (), versions=[9])
+    journal = Journal(tmp_path / "j", version=4)
+    size = journal.path.stat().st_size
+    journal.append("b/r0", 0, new, None)
+    journal.append("b/r0", 1, lagging, None)
+    assert journal.path.stat().st_size == size
+    for index, one in enumerate((old, new, lagging)):
+        journal.append("a/r0", index, one, None)
+    journal.append("c/r0", 0, empty, None)
+    assert journal.cut_off() == ["b/r0", "a/r0"]
+    found = read_journals([journal.path])
+    assert {name: one.turns for name, one in found.items()} == {"a/r0": (old,), "c/r0": (empty,)}
+    journal.append("a/r0", 0, old, None)  # it begins anew
+    journal.append("a/r0", 1, lagging, None)
+    assert journal.cut_off() == ["b/r0"]
+    assert read_journals([journal.path])["a/r0"].turns == (old, lagging)

@@ -195,11 +195,16 @@ EVENTS = st.one_of(
     ]
 )
 def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_kill(events):
-    """``live`` is what the process has in mind; ``saved`` the newest whole checkpoint."""
+    """``live`` is what the process has in mind; ``saved`` the newest whole checkpoint.
+
+    Where the newest turns of a rollout are of no use after the kill, those of an earlier attempt
+    may be what is found; never a mixture."""
     with tempfile.TemporaryDirectory() as folder:
-        journals = begun(Path(folder))
+        journals = JournalDirectory(Path(folder))
+        journals.begin(0, version=0)
         step, live = 0, {}
         saved_step, saved = 0, {}
+        attempts = {}
         for salt, (event, *details) in enumerate(events):
             if event in ("turn", "anew"):
                 name, age = details
@@ -208,10 +213,11 @@ def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_
                 new = sampled(index, max(0, step - age), salt)
                 journals.append(name, index, new, None)
                 live[name] = with_turn(known, index, new, None)
+                attempts.setdefault(name, []).append(live[name].turns)
             elif event == "step":
                 step += 1
             elif event == "checkpoint":
-                journals.begin(step)
+                journals.begin(step, version=step)
                 (is_whole,) = details
                 if is_whole:
                     saved_step, saved = step, dict(live)
@@ -219,10 +225,45 @@ def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_
             elif event == "kill":
                 journals = JournalDirectory(Path(folder))
                 found = journals.restore(saved_step, saved)
-                assert found == live
-                usable = {
-                    name: usable_turns(entry, restored_version=saved_step, admitted_version=0)[0]
-                    for name, entry in found.items()
-                }
-                journals.restart(saved_step, usable, saved)
+                usable = usable_at(saved_step, found)
+                for name, turns in usable_at(saved_step, live).items():
+                    if turns == live[name]:
+                        assert usable[name] == turns
+                for name, kept in usable.items():
+                    assert any(kept.turns == turns[: len(kept.turns)] for turns in attempts[name])
+                journals.restart(saved_step, usable, saved, version=saved_step)
                 step, live = saved_step, {k: v for k, v in usable.items() if v.turns}
+                attempts = {name: [one.turns] for name, one in usable.items()}
+
+
+def usable_at(version: int, rollouts):
+    return {
+        name: usable_turns(entry, restored_version=version, admitted_version=0)[0]
+        for name, entry in rollouts.items()
+    }
+
+
+def test_a_rollout_that_began_anew_in_a_file_that_left_it_out_is_not_mixed_with_its_past(tmp_path):
+    """Its turns of before are of the checkpoint's version, those after are not, but one that came
+    from a replica that lags behind is."""
+    journals = JournalDirectory(tmp_path)
+    journals.begin(5, version=5)
+    first, second = sampled(0, 5), sampled(1, 5)
+    journals.append("a", 0, first, None)
+    journals.append("a", 1, second, None)
+    journals.append("a", 0, sampled(0, 6, salt=1), None)
+    journals.append("a", 1, sampled(1, 6, salt=1), None)
+    journals.begin(6, version=6)  # its checkpoint is torn
+    journals.append("a", 2, sampled(2, 5, salt=1), None)
+    assert JournalDirectory(tmp_path).restore(5, {}) == record(first, second)
+
+
+def test_without_checkpoints_a_journal_is_never_longer_than_what_one_version_sampled(tmp_path):
+    journals = JournalDirectory(tmp_path)
+    journals.begin(0, version=0)
+    for version in range(50):
+        journals.append(f"g{version}/r0", 0, sampled(0, version), None)
+        if version == 0:
+            size = (tmp_path / "step-000000.jsonl").stat().st_size
+    assert (tmp_path / "step-000000.jsonl").stat().st_size == size
+    assert list(JournalDirectory(tmp_path).restore(0, {})) == ["g0/r0"]

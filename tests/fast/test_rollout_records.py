@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.packed import pack_ints, unpack_ints
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
     group_from_json,
@@ -154,8 +155,8 @@ def test_trap_15_logprobs_that_are_not_finite_survive():
 
 def test_a_prompt_that_extends_the_turn_before_is_written_as_what_is_new():
     turns = (turn_of((1, 2), (3,)), turn_of((1, 2, 3, 4), (5,)), turn_of((1, 9), (6,)))
-    prompts = [turn["prompt"]["token_ids"] for turn in turns_to_json(turns)]
-    assert prompts == [[1, 2], [4], [1, 9]]
+    prompts = [unpack_ints(turn["prompt"]["token_ids"]) for turn in turns_to_json(turns)]
+    assert prompts == [(1, 2), (4,), (1, 9)]
 
 
 def test_messages_that_are_not_json_become_their_repr():
@@ -179,3 +180,19 @@ def test_a_record_of_another_format_is_refused():
     data = recorded_to_json(RecordedRollout(rollout_id="r")) | {"format": 99}
     with pytest.raises(ValueError, match="format 99"):
         recorded_from_json(data)
+
+
+def test_records_of_the_format_before_with_lists_of_numbers_are_read():
+    turns = (turn_of((1, 2), (3,)), turn_of((1, 2, 3, 4), (5,)))
+    recorded = RecordedRollout(rollout_id="r", turns=turns)
+    data = recorded_to_json(recorded) | {"format": 1}
+    for turn, row in zip(turns, data["turns"], strict=True):
+        row["prompt"]["token_ids"] = list(unpack_ints(row["prompt"]["token_ids"]))
+        row["completion"]["token_ids"] = list(turn.completion.token_ids)
+        row["completion"]["logprobs"] = list(turn.completion.logprobs)
+    assert recorded_from_json(json.loads(json.dumps(data))) == recorded
+
+
+@given(st.lists(st.integers(-(2**40), 2**40)))
+def test_any_integers_can_be_packed(values):
+    assert unpack_ints(json.loads(json.dumps(pack_ints(values)))) == tuple(values)

@@ -68,3 +68,18 @@ def test_a_full_disk_loses_no_session_and_leaves_no_half_line(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["session_id"] for line in lines] == ["first", "second"]
     assert lines[1]["token_ids"] == list(report.episodes[0].token_ids)
+
+
+def test_a_line_that_a_kill_cut_off_is_gone_when_the_file_is_opened_again(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    path.write_bytes(b'{"session_id":"whole"}\n{"session_id":"to')
+
+    async def scenario():
+        with EpisodesFile(path) as file:
+            sessions = make(keep=file.write)
+            await sessions.complete(asked((1, 2), "after", max_tokens=2))
+            await sessions.close("after", 0.5)
+
+    run_virtually(scenario())
+    found = [json.loads(line)["session_id"] for line in path.read_text().splitlines()]
+    assert found == ["whole", "after"]

@@ -114,7 +114,7 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
         policy_trainer.finish_checkpoint()  # nothing to wait for
         policy_trainer.save_checkpoint(checkpoints.path(1), {})
         policy_trainer.finish_checkpoint()
-        for where in ("FileSystemWriter.write_data", "write_file", "seal"):
+        for where in ("FileSystemWriter.write_data", "write_file", "seal", "publish"):
             owner = FileSystemWriter if "." in where else "torchtitan_rl.adapters.titan_checkpoint"
             with monkeypatch.context() as patch:
                 name = where.rpartition(".")[2]
@@ -127,6 +127,7 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
                     policy_trainer.finish_checkpoint()
                 policy_trainer.finish_checkpoint()
             assert checkpoints.steps() == [1]
+            assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
         policy_trainer.save_checkpoint(checkpoints.path(2), {}, {"a/b": b""})
         with pytest.raises(CheckpointError, match="plain file name"):
             policy_trainer.save_checkpoint(checkpoints.path(2), {})

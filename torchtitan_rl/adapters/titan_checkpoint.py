@@ -31,6 +31,7 @@ from torchtitan_rl.training.checkpoint_files import (
     FileRecord,
     check_contents,
     check_sizes,
+    discard,
     fingerprint,
     list_files,
     publish,
@@ -128,7 +129,23 @@ class CheckpointWriter:
         attachments: Mapping[str, bytes],
         document: dict[str, Any],
     ) -> None:
-        """In the writer's thread: steps that all ranks take, or give up, together."""
+        """In the writer's thread: steps that all ranks take, or give up, together. What is given
+        up leaves nothing behind."""
+        try:
+            self._write_together(path, tensors, random, attachments, document)
+        except CheckpointError:  # all ranks have come so far, and none writes any more
+            if dist.get_rank() == 0:
+                discard(path)
+            raise
+
+    def _write_together(
+        self,
+        path: Path,
+        tensors: Future[Any],
+        random: bytes,
+        attachments: Mapping[str, bytes],
+        document: dict[str, Any],
+    ) -> None:
         temporary, rank = temporary_path(path), dist.get_rank()
         failure: str | None = None
         try:
@@ -152,7 +169,7 @@ class CheckpointWriter:
             if rank == 0:
                 seal(temporary, document, {k: v for part in gathered for k, v in part.items()})
                 publish(path)
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # a document that is not JSON-able
             failure = _cause(error)
         self._agree(path, failure)
 

@@ -7,7 +7,7 @@ of each turn. Which random ones are shown depends on seed and step only.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,27 @@ class RolloutLog:
     def __init__(
         self, path: Path, *, per_step: int, seed: int, resume_step: int | None = None
     ) -> None:
-        self._lines = JsonLines(path, resume_step=resume_step)
+        self._lines = JsonLines(path, resume_step=resume_step, is_step=_is_trained)
         self._per_step = per_step
         self._seed = seed
 
     def record(self, step: int, version: int, groups: Sequence[RolloutGroup], split: Split) -> None:
-        """Write up to ``per_step`` rollouts of these groups."""
+        """Write up to ``per_step`` rollouts of these groups; of a validation that a run before
+        this one recorded, none.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        if split is Split.VALIDATION and self._lines.has(step, lambda row: not _is_trained(row)):
+            return
         rng = random.Random(f"{self._seed}/{split.value}/{step}")
-        for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng):
-            head = {"step": step, "version": version, "split": split.value, "chosen": chosen}
-            self._lines.append(head | rollout_to_json(group, rollout))
+        head = {"step": step, "version": version, "split": split.value}
+        self._lines.append(
+            *(
+                head | {"chosen": chosen} | rollout_to_json(group, rollout)
+                for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng)
+            )
+        )
 
     def close(self) -> None:
         self._lines.close()
@@ -57,6 +68,10 @@ def choose_rollouts(
     for index in rng.sample(others, min(len(others), max(0, count - len(chosen)))):
         chosen[index] = "random"
     return [(why, *pairs[index]) for index, why in list(chosen.items())[:count]]
+
+
+def _is_trained(row: Mapping[str, Any]) -> bool:
+    return bool(row["split"] == Split.TRAIN.value)
 
 
 def rollout_to_json(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:

@@ -25,16 +25,22 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> None:
-        self._lines = JsonLines(run_dir / "metrics.jsonl", resume_step=resume_step)
+        self._lines = JsonLines(
+            run_dir / "metrics.jsonl", resume_step=resume_step, is_step=is_step_row
+        )
         self._writer = _open_tensorboard(run_dir, resume_step) if tensorboard else None
 
     def record(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Write now.
+        """Write now. A validation that a run before this one recorded stays as it was: a resumed
+        run may validate a step again.
 
         Raises:
             ValueError: a name is not in the metric table.
+            OutputError: it cannot be written.
         """
         check_names(metrics)
+        if is_validation_row(metrics) and self._lines.has(step, is_validation_row):
+            return
         row: dict[str, Any] = {"step": step, "wall_time_s": time.time(), "version": version}
         row |= {name: float(value) for name, value in metrics.items()}
         last = self._lines.last
@@ -51,6 +57,16 @@ class MetricsLog:
         self._lines.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def is_step_row(row: Mapping[str, Any]) -> bool:
+    """Does it tell of a training step, alone or with the validation after it?"""
+    return "time/step_s" in row or any(name.startswith(("train/", "trainer/")) for name in row)
+
+
+def is_validation_row(row: Mapping[str, Any]) -> bool:
+    """Does it tell of a validation, alone or with the training step before it?"""
+    return any(name.startswith("validation/") for name in row)
 
 
 def _open_tensorboard(run_dir: Path, resume_step: int | None) -> Any:

@@ -1,6 +1,7 @@
 """Who was busy when: spans of all processes, as a Chrome/Perfetto trace.
 
-Each process writes events, one JSON line each, into a file of its own; `merge_traces` makes one
+Each process writes events, one JSON line each, into files of its own, ``NAME.TIME.jsonl``: where
+one is full it begins another, and keeps the newest ``KEPT_FILES``. `merge_traces` makes one
 ``trace.json`` of them that chrome://tracing and ui.perfetto.dev open. Spans lie on named tracks
 (rows); spans of one track must nest or follow each other, so what overlaps (tasks of an event
 loop) takes a track each.
@@ -20,6 +21,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchtitan_rl.line_files import whole_lines
+
+MAX_BYTES = 32 << 20  # of a file; about a week of a busy process
+KEPT_FILES = 4  # of one process
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MAIN_TRACK = "main"
 
@@ -29,20 +35,23 @@ class Tracer:
 
     Args:
         trace_dir: None disables the tracer.
-        process: name shown in the trace; a process that is started again shows beside the first.
+        process: name shown in the trace; a process that is started again, or that begins another
+            file, shows as one more.
+        max_bytes: of a file, but for its last event.
     """
 
-    def __init__(self, trace_dir: Path | None, process: str) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, trace_dir: Path | None, process: str, *, max_bytes: int = MAX_BYTES) -> None:
+        self._lock = threading.RLock()
+        self._process = process
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._paths: list[Path] = []
         self._tracks: dict[str, int] = {}
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._file: TextIO | None = None
         if trace_dir is not None:
             trace_dir.mkdir(parents=True, exist_ok=True)
-            readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", process)
-            path = trace_dir / f"{readable}.{time.time_ns()}.jsonl"
-            self._file = path.open("x", buffering=1, encoding="utf-8")
-            self._write({"name": "process_name", "ph": "M", "args": {"name": process}})
+            self._file = self._next_file(trace_dir)
 
     @property
     def is_enabled(self) -> bool:
@@ -89,15 +98,36 @@ class Tracer:
             known = self._tracks.get(track)
             if known is not None:
                 return known
-            new = self._tracks[track] = len(self._tracks) + 1
-        self._write({"name": "thread_name", "ph": "M", "tid": new, "args": {"name": track}})
+            new = len(self._tracks) + 1
+            self._write({"name": "thread_name", "ph": "M", "tid": new, "args": {"name": track}})
+            self._tracks[track] = new
         return new
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event, separators=(",", ":"), default=str) + "\n"
         with self._lock:
-            if self._file is not None:
-                self._file.write(line)
+            if self._file is None:
+                return
+            if self._num_bytes >= self._max_bytes:
+                self._file.close()
+                self._file = self._next_file(self._paths[-1].parent)
+            self._num_bytes += self._file.write(_line(event))
+
+    def _next_file(self, folder: Path) -> TextIO:
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", self._process)
+        path = folder / f"{readable}.{time.time_ns()}.jsonl"
+        file = path.open("x", buffering=1, encoding="utf-8")
+        self._paths.append(path)
+        while len(self._paths) > KEPT_FILES:
+            self._paths.pop(0).unlink(missing_ok=True)
+        head: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "args": {"name": self._process}}
+        ]
+        head += [
+            {"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": track}}
+            for track, tid in self._tracks.items()
+        ]
+        self._num_bytes = file.write("".join(map(_line, head)))
+        return file
 
 
 class BusyStretches:
@@ -165,8 +195,10 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     return output
 
 
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"), default=str) + "\n"
+
+
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+    for line in whole_lines(path):
+        yield json.loads(line)

@@ -7,6 +7,9 @@ what came after 5.
 A run that resumes begins a new *lineage*: `restart` replaces the file of the restored step, in one
 rename, by one with exactly the turns that the run goes on with; files are only read together with
 others of their lineage. What was dropped once therefore never comes back.
+
+The caller names the version of each checkpoint, so that turns of later versions are left out
+(see `journal.py`).
 """
 
 from __future__ import annotations
@@ -29,26 +32,41 @@ class JournalDirectory:
         self.path = path
         self._journal: Journal | None = None
         self._lineage: int | None = None  # of what this process writes
+        self.passed_over: list[str] = []
 
     def restore(self, step: int, base: Mapping[str, RecordedRollout]) -> dict[str, RecordedRollout]:
         """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
-        those that began after it. A missing journal has none.
-
-        Raises:
-            JournalError: a file that is to be read is damaged.
+        those that began after it. A missing journal has none. A damaged file is left out, with
+        those after it, and `passed_over` says why: their turns cost less than an older checkpoint.
         """
+        self.passed_over = []
         files = self._files()
-        lineage = _lineage(files[step]) if step in files else None
+        try:
+            lineage = _lineage(files[step]) if step in files else None
+        except JournalError as error:
+            self.passed_over.append(f"{error}; turns from there on are sampled again")
+            lineage = None
         if lineage is None:
             return dict(base)
-        later = [path for s, path in sorted(files.items()) if s >= step]
-        return read_journals([path for path in later if _lineage(path) == lineage], base)
+        paths: list[Path] = []
+        found = dict(base)
+        for path in (path for s, path in sorted(files.items()) if s >= step):
+            try:
+                if _lineage(path) == lineage:
+                    found = read_journals([*paths, path], base)
+                    paths.append(path)
+            except JournalError as error:
+                self.passed_over.append(f"{error}; turns from there on are sampled again")
+                break
+        return found
 
     def restart(
         self,
         step: int,
         rollouts: Mapping[str, RecordedRollout],
         base: Mapping[str, RecordedRollout],
+        *,
+        version: int | None = None,
     ) -> None:
         """Begin a new lineage behind the checkpoint of ``step``, which holds ``base``, with what
         is kept of the ``rollouts`` that `restore` gave. Later files of older lineages are deleted.
@@ -61,7 +79,7 @@ class JournalDirectory:
         found = [_lineage(path) for path in files.values()]
         self._lineage = 1 + max((lineage for lineage in found if lineage is not None), default=-1)
         final = self._file(step)
-        journal = Journal(final.with_suffix(".tmp"), lineage=self._lineage)
+        journal = Journal(final.with_suffix(".tmp"), lineage=self._lineage, version=version)
         going_on = {name for name, known in base.items() if _continues(rollouts.get(name), known)}
         for name in base.keys() - going_on:
             journal.drop(name)
@@ -75,8 +93,9 @@ class JournalDirectory:
             if later > step:
                 files[later].unlink()
 
-    def begin(self, step: int) -> None:
-        """From now on turns come after the checkpoint of ``step``, whose content is being taken.
+    def begin(self, step: int, *, version: int | None = None) -> None:
+        """From now on turns come after the checkpoint of ``step``, whose content is being taken
+        and whose weights are ``version``.
 
         For a second checkpoint of one step the file goes on: the first may be all there is.
 
@@ -85,12 +104,14 @@ class JournalDirectory:
         """
         if self._journal is not None and self._journal.path == self._file(step):
             return
-        self.close()
+        cut_off = self._journal.cut_off() if self._journal is not None else []
         if self._lineage is None:
             found = [_lineage(path) for path in self._files().values()]
             known = [lineage for lineage in found if lineage is not None]
             self._lineage = 1 + max(known, default=-1)
-        self._journal = Journal(self._file(step), lineage=self._lineage)
+        journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
+        self.close()  # not before the new file is there: without it the old one goes on
+        self._journal = journal
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
@@ -99,6 +120,11 @@ class JournalDirectory:
         if self._journal is None:
             raise JournalError(f"{self.path}: no journal was begun")
         self._journal.append(rollout_id, turn_index, turn, env_state)
+
+    def forget(self, group_id: str) -> None:
+        """As `Journal.forget`: the group has ended."""
+        if self._journal is not None:
+            self._journal.forget(group_id)
 
     def prune(self, oldest_step: int) -> None:
         """Delete the files of checkpoints before ``oldest_step``, the oldest one that is kept."""

@@ -6,7 +6,8 @@ makes an equal ``x`` of it, after `json.dumps` and `json.loads` too: floats come
 into messages that is not JSON-able becomes its ``repr``.
 
 A prompt that begins with the previous turn's prompt and completion is written as what is new, so
-that a long conversation takes linear space.
+that a long conversation takes linear space. Tokens and logprobs are packed (`packed.py`); format 1
+had lists of them, and is still read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.packed import pack_floats, pack_ints, unpack_floats, unpack_ints
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.types import (
     Completion,
@@ -31,7 +33,8 @@ from torchtitan_rl.types import (
 
 Json = dict[str, Any]
 
-FORMAT = 1  # of all forms here; written into groups and recorded rollouts
+FORMAT = 2  # of all forms here; written into groups and recorded rollouts
+_READ_FORMATS = (1, FORMAT)
 
 
 def problem_to_json(problem: Problem) -> Json:
@@ -45,8 +48,8 @@ def problem_from_json(data: Json) -> Problem:
 def completion_to_json(completion: Completion) -> Json:
     return {
         "request_id": completion.request_id,
-        "token_ids": list(completion.token_ids),
-        "logprobs": [float(logprob) for logprob in completion.logprobs],
+        "token_ids": pack_ints(completion.token_ids),
+        "logprobs": pack_floats(completion.logprobs),
         "version_runs": [[run.start, run.version] for run in completion.version_runs],
         "finish_reason": completion.finish_reason.value,
         "metrics": None if completion.metrics is None else asdict(completion.metrics),
@@ -59,8 +62,8 @@ def completion_to_json(completion: Completion) -> Json:
 def completion_from_json(data: Json) -> Completion:
     return Completion(
         request_id=data["request_id"],
-        token_ids=tuple(data["token_ids"]),
-        logprobs=tuple(data["logprobs"]),
+        token_ids=unpack_ints(data["token_ids"]),
+        logprobs=unpack_floats(data["logprobs"]),
         version_runs=tuple(VersionRun(start, version) for start, version in data["version_runs"]),
         finish_reason=FinishReason(data["finish_reason"]),
         metrics=None if data["metrics"] is None else CompletionMetrics(**data["metrics"]),
@@ -73,10 +76,17 @@ def completion_from_json(data: Json) -> Completion:
     )
 
 
-def turn_to_json(turn: Turn, previous: Turn | None = None) -> Json:
-    """``previous`` is the turn before this one, and has to be given again when reading."""
+def turn_to_json(turn: Turn, previous: Turn | None = None, *, num_known: int = 0) -> Json:
+    """``previous`` is the turn before this one, and has to be given again when reading.
+
+    Whoever has not kept it may say instead that the prompt begins with its ``num_known`` tokens,
+    prompt and completion.
+    """
+    prompt = turn.prompt_token_ids
     return {
-        "prompt": _prompt_to_json(turn.prompt_token_ids, previous),
+        "prompt": _extension_to_json(prompt, num_known)
+        if num_known
+        else _prompt_to_json(prompt, previous),
         "completion": completion_to_json(turn.completion),
         "reward": turn.reward,
         "text": turn.text,
@@ -262,7 +272,7 @@ def plain(value: Any) -> Any:
 
 
 def require_format(data: Json) -> None:
-    if data.get("format") != FORMAT:
+    if data.get("format") not in _READ_FORMATS:
         raise ValueError(f"a record of format {data.get('format')!r}; this version reads {FORMAT}")
 
 
@@ -270,13 +280,17 @@ def _prompt_to_json(prompt: tuple[int, ...], previous: Turn | None) -> Json:
     if previous is not None:
         before = previous.prompt_token_ids + previous.completion.token_ids
         if prompt[: len(before)] == before:
-            return {"extends": True, "token_ids": list(prompt[len(before) :])}
-    return {"extends": False, "token_ids": list(prompt)}
+            return _extension_to_json(prompt, len(before))
+    return {"extends": False, "token_ids": pack_ints(prompt)}
+
+
+def _extension_to_json(prompt: tuple[int, ...], num_known: int) -> Json:
+    return {"extends": True, "token_ids": pack_ints(prompt[num_known:])}
 
 
 def _prompt_from_json(data: Json, previous: Turn | None) -> tuple[int, ...]:
     """Raises ValueError where the previous turn is needed and missing."""
-    token_ids = tuple(data["token_ids"])
+    token_ids = unpack_ints(data["token_ids"])
     if not data["extends"]:
         return token_ids
     if previous is None:

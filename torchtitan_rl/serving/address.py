@@ -33,14 +33,17 @@ def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
         mistakes.append(f"endpoint.port is {endpoint.port}: give 0 (a free one) to 65535")
     else:
         try:
-            bind(endpoint.host, endpoint.port).close()
+            listen(endpoint.host, endpoint.port).close()
         except EndpointLostError as error:
             mistakes.append(str(error))
     return mistakes + _key_mistakes(endpoint.host, keys)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address; port 0 takes a free one.
+def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
+    """A listening socket with this address; port 0 takes a free one.
+
+    It listens at once: where two processes have only bound a port with ``SO_REUSEADDR``, both
+    succeed, and one fails much later.
 
     Raises:
         EndpointLostError: the address is taken, or not one of this machine.
@@ -51,6 +54,7 @@ def bind(host: str, port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
+        taken.listen(backlog)
     except OSError as error:
         taken.close()
         raise EndpointLostError(

@@ -1,6 +1,7 @@
 """The episodes of rewarded sessions, a JSON line each.
 
-Invariant: a session's lines are all in the file or none is, also where the disk is full.
+Invariant: a session's lines are all in the file or none is, also where the disk is full; after a
+kill -9 in the middle of them its last line is gone, and no later line becomes part of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Self
 
+from torchtitan_rl.line_files import append_line, open_for_append
 from torchtitan_rl.serving.session_record import SessionReport
 
 
@@ -20,7 +22,7 @@ class EpisodesFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = open_for_append(path)
 
     def write(self, report: SessionReport) -> None:
         """A line for each episode, with what its session says of all of them.
@@ -34,14 +36,7 @@ class EpisodesFile:
             json.dumps({**of_all, **episode}, separators=(",", ":"), allow_nan=False) + "\n"
             for episode in session["episodes"]
         ]
-        left = memoryview("".join(lines).encode())
-        start = self._file.tell()
-        try:
-            while left:  # a nearly full disk takes a part
-                left = left[self._file.write(left) :]
-        except OSError:
-            self._file.truncate(start)
-            raise
+        append_line(self._file, "".join(lines).encode())
 
     def __enter__(self) -> Self:
         return self

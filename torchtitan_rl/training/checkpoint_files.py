@@ -4,11 +4,13 @@ The marker is a JSON document with the size and CRC-32 of every file, so that a 
 cut short or damaged is known as such. Files that it does not list may lie beside and do not count.
 
 Invariants: a marker is on disk only after everything that it lists; a folder has its final name
-only once its marker is on disk.
+only once its marker is on disk; where a step of writing fails and `discard` is called, what was
+there before is there, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -93,14 +95,34 @@ def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileReco
 
 
 def publish(path: Path) -> None:
-    """Give the sealed `temporary_path` its name, in place of what may be there."""
-    replaced = path.with_name(path.name + REPLACED_SUFFIX)
+    """Give the sealed `temporary_path` its name, in place of what may be there.
+
+    Raises:
+        OSError: it cannot; what was there is there again.
+    """
+    temporary, replaced = temporary_path(path), path.with_name(path.name + REPLACED_SUFFIX)
     shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
+    is_replacing = path.exists()
+    if is_replacing:
         path.rename(replaced)
-    temporary_path(path).rename(path)
-    _sync_directory(path.parent)
+    try:
+        temporary.rename(path)
+        _sync_directory(path.parent)
+    except OSError:
+        # What cannot be undone either is dealt with by the next start, which finds the rest.
+        with contextlib.suppress(OSError):
+            path.rename(temporary)
+        if is_replacing:
+            with contextlib.suppress(OSError):
+                replaced.rename(path)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Give up a checkpoint that could not be written: its room is free again. What cannot be
+    removed is not found as a checkpoint, and goes at the next occasion."""
+    shutil.rmtree(temporary_path(path), ignore_errors=True)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -146,7 +168,11 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
     check_sizes(folder)
     records = recorded_files(folder)
     for name in records if names is None else names:
-        if fingerprint(folder / name) != records[name]:
+        try:
+            found = fingerprint(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {error}") from error
+        if found != records[name]:
             raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
 
 
@@ -160,7 +186,10 @@ def load_attachment(folder: Path, name: str) -> bytes:
     record = recorded_files(folder).get(key)
     if record is None or not (folder / key).is_file():
         raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
-    content = (folder / key).read_bytes()
+    try:
+        content = (folder / key).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {key}: {error}") from error
     if FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) != record:
         raise CheckpointError(f"checkpoint {folder} is damaged: attachment {name}")
     return content
@@ -173,6 +202,8 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         return document, {name: FileRecord(**record) for name, record in records.items()}
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {MARKER}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
 

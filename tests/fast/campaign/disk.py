@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fast.campaign.machine import Machine
+from torchtitan_rl import line_files
+from torchtitan_rl.observability import jsonl
 from torchtitan_rl.orchestration import journal
 from torchtitan_rl.training import checkpoint_files
 
@@ -45,20 +47,31 @@ def disk_of(machine: Machine) -> Iterator[None]:
     if not _is_hooked:
         sys.addaudithook(_on_event)
         _is_hooked = True
-    before = journal.FileIO, checkpoint_files.write_file, checkpoint_files._sync_directory
-    journal.FileIO = _journal_file  # type: ignore[assignment, misc]
-    checkpoint_files.write_file = _write_file
-    checkpoint_files._sync_directory = _no_sync
+    replaced: list[tuple[Any, str, Any]] = [
+        (journal, "FileIO", _journal_file),
+        (line_files, "FileIO", _rows_file),
+        (jsonl, "FileIO", _rows_file),
+        (checkpoint_files, "write_file", _write_file),
+        (checkpoint_files, "_sync_directory", _no_sync),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, ours in replaced:
+        setattr(module, name, ours)
     _machine = machine
     try:
         yield
     finally:
         _machine = None
-        journal.FileIO, checkpoint_files.write_file, checkpoint_files._sync_directory = before  # type: ignore[misc]
+        for module, name, theirs in before:
+            setattr(module, name, theirs)
 
 
 def _journal_file(path: Path, mode: str) -> SimFile:
     return SimFile("journal", path, mode)
+
+
+def _rows_file(path: Path, mode: str) -> SimFile:
+    return SimFile("rows", path, mode)
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -29,7 +29,7 @@ ACTIONS: dict[str, list[str]] = {
     "trainer.offload": ["late", "lost", "kill"],
     "trainer.onload": ["late", "lost", "kill"],
     "replica.generate": _REPLICA,
-    "replica.partials": _REPLICA,
+    "replica.read": _REPLICA,
     "replica.abort": _REPLICA,
     "replica.pause": _REPLICA,
     "replica.resume": _REPLICA,

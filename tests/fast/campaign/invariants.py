@@ -83,7 +83,7 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
     point, action = strike
     if point.startswith("trainer"):
         is_checkpoint = "checkpoint" in point and action == "no_space"
-        return not is_checkpoint or _num(life, action) > 1
+        return not is_checkpoint or _num(life, action) > 2 or _is_last_save(life)
     if action == "end":
         return True
     if point[:1] == "r" and point[1:2].isdigit():
@@ -99,6 +99,13 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
     if action == "block":  # every deadline that is under way passes
         return issubclass(error, (DeadlineError, WeightSyncError, GenerationError))
     return False
+
+
+def _is_last_save(life: Life) -> bool:
+    """There was no later occasion to try again."""
+    assert life.simulation is not None
+    state = life.simulation.controller._state
+    return state.step == life.plan.num_steps or state.is_stopping
 
 
 def _num(life: Life, action: str) -> int:
@@ -147,6 +154,13 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
             f"{accounted} tokens accounted, {sampled} sampled (of them {lost} lost with replicas) "
             f"and {recorded} recorded before"
         )
+
+
+def compares_with_replicas(life: Life) -> Iterator[str]:
+    """The run's own comparison found nothing."""
+    wrong = [one for one in (life.simulation.recorder.accounts if life.simulation else ()) if one.unaccounted]
+    if wrong:
+        yield f"after step {wrong[0].step}: {wrong[0].unaccounted} of {wrong[0].sampled}"
 
 
 def keeps_the_account(life: Life) -> Iterator[str]:
@@ -367,6 +381,7 @@ _RULES: tuple[Rule, ...] = (
     bounds_published_versions,
     leaves_nothing_behind,
     accounts_for_every_token,
+    compares_with_replicas,
     keeps_the_account,
     counts_groups_once,
     writes_checkpoints_of_one_moment,

@@ -21,6 +21,7 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
+from torchtitan_rl.orchestration.resume_choice import choose_checkpoint, why_not_resumable
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoint_files import read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
@@ -133,7 +134,8 @@ async def _main(life: Life, resume: bool) -> None:
     """As `torchtitan_rl.run` does it."""
     plan, root = life.plan, life.machine.root
     checkpoints = CheckpointDirectory(root / "checkpoints")
-    found = checkpoints.newest(checksums=True) if resume else None
+    journals = JournalDirectory(root / "journal")
+    found = choose_checkpoint(checkpoints, journals) if resume else None
     rows = Rows(root, resume_step=found.step if found else None)
     fate = life.machine
     simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
@@ -178,15 +180,16 @@ def _held(simulation: Simulation) -> list[str]:
 
 def look_at(root: Path) -> Start:
     """What is on a disk, without changing it."""
-    steps = CheckpointDirectory(root / "checkpoints").steps()
-    step = steps[-1] if steps else None
+    directory, journals = CheckpointDirectory(root / "checkpoints"), JournalDirectory(root / "journal")
+    complete = directory.steps()
+    steps = [s for s in complete if why_not_resumable(directory.path(s), journals) is None]
+    step = (steps or complete or [None])[-1]
     groups, document = SavedGroups(), {}
     try:
         if step is not None:
-            path = root / "checkpoints" / f"step-{step:06d}"
+            path = directory.path(step)
             document = read_document(path)
             groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
-        journals = JournalDirectory(root / "journal")
         rollouts = journals.restore(step or 0, groups.rollouts)
     except (TorchtitanRLError, ValueError, KeyError) as error:
         return Start(step=step, document=document, groups=groups, unreadable=repr(error))

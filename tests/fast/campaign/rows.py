@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.fast.campaign.disk import SimFile
 from tests.fast.simulated_parts import Memory
 from torchtitan_rl.observability.jsonl import JsonLines
-from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 
 _NAME = "rows.jsonl"
 
@@ -21,10 +20,9 @@ class Rows(Memory):
 
     def __init__(self, root: Path, *, resume_step: int | None) -> None:
         super().__init__()
-        self._lines = JsonLines(root / _NAME, resume_step=resume_step)
-        self._lines._file.close()
-        self._lines._file = SimFile("rows", root / _NAME, "r+")
-        self._lines._file.seek(0, 2)
+        self._lines = JsonLines(
+            root / _NAME, resume_step=resume_step, is_step=lambda row: row["kind"] == "step"
+        )
 
     def record_step(self, record: StepRecord) -> None:
         super().record_step(record)
@@ -46,6 +44,10 @@ class Rows(Memory):
     def record_validation(self, record: ValidationRecord) -> None:
         super().record_validation(record)
         self._lines.append({"kind": "validation", "step": record.step, "version": record.version})
+
+    def record_account(self, record: AccountRecord) -> None:
+        super().record_account(record)
+        self._lines.append({"kind": "account", "step": record.step, "wrong": record.unaccounted})
 
     def close(self) -> None:
         self._lines.close()

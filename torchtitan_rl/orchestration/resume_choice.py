@@ -1,0 +1,62 @@
+"""Which checkpoint a run goes on from: the newest one of which every part can be read and fits.
+
+Reads files only, before any process starts. Complete checkpoints are tried newest first; one whose
+document, account, groups or journal do not fit is passed over with a message, and the next older
+one is tried.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_rl.errors import CheckpointError, TorchtitanRLError
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.recovery import groups_from_bytes
+from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint, step_of
+
+GROUPS = "groups.jsonl"
+"""The attachment of a checkpoint that holds its groups."""
+
+
+def choose_checkpoint(
+    checkpoints: CheckpointDirectory, journals: JournalDirectory, *, checksums: bool = True
+) -> NewestCheckpoint:
+    """The checkpoint to go on from, with what is wrong with newer ones, which are set aside. None
+    where there is no complete one.
+
+    Raises:
+        CheckpointError: there are complete ones, and none can be gone on from; nothing of them is
+            changed.
+    """
+    torn: list[str] = []
+    passed_over: dict[Path, str] = {}
+    for path in checkpoints.candidates(torn, checksums=checksums):
+        mistake = why_not_resumable(path, journals)
+        if mistake is None:
+            places = [f"{why}; kept as {checkpoints.reject(p)}" for p, why in passed_over.items()]
+            said = (*torn, *places, *journals.passed_over)
+            return NewestCheckpoint(path=path, step=step_of(path), passed_over=said)
+        passed_over[path] = f"checkpoint {path} cannot be gone on from: {mistake}"
+    if passed_over:
+        raise CheckpointError("; ".join([*torn, *passed_over.values()]))
+    return NewestCheckpoint(passed_over=tuple(torn))
+
+
+def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
+    """What of a complete checkpoint cannot be read, or does not fit its journal; None for one that
+    can be gone on from."""
+    try:
+        marker = read_document(path)
+        document, step = marker.get("extra", marker), step_of(path)
+        if document["step"] != step:
+            return f"its document is of step {document['step']}"
+        TokenLedger().load_state_dict(document["ledger"])
+        groups = groups_from_bytes(load_attachment(path, GROUPS))
+        journals.restore(step, groups.rollouts)
+    except (TorchtitanRLError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return f"not as this version writes it ({error!r})"
+    return None
