@@ -11,10 +11,10 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchtitan_rl import config as c
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -205,7 +205,8 @@ def field_errors(
     Of a task's own fields the types are checked, and that numbers are finite; the rest is the
     task's matter (`Task.mistakes`).
     """
-    hints = _hints(type(config))
+    kind: Any = type(config)
+    hints = _hints(kind)
     own = None if isinstance(config, Task) else rules.get(type(config), {})
     errors: dict[str, str] = {}
     for field in dataclasses.fields(config):
@@ -234,11 +235,11 @@ def with_defaults_for(config: _C, wrong: Collection[str], prefix: str = "") -> _
 
 
 @functools.cache
-def _hints(kind: Hashable) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     try:
         return get_type_hints(kind)
     except NameError:  # a task whose types are imported for type checkers only
-        return {field.name: Any for field in dataclasses.fields(cast(Any, kind))}
+        return {field.name: Any for field in dataclasses.fields(kind)}
 
 
 def _value_error(
