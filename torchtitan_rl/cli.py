@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.weights.leftovers import remove_leftovers
 
 _USAGE = """\
 usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file says
@@ -24,6 +25,8 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and not words[0].startswith("-"):
+        remove_leftovers()  # shared memory of runs that were killed
     match words:
         case ["train", *rest]:
             return _train(rest)
