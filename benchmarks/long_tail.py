@@ -162,7 +162,7 @@ def figures_of(run: FinishedRun, tail: LongTail, counted: Counted) -> dict[str, 
     ages = [age for step in steps for age in _ages(step)]
     num_groups = sum(len(step.groups) for step in steps)
     tokens = _tokens(before, steps[-1])
-    stalls = [pull.stall_s for step in steps if step.sync for pull in step.sync.pulls]
+    stalls = [pull.stall_s for step in steps for sync in step.syncs for pull in sync.pulls]
     seconds = sum(step.wall_s for step in steps)
     return {
         "steps": counted.number,

@@ -35,6 +35,7 @@ from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.controller import Controller, Parts
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import StepRecord
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.plan import ProcessGroup, replica_name
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -212,7 +213,8 @@ def _controller(
         # Up to the last step there is as much under way as in the middle of a long run.
         producer = replace(settings.producer, surplus=capacity.buffer)
         settings = replace(settings, producer=producer)
-    router = GeneratorRouter(replicas)
+    sampled = SampledTokens()
+    router = GeneratorRouter(replicas, on_ended=sampled.on_ended)
     return Controller(
         settings,
         Parts(
@@ -235,6 +237,7 @@ def _controller(
             recorder=log,
             checkpoints=CheckpointDirectory(folder / "checkpoints"),
             journals=JournalDirectory(folder / "journal"),
+            sampled=sampled,
         ),
     )
 

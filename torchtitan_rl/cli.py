@@ -60,20 +60,24 @@ def _train(words: list[str]) -> int:
     is_dry_run = "--dry-run" in options
     try:
         from torchtitan_rl.config_file import load_config
-        from torchtitan_rl.prepare import prepare_run
+        from torchtitan_rl.prepare import claim_run, prepare_run
 
         config = load_config(path, [option for option in options if option != "--dry-run"])
         prepared = prepare_run(config)
+        if is_dry_run:
+            print(prepared.describe())
+            return 0
+        if prepared.is_complete:
+            print("\n".join(prepared.notes))
+            return 0
+        with claim_run(prepared):
+            from torchtitan_rl.run import run_training
+
+            return run_training(prepared)
     except ConfigError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
-    if is_dry_run:
-        print(prepared.describe())
-        return 0
-    from torchtitan_rl.run import run_training
-
-    return run_training(prepared)
 
 
 if __name__ == "__main__":

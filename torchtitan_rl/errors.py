@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_rl.types import Completion
+
 
 class TorchtitanRLError(Exception):
     """Root of every error that this package raises on purpose."""
@@ -21,6 +26,20 @@ class GenerationError(TorchtitanRLError):
 
 class InvalidRequestError(GenerationError):
     """A request was refused before it reached an engine; it fails alone."""
+
+
+class RequestGivenUpError(InvalidRequestError):
+    """The engine took a request, sampled for it, and could not go on; it fails alone.
+
+    ``completion`` is what had been sampled by then.
+    """
+
+    def __init__(self, message: str, completion: Completion) -> None:
+        super().__init__(message, completion)
+        self.completion = completion
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ReplicaError(GenerationError):

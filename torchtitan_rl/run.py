@@ -24,6 +24,8 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
@@ -35,7 +37,6 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.run_endpoint import run_endpoint
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
-from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.adapters.monarch_run import RunProcesses
@@ -92,20 +93,22 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
     config = prepared.config
     is_resumed = config.checkpoint.resume
     checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
-    found = checkpoints.newest(checksums=True) if is_resumed else NewestCheckpoint()
+    journals = JournalDirectory(config.run_dir.absolute() / "journal")
+    found = choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint()
     recorder = RunRecorder(config, resume_step=found.step)
     try:
         async with recorder:
             tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
             async with AsyncExitStack() as stack:
                 recorder.say(f"starting; outputs and logs are in {config.run_dir}")
-                for damage in found.passed_over:
-                    recorder.say(damage)
+                for line in (*prepared.notes, *found.passed_over):
+                    recorder.say(line)
                 with recorder.phase("start"):
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
                     )
-                router = _router(config, processes)
+                sampled = SampledTokens()
+                router = _router(config, processes, sampled)
                 recorder.watch_engines(
                     await stack.enter_async_context(
                         EngineSampler(router.stats, reserved=reserved_replicas(config))
@@ -122,6 +125,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     prepared,
                     processes.trainer,
                     router,
+                    sampled,
                     environment_factory(
                         config.task,
                         tokenizer=tokenizer,
@@ -130,6 +134,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     ),
                     recorder,
                     checkpoints,
+                    journals,
                 )
                 signals.controller = controller
                 training = controller.run(resume_from=found if is_resumed else None)
@@ -141,10 +146,11 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
         recorder.merge_traces()
 
 
-def _router(config: RunConfig, processes: RunProcesses) -> GeneratorRouter:
+def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) -> GeneratorRouter:
     return GeneratorRouter(
         processes.replicas,
-        request_timeout_s=config.generator.request_timeout_s,
+        on_ended=sampled.on_ended,
+        request_timeout_s=config.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
     )
@@ -154,16 +160,18 @@ def _controller(
     prepared: PreparedRun,
     trainer: Trainer,
     router: GeneratorRouter,
+    sampled: SampledTokens,
     environment: EnvironmentFactory,
     recorder: RunRecorder,
     checkpoints: CheckpointDirectory,
+    journals: JournalDirectory,
 ) -> Controller:
     config = prepared.config
     return Controller(
         controller_settings(config, prepared.capacity),
         Parts(
             dataset=config.task.dataset("train", seed=config.seed),
-            validation_problems=_validation_problems(config),
+            validation_problems=prepared.validation_problems,
             rollouter=Rollouter(
                 generate=router.generate,
                 environment=environment,
@@ -179,7 +187,9 @@ def _controller(
             router=router,
             recorder=recorder,
             checkpoints=checkpoints,
-            journals=JournalDirectory(config.run_dir.absolute() / "journal"),
+            journals=journals,
+            sampled=sampled,
+            identity=prepared.identity,
         ),
     )
 
@@ -223,6 +233,8 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             lag_timeout_s=config.weight_sync.lag_timeout_s,
         ),
         checkpoints_kept=config.checkpoint.keep,
+        max_checkpoint_failures=config.checkpoint.max_failures,
+        save_timeout_s=2 * config.trainer.step_timeout_s,
         report_wait_s=schedule.report_wait_s,
         max_wait_s=schedule.max_wait_s,
     )
@@ -238,9 +250,3 @@ def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     """The last replica, where validation keeps one for itself."""
     is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
     return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
-
-
-def _validation_problems(config: RunConfig) -> list[Problem]:
-    """The same problems at each validation, and for each seed, so that runs compare."""
-    dataset = config.task.dataset("validation", seed=0)
-    return [dataset.next() for _ in range(config.validation.num_problems)]

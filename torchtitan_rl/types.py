@@ -27,7 +27,7 @@ class RolloutStatus(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # no room left for another turn
     STEP_TIMEOUT = "step_timeout"  # one environment call took too long
-    ROLLOUT_TIMEOUT = "rollout_timeout"
+    ROLLOUT_TIMEOUT = "rollout_timeout"  # how far it got says how fast the machine is
     ENV_ERROR = "env_error"  # the environment raised
     GENERATION_ERROR = "generation_error"  # a request was refused, or its replicas were lost
     REWARD_ERROR = "reward_error"  # a reward function raised or returned no finite number
@@ -42,6 +42,7 @@ class RolloutStatus(StrEnum):
 _FAILURES = frozenset(
     {
         RolloutStatus.STEP_TIMEOUT,
+        RolloutStatus.ROLLOUT_TIMEOUT,
         RolloutStatus.ENV_ERROR,
         RolloutStatus.GENERATION_ERROR,
         RolloutStatus.REWARD_ERROR,
@@ -277,6 +278,23 @@ class EngineStats:
     generated_tokens: int
     tokens_per_second: float  # since the previous reading
     steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """What an engine has sampled, read at one moment between two steps.
+
+    ``partials``: what each unfinished request on the engine has so far, by id, with ABORT as the
+    finish reason. ``sampled_tokens``: all tokens the engine has sampled since it was built, by its
+    own count: those of ``partials``, and of every request that has ended before, however.
+    """
+
+    partials: Mapping[str, Completion]
+    sampled_tokens: int
+
+
+OnReading = Callable[[EngineReading], None]
+"""Called on the event loop that asked, in order with the ends of requests; must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

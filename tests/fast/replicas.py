@@ -8,10 +8,12 @@ from torchtitan_rl.errors import ReplicaError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     EngineStats,
     FinishReason,
     GenerationRequest,
     OnProgress,
+    OnReading,
     PullReport,
     SamplingParams,
     VersionRun,
@@ -48,8 +50,20 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def _first(*events: asyncio.Event) -> None:
+    if any(event.is_set() for event in events):
+        return
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 class GatedReplica:
-    """Completes a request when its gate is open; can be told to be dead or to refuse weights.
+    """Completes a request when its gate is open, or without a token when it is aborted before; can
+    be told to be dead or to refuse weights.
 
     It fetches and swaps weights while ``stage_gate`` and ``pull_gate`` are open.
     """
@@ -70,6 +84,8 @@ class GatedReplica:
         self.version = 0
         self.served: list[str] = []
         self.aborted: list[str] = []
+        self.sampled = 0
+        self._cuts: dict[str, asyncio.Event] = {}
         self.pauses: list[str] = []
         self.running = 0
         self.running_at_pull: list[int] = []
@@ -90,24 +106,31 @@ class GatedReplica:
             raise ReplicaError(f"{self.name} is dead")
         self.served.append(request.request_id)
         self.running += 1
+        cut = self._cuts[request.request_id] = asyncio.Event()
         try:
-            await self.gate.wait()
+            await _first(self.gate, cut)
         finally:
             self.running -= 1
+            del self._cuts[request.request_id]
         if self.is_dead:
             raise ReplicaError(f"{self.name} died")
-        count = request.sampling.max_tokens
+        is_whole = self.gate.is_set()
+        count = request.sampling.max_tokens if is_whole else 0
+        self.sampled += count
         return Completion(
             request_id=request.request_id,
             token_ids=(7,) * count,
             logprobs=(-1.0,) * count,
-            version_runs=(VersionRun(0, self.version),),
-            finish_reason=FinishReason.LENGTH,
+            version_runs=(VersionRun(0, self.version),) if count else (),
+            finish_reason=FinishReason.LENGTH if is_whole else FinishReason.ABORT,
             replica=self.name,
         )
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         self.aborted.extend(request_ids)
+        for name in request_ids:
+            if name in self._cuts:
+                self._cuts[name].set()
 
     async def stage(self, handle: WeightHandle) -> None:
         self.staged.append(handle.version)
@@ -130,8 +153,11 @@ class GatedReplica:
     async def resume(self) -> None:
         self.pauses.append("resume")
 
-    async def partials(self) -> dict[str, Completion]:
-        return {}
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        reading = EngineReading(partials={}, sampled_tokens=self.sampled)
+        if on_reading is not None:
+            on_reading(reading)
+        return reading
 
     async def sleep(self) -> None:
         self.pauses.append("sleep")
@@ -148,7 +174,7 @@ class GatedReplica:
             waiting=0,
             kv_use=0.0,
             preemptions=0,
-            generated_tokens=0,
+            generated_tokens=self.sampled,
             tokens_per_second=0.0,
             steps=0,
         )

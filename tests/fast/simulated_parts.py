@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.errors import CheckpointError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.scripted import scripted_token
-from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import (
@@ -30,10 +30,12 @@ from torchtitan_rl.training.checkpoint_files import (
 )
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     EngineStats,
     FinishReason,
     GenerationRequest,
     OnProgress,
+    OnReading,
     Problem,
     PullReport,
     RolloutStatus,
@@ -54,8 +56,8 @@ class SimReplica:
         self._trainer = trainer
         self._chance = chance
         self._token_s = token_s
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        self._is_open = True
+        self._runs: dict[str, asyncio.Event] = {}  # by request: not frozen, or to be ended
         self._running: dict[str, tuple[list[int], list[float], list[VersionRun]]] = {}
         self._aborted: set[str] = set()
         self.version = 0
@@ -83,11 +85,14 @@ class SimReplica:
         name, sampling = request.request_id, request.sampling
         self.requested.append(name)
         self._running[name] = (tokens, logprobs, runs)
+        runs_on = self._runs[name] = asyncio.Event()
+        if self._is_open:
+            runs_on.set()
         reason = FinishReason.LENGTH
         try:
             while len(tokens) < sampling.max_tokens:
                 await asyncio.sleep(self._token_s * self._chance.uniform(0.1, 2.0))
-                await self._is_open.wait()
+                await runs_on.wait()
                 if self.is_dead:
                     raise ReplicaError(f"{self.name} is dead")
                 if name in self._aborted:
@@ -109,32 +114,42 @@ class SimReplica:
                     reason = FinishReason.STOP
                     break
         finally:
-            del self._running[name]
+            del self._running[name], self._runs[name]
             self._aborted.discard(name)
         return _completion(name, tokens, logprobs, runs, reason)
 
-    async def partials(self) -> dict[str, Completion]:
-        read = {
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        partials = {
             name: _completion(name, *parts, FinishReason.ABORT)
             for name, parts in self._running.items()
         }
+        reading = EngineReading(partials=partials, sampled_tokens=self.sampled)
+        if on_reading is not None:
+            on_reading(reading)
         await asyncio.sleep(0.3)  # the answer travels, and sampling goes on
-        return read
+        return reading
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        self._aborted.update(name for name in request_ids if name in self._running)
+        for name in request_ids:
+            if name in self._running:
+                self._aborted.add(name)
+                self._runs[name].set()  # a frozen one ends, too
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "abort":
             self._aborted.update(self._running)
         if mode == "keep":
-            self._is_open.clear()
+            self._is_open = False
+            for name in self._running.keys() - self._aborted:
+                self._runs[name].clear()
         else:
             while self._running:
                 await asyncio.sleep(0.01)
 
     async def resume(self) -> None:
-        self._is_open.set()
+        self._is_open = True
+        for runs_on in self._runs.values():
+            runs_on.set()
 
     async def stage(self, handle: WeightHandle) -> None:
         await asyncio.sleep(self.pull_s)
@@ -321,9 +336,16 @@ class SimTrainer:
         return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
         self._uses_the_devices("saves")
+        if version != self.version:
+            raise CheckpointError(f"the trainer holds {self.version}, the run is at {version}")
         folder = temporary_path(path)
         folder.mkdir(parents=True)
         (folder / "weights.json").write_text(json.dumps([self.weights, self.version]))
@@ -351,6 +373,7 @@ class Memory:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
+        self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
 
     def record_step(self, record: StepRecord) -> None:
@@ -358,6 +381,9 @@ class Memory:
 
     def record_validation(self, record: ValidationRecord) -> None:
         self.validations.append(record)
+
+    def record_account(self, record: AccountRecord) -> None:
+        self.accounts.append(record)
 
     def phase(self, name: str) -> Any:
         return nullcontext()

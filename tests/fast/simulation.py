@@ -15,6 +15,7 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -44,6 +45,7 @@ class Plan(Habits):
     validation_problems: int = 0
     reserves: bool = False  # the last replica, for validation
     checkpoint_every: int = 0
+    rollout_timeout_s: float = 2_000.0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
     max_empty_batches: int = 1000
@@ -62,8 +64,10 @@ class Simulation:
         self.replicas = [
             SimReplica(f"r{i}", chance=chance, trainer=self.trainer) for i in range(plan.replicas)
         ]
+        self.sampled = SampledTokens()
         self.router = GeneratorRouter(
             self.replicas,
+            on_ended=self.sampled.on_ended,
             request_timeout_s=5_000.0,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
@@ -76,7 +80,7 @@ class Simulation:
             max_turns=plan.turns,
             max_total_tokens=200,
             step_timeout_s=100.0,
-            rollout_timeout_s=2_000.0,
+            rollout_timeout_s=plan.rollout_timeout_s,
             sampling=SamplingConfig(max_tokens_per_turn=12),
         )
         self.rollouter = Rollouter(
@@ -101,6 +105,7 @@ class Simulation:
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
+                sampled=self.sampled,
             ),
         )
 
@@ -111,6 +116,7 @@ class Simulation:
             await self.trainer.export_hf(self.checkpoints.path(0))
         finally:
             assert not self.trainer.complaints
+            assert not any(record.unaccounted for record in self.recorder.accounts)
 
     @property
     def requested(self) -> list[str]:
@@ -156,6 +162,8 @@ def settings(plan: Plan) -> ControllerSettings:
             lag_timeout_s=30.0,
         ),
         checkpoints_kept=2,
+        max_checkpoint_failures=3,
+        save_timeout_s=2_000.0,
         report_wait_s=1_000.0,
         max_wait_s=plan.max_wait_s,
     )

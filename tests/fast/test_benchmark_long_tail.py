@@ -118,7 +118,6 @@ def _step(number: int, indexes: Sequence[int], *, restarted: int) -> StepRecord:
         groups=tuple(_group(index, number) for index in indexes),
         tokens=TokenCounts(generated=0, trained=0),
         trainer={},
-        sync=None,
         publish_s=0.1,
         rollout_s=1.5,
         train_s=0.4,

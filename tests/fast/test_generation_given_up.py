@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fast.test_generation_loop import WAIT_S, request, running_loop
-from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.errors import InvalidRequestError, RequestGivenUpError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.scripted import ScriptedEngine
 
@@ -17,7 +17,7 @@ class ChokingEngine(ScriptedEngine):
 
     def step(self) -> list[EngineOutput]:
         return [
-            replace(output, token_ids=(), logprobs=(), refusal="no token is left")
+            replace(output, refusal="no token is left")
             if output.request_id.startswith("bad")
             else output
             for output in super().step()
@@ -29,7 +29,9 @@ def test_it_fails_alone_and_its_id_can_be_used_again() -> None:
         for _ in range(2):
             good = loop.submit(request("good", 20))
             bad = loop.submit(request("bad", 5))
-            with pytest.raises(InvalidRequestError, match="no token is left"):
+            with pytest.raises(RequestGivenUpError, match="no token is left") as raised:
                 bad.result(WAIT_S)
+            assert len(raised.value.completion.token_ids) == 5
+            assert isinstance(raised.value, InvalidRequestError)
             assert len(good.result(WAIT_S).token_ids) == 20
         assert loop.failure is None

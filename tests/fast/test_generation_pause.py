@@ -49,7 +49,7 @@ def test_keep_freezes_running_requests_and_holds_new_ones_until_resume() -> None
             pass
         pauses[0].result(WAIT_S)
         new = loop.submit(request("b", 2))
-        partial = loop.partials().result(WAIT_S)
+        partial = loop.read().result(WAIT_S).partials
         assert set(partial) == {"a"}
         assert len(partial["a"].token_ids) == engine.steps == 3
         assert not running.done()
@@ -139,14 +139,14 @@ def test_trap_2_pauses_and_readings_end_with_the_loop() -> None:
     with running_loop(engine) as loop:
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        asked = [loop.pause("keep"), loop.partials(), loop.pull(1)]
+        asked = [loop.pause("keep"), loop.read(), loop.pull(1)]
         engine.permits.release()
         for future in asked:
             with pytest.raises(LoopFailedError):
                 future.result(WAIT_S)
     closed = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True)
     closed.close()
-    for future in (closed.pause("keep"), closed.partials()):
+    for future in (closed.pause("keep"), closed.read()):
         with pytest.raises(LoopClosedError):
             future.result(WAIT_S)
 
@@ -192,7 +192,7 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
     while not pauses:
         pass
     pauses[0].result(WAIT_S)
-    partials = leader.partials().result(WAIT_S)
+    partials = leader.read().result(WAIT_S).partials
     steps = [engine.steps for engine in engines]
     assert stepping == [[False, False, False]]
     assert len(set(steps)) == 1

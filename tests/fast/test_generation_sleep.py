@@ -40,7 +40,7 @@ def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
     for loop in loops:
         loop.start()
     cut = leader.submit(request("a", 900_000))
-    while not leader.partials().result(WAIT_S):
+    while not leader.read().result(WAIT_S).partials:
         pass
     leader.sleep().result(WAIT_S)
     assert cut.result(WAIT_S).finish_reason is FinishReason.ABORT
@@ -67,7 +67,7 @@ def test_whatever_is_asked_in_between_nothing_is_stepped_before_weights_are_back
         pulled = loop.pull(1)  # waits for the wake-up
         loop.abort(("b",))
         assert ended.result(WAIT_S).token_ids == ()
-        assert loop.partials().result(WAIT_S) == {}
+        assert loop.read().result(WAIT_S).partials == {}
         assert not pulled.done()
         loop.wake_up().result(WAIT_S)
         assert pulled.result(WAIT_S).version == 1

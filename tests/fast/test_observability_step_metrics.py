@@ -31,7 +31,7 @@ def make_record(trainer: dict[str, float]) -> StepRecord:
         groups=(make_group(make_rollout(1.0, turn, metrics={"reward/exact": 1.0})),),
         tokens=TokenCounts(generated=100, trained=70, discarded={"env_error": 20, "masked": 10}),
         trainer=trainer,
-        sync=SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),
+        syncs=(SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),),
         publish_s=0.5,
         rollout_s=4.0,
         train_s=3.0,
@@ -138,8 +138,26 @@ def test_a_step_without_an_update_has_no_staleness() -> None:
     assert "policy/staleness_mean" not in step_metrics(make_record({}))
 
 
+def test_all_syncs_since_the_previous_row_are_in_a_steps_metrics():
+    syncs = (
+        SyncReport(version=7, stage_s=0.4, pull_s=0.1, pulls=(pull(0.01),), lost=("r0",)),
+        SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.03),), lost=("r0",)),
+    )
+    metrics = step_metrics(replace(make_record({}), syncs=syncs))
+    expected = {
+        "sync/stage_s": 0.4,
+        "sync/pull_s": 0.2,
+        "sync/pull_stall_ms_mean": 20.0,
+        "sync/running_requests": 4.0,
+        "sync/lost_replicas": 1.0,
+        "time/sync_s": 0.5 + 0.4 + 0.1 + 0.1 + 0.2,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
 def test_a_sync_in_which_every_replica_lagged_has_no_stall():
-    record = replace(make_record({}), sync=SyncReport(version=8, stage_s=0.0, pull_s=0.0, pulls=()))
+    lagged = SyncReport(version=8, stage_s=0.0, pull_s=0.0, pulls=())
+    record = replace(make_record({}), syncs=(lagged,))
     metrics = step_metrics(record)
     assert metrics["sync/publish_s"] == 0.5
     assert "sync/pull_stall_ms_max" not in metrics

@@ -12,6 +12,7 @@ from tests.fast.simulation import Plan, Simulation
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutStatus
 
@@ -128,11 +129,38 @@ def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their
 def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarted(
     tmp_path: Path, chance: int
 ) -> None:
-    simulation = run(Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance), tmp_path)
-    totals = simulation.recorder.steps[-1].totals
-    assert totals is not None
+    plan = Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance)
+    simulation = run(plan, tmp_path)
+    totals = simulation.controller.totals()
+    require_sums(totals)
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
-    assert totals.tokens_buffered == totals.groups_buffered == 0
+    assert totals.tokens_buffered == 0
+    assert totals.groups_buffered == 2  # late ones wait for a run with more steps
+    assert totals.tokens_discarded["restarted"] + totals.tokens_discarded["cut"] > 0
+
+
+@pytest.mark.parametrize("rollout_timeout_s", [2.0, 3.0])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_turns_that_run_at_rollouts_time_outs_are_in_the_account(
+    tmp_path: Path, staleness: int, rollout_timeout_s: float
+) -> None:
+    plan = Plan(staleness=staleness, turns=3, env_delay_s=0.5, checkpoint_every=2)
+    simulation = run(replace(plan, rollout_timeout_s=rollout_timeout_s), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_discarded["cut"] > 0
+    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6, 6]
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_tokens_of_resampled_groups_that_are_restarted_are_in_the_account(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = Plan(num_steps=8, window=0.67, zero_variance="resample", chance=chance, train_s=0.0)
+    simulation = run(replace(plan, reward_levels=2), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.groups_discarded["resampled"] > 0
 
 
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:

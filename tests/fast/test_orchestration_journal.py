@@ -121,9 +121,14 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path):
 
 
 def test_a_missing_turn_is_an_error_with_file_and_line(tmp_path):
-    write(tmp_path / "j", ("a", 1, SECOND, None))
-    with pytest.raises(JournalError, match=r"j, line 2: .*turn 1 comes behind turn -1"):
+    write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 2, THIRD, None))
+    with pytest.raises(JournalError, match=r"j, line 3: .*turn 2 comes behind turn 0"):
         read_journals([tmp_path / "j"])
+
+
+def test_later_turns_of_a_rollout_that_ended_before_the_checkpoint_are_passed_over(tmp_path):
+    write(tmp_path / "j", ("a", 1, SECOND, None), ("b", 0, FIRST, None))
+    assert list(read_journals([tmp_path / "j"])) == ["b"]
 
 
 def test_kill_9_loses_nothing_that_was_appended(tmp_path):

@@ -98,8 +98,8 @@ def test_while_the_next_batch_is_there_the_trainer_keeps_the_devices(tmp_path: P
     simulation = run(plan, tmp_path)
     assert simulation.trainer.version == 8
     assert simulation.trainer.switches < 8
-    pulled = [step for step in simulation.recorder.steps if step.sync is not None]
-    assert len(pulled) == simulation.trainer.switches - 1  # the last is to save
+    pulled = [sync for step in simulation.recorder.steps for sync in step.syncs]
+    assert len(pulled) == simulation.trainer.switches - 2  # the last step's, and the end's
     records = simulation.recorder.validations
     assert [(record.step, record.version) for record in records] == [(0, 0), (4, 4), (8, 8)]
 
@@ -245,3 +245,29 @@ def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
         assert simulation.checkpoints.steps() == [2]
 
     run_virtually(work())
+
+
+@pytest.mark.parametrize("chance", range(6))
+def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
+    tmp_path: Path, chance: int
+) -> None:
+    async def work() -> tuple[Simulation, list[int]]:
+        # Batches are ready before the trainer is, so that pulls end within its steps.
+        plan = Plan(num_steps=8, staleness=3, during_step="aborted", turns=1, chance=chance)
+        simulation = Simulation(replace(plan, train_s=20.0), tmp_path)
+        sampled: list[int] = []
+        step = simulation.trainer.train_step
+
+        async def counted(batch: TrainingBatch) -> StepOutput:
+            before = sum(replica.sampled for replica in simulation.replicas)
+            output = await step(batch)
+            sampled.append(sum(replica.sampled for replica in simulation.replicas) - before)
+            return output
+
+        simulation.trainer.train_step = counted  # type: ignore[method-assign]
+        await simulation.run()
+        return simulation, sampled
+
+    simulation, sampled = run_virtually(work())
+    assert sampled == [0] * 8
+    assert simulation.trainer.version == 8

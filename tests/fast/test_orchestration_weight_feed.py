@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.fast.simulation import Plan, Simulation, settings
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.evaluation import Evaluator
-from torchtitan_rl.orchestration.records import StepRecord, TokenCounts
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
@@ -17,20 +16,8 @@ from torchtitan_rl.weights.handle import SharedMemoryHandle
 
 
 def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
-    record = StepRecord(
-        step=step,
-        version=version,
-        groups=(),
-        tokens=TokenCounts(generated=0, trained=0),
-        trainer={},
-        sync=None,
-        publish_s=0.0,
-        rollout_s=0.0,
-        train_s=0.0,
-        wall_s=0.0,
-    )
     handle = SharedMemoryHandle(version=version, path="", num_bytes=0) if has_weights else None
-    return FinishedStep(record=record, handle=handle)
+    return FinishedStep(step=step, handle=handle)
 
 
 def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:
@@ -70,7 +57,8 @@ def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], lis
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        pulled = [one.sync.version for one in parts.recorder.steps if one.sync is not None]
+        pulled = [sync.version for sync in feed.take_syncs()]
+        assert not feed.needed_versions
         return set(parts.router.versions().values()), pulled
 
     return run_virtually(work())
@@ -84,3 +72,24 @@ def test_a_version_is_not_passed_over_for_a_later_step_without_weights(tmp_path:
 def test_a_version_is_passed_over_where_a_newer_one_waits(tmp_path: Path) -> None:
     steps = [finished(number, number, has_weights=True) for number in (1, 2, 3)]
     assert versions_after(steps, tmp_path) == ({3}, [3])
+
+
+def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
+    tmp_path: Path,
+) -> None:
+    async def work() -> int:
+        plan = Plan(num_steps=8, staleness=3, turns=1, validate_every=8, validation_problems=200)
+        parts = Simulation(plan, tmp_path)
+        publish, most = parts.trainer.publish, 0
+
+        async def counted(keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+            nonlocal most
+            handle = await publish(keep)
+            most = max(most, len(parts.trainer.readable))
+            return handle
+
+        parts.trainer.publish = counted  # type: ignore[method-assign]
+        await parts.run()
+        return most
+
+    assert run_virtually(work()) <= 3  # the newest, the one before, and one that is being fetched

@@ -73,7 +73,7 @@ def test_a_rollout_out_of_time_refuses_the_request_that_runs():
         return 0.75
 
     rollout, _ = only(agent, generate=SlowGenerate(), max_turns=99, rollout_timeout_s=4.5)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, 0.75)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, None)
     assert len(rollout.turns) == 4
 
 

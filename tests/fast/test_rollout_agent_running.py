@@ -292,3 +292,32 @@ def test_a_task_of_agents_needs_the_endpoint():
     assert mistake.startswith("endpoint.max_concurrent_requests is 256: up to 257 agents ask at")
     assert mistake.endswith("give at least 257")
     assert agent_mistakes(Task(), endpoint) == []
+
+
+def test_a_task_of_an_agent_that_wants_to_end_the_process_ends_no_other_agent():
+    async def exits():
+        raise SystemExit(3)
+
+    async def reckless(call):
+        task = asyncio.ensure_future(exits())
+        await asyncio.wait([task])
+        return 1.0
+
+    async def sound(call):
+        await asyncio.sleep(0.05)
+        return 2.0
+
+    async def scenario():
+        with AgentThread() as agents:
+            ended = [asyncio.Event() for _ in range(3)]
+            running = [
+                RunningAgent(agent, given(), loop=agents.loop, on_end=event.set)
+                for agent, event in zip((reckless, sound), ended, strict=False)
+            ]
+            for event in ended[:2]:
+                await asyncio.wait_for(event.wait(), LONG_S)
+            later = RunningAgent(sound, given(), loop=agents.loop, on_end=ended[2].set)
+            await asyncio.wait_for(ended[2].wait(), LONG_S)
+            return [one.outcome.reward for one in (*running, later)]
+
+    assert asyncio.run(scenario()) == [1.0, 2.0, 2.0]

@@ -73,10 +73,10 @@ def test_trap_9_an_empty_completion_is_stepped_with():
     assert [turn.completion.token_ids for turn in rollout.turns] == [(), (13,)]
 
 
-def test_the_rollouts_time_interrupts_generation_and_asks_what_it_is_worth():
+def test_a_rollout_out_of_time_interrupts_generation_and_has_no_reward():
     generate = ScriptedGenerate([(11,), lambda _: asyncio.Event().wait()])
     factory = Factory(CountingEnv)
     rollout = only(factory, generate=generate, rollout_timeout_s=0.05)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, 0.125)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, None)
     assert len(rollout.turns) == 1
     assert factory.made[0].calls[-2:] == ["finish rollout_timeout", "close"]

@@ -17,7 +17,13 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Completion, FinishReason, VersionRun
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    FinishReason,
+    OnReading,
+    VersionRun,
+)
 
 
 def test_turns_of_a_session_go_to_one_replica():
@@ -336,7 +342,7 @@ def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
 def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
     async def scenario():
         dying, other = GatedReplica("dying", is_open=False), GatedReplica("other")
-        read = Completion(
+        partial = Completion(
             request_id="a",
             token_ids=(5, 6),
             logprobs=(-1.0, -2.0),
@@ -344,10 +350,10 @@ def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
             finish_reason=FinishReason.ABORT,
         )
 
-        async def partials() -> dict[str, Completion]:
-            return {"a": read}
+        async def read(on_reading: OnReading) -> None:
+            on_reading(EngineReading(partials={"a": partial}, sampled_tokens=2))
 
-        dying.partials = partials  # type: ignore[method-assign]
+        dying.read = read  # type: ignore[assignment, method-assign]
         router = GeneratorRouter([dying, other])
         call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
         await settle()

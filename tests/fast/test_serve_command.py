@@ -8,7 +8,7 @@ import pytest
 from torchtitan_rl.adapters.vllm_parsers import known_parsers, parser_mistakes
 from torchtitan_rl.cli import main
 from torchtitan_rl.config import EndpointConfig
-from torchtitan_rl.serving.address import Keys, bind, endpoint_mistakes, reachable
+from torchtitan_rl.serving.address import Keys, endpoint_mistakes, listen, reachable
 
 POLICY = str(Path(__file__).parents[2] / "experiments" / "alphabet_sort" / "policy")
 
@@ -56,8 +56,8 @@ def test_every_mistake_is_printed_and_nothing_starts(
     assert [line.removeprefix("error: ").split(" ")[0] for line in lines] == [
         "generator.replicas",
         "generator.request_timeout_s",
-        "generator.max_model_len",
         "endpoint.max_n",
+        "generator.max_model_len",
         "endpoint.chat_template",
         "endpoint.tool_call_parser",
         "endpoint.reasoning_parser",
@@ -137,7 +137,7 @@ def test_keys_are_shown_nowhere() -> None:
 
 
 def test_port_0_takes_a_free_one_and_a_wildcard_is_reached_by_loopback() -> None:
-    with bind("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0) as taken:
         assert taken.getsockname()[1] > 0
     assert [reachable(host) for host in ("0.0.0.0", "::", "::1", "10.0.0.7")] == [
         "127.0.0.1",

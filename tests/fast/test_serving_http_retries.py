@@ -367,23 +367,176 @@ def test_a_waiting_run_that_nobody_comes_back_for_leaves_the_queue() -> None:
     asyncio.run(run())
 
 
-def test_what_is_kept_is_bounded_in_time_count_and_bytes() -> None:
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+def test_a_repetition_is_not_run_again_however_many_others_have_ended(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
     async def run() -> None:
-        served = Served(keep_s=10.0, max_kept=3, max_kept_bytes=100)
-        for i in range(5):
-            await served.answered({"Idempotency-Key": f"k{i}"}, b"x")
-            await served.answered({**FIRST, "X-Request-Id": f"r{i}"}, b"x")
-            assert served.retries.num_kept <= 3
-        assert (await served.ask({"X-Request-Id": "r4"})).body == b"x"
+        served = Served()
+        await served.answered(first, b"answer")
+        for i in range(1100):
+            other = Client(served.asgi, headers={"Idempotency-Key": f"other {i}"})
+            while len(served.app.calls) < i + 2:
+                await asyncio.sleep(0)
+            served.app.calls[-1].finish(b"x")
+            await other.task
+        retry = await served.ask(again)
+        assert retry.body == b"answer"
+        assert len(served.app.calls) == 1101
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+def test_a_repetition_whose_answer_had_to_go_is_refused_and_not_run_again(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    async def run() -> None:
+        served = Served(max_kept_bytes=100)
+        await served.answered(first, b"answer")
         await served.answered({"Idempotency-Key": "large"}, b"x" * 99)
-        assert served.retries.num_kept <= 2
-        await served.answered({"Idempotency-Key": "larger"}, b"x" * 101)
-        assert served.retries.num_kept == 0
+        retry = await served.ask(again)
+        assert await retry.refusal() == (410, "answer_gone", None)
+        larger = await served.answered({"Idempotency-Key": "larger"}, b"x" * 101)
+        assert larger.body == b"x" * 101  # who waits for it gets it
+        assert (await served.ask({"Idempotency-Key": "larger"})).status == 410
+        assert len(served.app.calls) == 3
+
+    asyncio.run(run())
+
+
+def test_answers_that_were_delivered_go_before_those_that_were_not() -> None:
+    async def run() -> None:
+        served = Served(max_kept_bytes=100)
+        lost = await served.ask({"Idempotency-Key": "lost"})
+        await lost.leave()
+        served.app.calls[0].finish(b"x" * 40)
+        await settle()
+        await served.answered({"Idempotency-Key": "had"}, b"x" * 40)
+        await served.answered({"Idempotency-Key": "too"}, b"x" * 40)
+        assert (await served.ask({"Idempotency-Key": "had"})).status == 410
+        assert (await served.ask({"Idempotency-Key": "lost"})).status == 200
+
+    asyncio.run(run())
+
+
+def test_a_repetition_is_recognized_for_a_stated_time_after_the_last_one() -> None:
+    async def run() -> None:
+        served = Served(keep_s=10.0)
         await served.answered(KEY, b"x")
-        served.now_s = 11.0
+        for _ in range(3):
+            served.now_s += 9.0
+            assert (await served.ask(KEY)).body == b"x"
+        served.now_s += 11.0
         await served.answered(KEY, b"y")
-        assert served.retries.num_kept == 1
+        assert served.retries.num_kept == served.retries.num_known == 1
         assert len(served.retries._by_key) == 1
+        assert served.retries._kept_bytes == 1
+
+    asyncio.run(run())
+
+
+def test_a_request_that_could_not_be_remembered_is_refused_and_none_is_forgotten_for_it() -> None:
+    async def run() -> None:
+        served = Served(keep_s=10.0, max_known=3)
+        for i in range(2):
+            await served.answered({"Idempotency-Key": f"k{i}"}, b"x")
+        running = await served.ask({"Idempotency-Key": "k2"})
+        refused = await served.ask({"Idempotency-Key": "k3"})
+        assert await refused.refusal() == (429, "too_many_remembered", None)
+        assert refused.headers["retry-after"] == "10"
+        await served.answered({}, b"x")  # without an identity there is nothing to be remembered
+        assert (await served.ask({"Idempotency-Key": "k0"})).body == b"x"
+        served.app.calls[2].finish()
+        await running.task
+        served.now_s = 11.0
+        await served.answered({"Idempotency-Key": "k3"}, b"x")
+
+    asyncio.run(run())
+
+
+def test_failures_are_remembered_in_a_number_of_their_own() -> None:
+    async def run() -> None:
+        served = Served(max_known=2, max_failed=3)
+        for i in range(9):
+            failed = await served.ask(FIRST, body=b"%d" % i)
+            served.app.calls[-1].finish(b"no", status=503)
+            await failed.task
+        assert served.retries.num_known == 0
+        assert len(served.retries._by_key) == 3
+
+    asyncio.run(run())
+
+
+def test_a_repetition_during_an_abort_waits_for_its_end_before_it_runs() -> None:
+    async def run() -> None:
+        aborts, goes_on = asyncio.Event(), asyncio.Event()
+        runs: list[str] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            runs.append("begins")
+            await receive()
+            if len(runs) == 1:
+                await receive()
+                aborts.set()
+                await goes_on.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"%d" % len(runs)})
+            runs.append("ends")
+
+        served = Served()
+        served.retries._handler = app
+        client = await served.ask(KEY)
+        await client.leave()
+        served.ends_of_grace[0]()
+        await aborts.wait()
+        again, left = await served.ask(KEY), await served.ask(KEY)
+        await left.leave()
+        assert runs == ["begins"]
+        goes_on.set()
+        await again.task
+        assert runs == ["begins", "ends", "begins", "ends"]
+        assert again.body == b"3"  # what the aborted run answered is for no client
+
+    asyncio.run(run())
+
+
+def test_what_does_not_heed_its_abort_is_answered_by_what_it_came_to() -> None:
+    async def run() -> None:
+        goes_on = asyncio.Event()
+        runs: list[int] = []
+
+        async def close_session(scope: Any, receive: Any, send: Any) -> None:
+            runs.append(1)
+            await goes_on.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"closed"})
+
+        served = Served()
+        served.retries._handler = close_session
+        client = await served.ask(KEY)
+        await client.leave()
+        served.ends_of_grace[0]()
+        again = await served.ask(KEY)
+        goes_on.set()
+        await again.task
+        assert (again.body, len(runs)) == (b"closed", 1)
+        assert (await served.ask(KEY)).body == b"closed"
+
+    asyncio.run(run())
+
+
+def test_a_stream_of_many_pieces_is_kept_and_replayed_as_one() -> None:
+    async def run() -> None:
+        served = Served()
+        client = await served.ask(KEY)
+        for _ in range(3):
+            served.app.calls[0].stream(b"piece,")
+        served.app.calls[0].finish(b"end")
+        await client.task
+        retry = await served.ask(KEY)
+        assert retry.body == client.body == b"piece,piece,piece,end"
+        assert len(retry.sent) == 2
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.serving import sessions as sessions_module
 from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.session_room import TURN_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 
@@ -339,6 +341,46 @@ def test_a_session_that_goes_on_for_ever_is_refused_before_it_holds_too_much():
         assert await refused(sessions.complete(asked((1,), "s"))) == (400, "session_full")
         await sessions.complete(asked((1,) * 9, "another", max_tokens=1))
         assert (await sessions.close("s", 1.0)).tokens_trained == 8
+
+    run_virtually(scenario())
+
+
+def test_all_sessions_together_hold_no_more_than_they_may_and_a_close_frees_it():
+    async def scenario():
+        full = (429, "sessions_full")
+        sessions = make(max_total_tokens=3 * (TURN_TOKENS + 10))
+        await sessions.complete(asked((1,) * 8, "a", max_tokens=2))
+        running = asyncio.ensure_future(sessions.complete(asked((1,) * 8, "b", max_tokens=13)))
+        await asyncio.sleep(1)  # what it may come to is taken from its beginning
+        assert await refused(sessions.complete(asked((1,) * 8, "a", max_tokens=2))) == full
+        assert await refused(sessions.complete(asked((1,) * 8, "c", max_tokens=2))) == full
+        assert await refused(sessions.handlers()["session.open"]({})) == full
+        assert sorted(sessions._open) == ["a", "b"]  # who was refused has none
+        await sessions.close("b", 0.0)  # in the middle of its request
+        assert await refused(running) == CLOSED
+        assert sessions.counts()["session_tokens_held"] == TURN_TOKENS + 10
+        for name in ("a", "c"):
+            await sessions.complete(asked((1,) * 8, name, max_tokens=2))
+        await sessions.complete(asked((1,) * 8, max_tokens=1))  # of no session: it is not kept
+        assert (await sessions.close("a", 1.0)).tokens_trained == 4
+        assert (await sessions.close("c", 1.0)).tokens_trained == 2
+        assert sessions.counts()["session_tokens_held"] == 0
+
+    run_virtually(scenario())
+
+
+def test_the_likeliest_alternatives_go_to_the_client_and_are_not_kept():
+    class Logprobs(TokenRouter):
+        def _completion(self, request, tokens, reason):
+            whole = super()._completion(request, tokens, reason)
+            return replace(whole, top_logprobs=tuple(((7, -1.0),) for _ in tokens))
+
+    async def scenario():
+        sessions = make(Logprobs())
+        answer = await sessions.complete(asked((1,), "s", max_tokens=2, num_logprobs=1))
+        assert answer.top_logprobs == (((7, -1.0),),) * 2
+        (turn,) = sessions._open["s"].turns
+        assert turn.completion == replace(answer, top_logprobs=())
 
     run_virtually(scenario())
 

@@ -12,6 +12,7 @@ from tests.fast.agents import TokenRouter, asked
 from tests.fast.served_sessions import make
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.serving.session_room import TURN_TOKENS
 from torchtitan_rl.serving.sessions import Sessions
 
 STEPS = st.lists(
@@ -56,7 +57,7 @@ def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
         await asyncio.gather(*tasks["a"], *tasks["b"], return_exceptions=True)
         counts = _require_sums(sessions)
         assert counts["session_tokens_pending"] == 0
-        assert counts["sessions_open"] == 0
+        assert counts["sessions_open"] == counts["session_tokens_held"] == 0
         assert counts["session_tokens_generated"] <= router.num_sampled
         if not any(action == "fail" for action, *_ in steps):
             assert counts["session_tokens_generated"] == router.num_sampled
@@ -101,10 +102,10 @@ def test_reading_the_counts_costs_nothing_for_sessions_in_which_nothing_happened
         sessions = make()
         for index in range(20):
             await sessions.complete(asked((1,), f"s{index}", max_tokens=2))
-        before = sessions.counts()
-        assert before["session_turns"] == before["sessions_open"] == 20
+        assert sessions.counts()["session_turns"] == sessions.counts()["sessions_open"] == 20
         running = asyncio.create_task(sessions.complete(asked((1,), "s3", max_tokens=9)))
         await asyncio.sleep(1)
+        before = sessions.counts()
         read = []
         report = Sessions._report
 
@@ -126,6 +127,18 @@ def test_reading_the_counts_costs_nothing_for_sessions_in_which_nothing_happened
     run_virtually(scenario())
 
 
+def _held(session) -> int:
+    """What its turns come to, or may still come to."""
+    running = {id(turn) for turn, _ in session.running.values()}
+    return sum(
+        TURN_TOKENS
+        + len(turn.prompt_token_ids)
+        # Of one that runs its last prompt token, as they are asked for above.
+        + (turn.prompt_token_ids[-1] if id(turn) in running else turn.num_tokens)
+        for turn in session.turns
+    )
+
+
 def _require_sums(sessions: Sessions):
     counts = sessions.counts()
     parts = ("trained", "masked", "discarded", "pending")
@@ -133,6 +146,7 @@ def _require_sums(sessions: Sessions):
     assert total == counts["session_tokens_generated"]
     assert counts["session_tokens_pending"] >= 0
     assert counts["sessions_open"] == len(sessions._open)
+    assert counts["session_tokens_held"] == sum(_held(s) for s in sessions._open.values())
     for session in sessions._open.values():
         assert sessions.read(session.session_id).tokens_trained == 0
     return counts

@@ -40,7 +40,7 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
     loop.start()
     assert is_paused.wait(WAIT_S)
     seen.pop("acknowledged").result(WAIT_S)
-    seen["partials"] = loop.partials().result(WAIT_S)
+    seen["partials"] = loop.read().result(WAIT_S).partials
     seen["steps-while-paused"] = engine.steps
     loop.resume()
     seen["done"] = {name: future.result(WAIT_S) for name, future in futures.items()}

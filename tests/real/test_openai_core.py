@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -22,10 +24,12 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from tests.real.models import tiny_qwen3
 from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application, handle_errors
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, generation_request
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, EndpointLostError
 from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
@@ -291,3 +295,53 @@ def test_no_error_shows_what_is_inside(error: Exception, status: int) -> None:
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     for inside in ("secret", "Traceback", "EngineCore"):
         assert inside not in answer.text
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("a mistake")])
+def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_link(
+    tmp_path: Path, error: Exception | None
+) -> None:
+    async def scenario() -> None:
+        link = ControllerLink()
+        link.attach()
+        app = build_application(
+            OpenAIOptions(model=str(tiny_qwen3(tmp_path)), max_model_len=64), link
+        )
+        llm = app.state.engine_client
+        llm.start()
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
+            waiting = asyncio.create_task(client.post("/v1/completions", json=body))
+            (wanted,) = (await link.poll()).requests
+            if error is None:
+                llm.output_handler.cancel()
+            else:
+
+                def fail(*_: Any, **__: Any) -> None:
+                    raise error
+
+                llm.output_processor.process_outputs = fail
+                end = Completion(
+                    request_id=wanted.request.request_id,
+                    token_ids=(5,),
+                    logprobs=(-1.0,),
+                    version_runs=(VersionRun(0, 0),),
+                    finish_reason=FinishReason.LENGTH,
+                )
+                link.deliver(
+                    ToEndpoint(ends=(RequestEnd(request_id=end.request_id, completion=end),))
+                )
+            assert (await waiting).status_code >= 500
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "endpoint_failed",
+            )
+            assert (await client.get("/health")).status_code == 503
+            with pytest.raises(EndpointLostError, match="outputs are no longer taken"):
+                await link.poll()
+        llm.shutdown()
+        link.close()
+
+    asyncio.run(scenario())

@@ -1,13 +1,18 @@
 """An ASGI application served by uvicorn on uvloop, in a thread of its own.
 
-Invariants: the address is taken before the application is built, so that a taken one is known at
-once; nobody can connect before the application is there; the thread ends within the deadline of
-`close`, whatever clients do.
+Invariants: the address is taken once, before the application is built, and listened on, so that no
+other process can take it, too; clients that connect meanwhile wait for the application. The thread
+ends within the deadline of `close`, whatever clients do, and a request that still runs at the end
+of its grace is answered by what ``at_end`` makes of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -17,15 +22,23 @@ import uvicorn
 import uvloop
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.address import bind
+from torchtitan_rl.serving.address import listen
+
+logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.01
-_JOIN_S = 5.0  # on top of the deadline of a close
+_ANSWER_S = 2.0  # from the end of the grace: for refusals to be sent
+_JOIN_S = 5.0  # on top of both
+_BACKLOG = 2048
 
 
 class HttpServer:
     """``build`` makes the application, on the event loop that then serves it; ``at_end`` is called
-    there before the loop ends, in any case."""
+    there, once, in any case: when the grace of a close is over, or before the loop ends.
+
+    Raises:
+        EndpointLostError: the address is taken.
+    """
 
     def __init__(
         self,
@@ -37,19 +50,20 @@ class HttpServer:
     ) -> None:
         self._build = build
         self._at_end = at_end
-        self._socket = bind(host, port)
+        self._socket = listen(host, port, backlog=_BACKLOG)
+        self.port = int(self._socket.getsockname()[1])
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_ended = False
+        self._error: BaseException | None = None
         self._server: uvicorn.Server | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
-    @property
-    def port(self) -> int:
-        return int(self._socket.getsockname()[1])
-
     def start(self) -> None:
-        """Returns once clients can connect.
+        """Returns once clients are answered.
 
         Raises:
+            EndpointLostError: the server did not start.
             Exception: what building the application raised.
         """
         self._thread.start()
@@ -58,26 +72,42 @@ class HttpServer:
     def require_running(self) -> None:
         """Raises `EndpointLostError` where the thread has ended."""
         if not self._thread.is_alive():
-            raise EndpointLostError("the HTTP server's thread has ended; see the endpoint's log")
+            why = "" if self._error is None else f": {type(self._error).__name__}: {self._error}"
+            raise EndpointLostError(f"the HTTP server has ended{why}; see the endpoint's log")
 
     def close(self, grace_s: float) -> None:
         """No new connections; requests that run may end until ``grace_s`` is over."""
-        if self._server is not None:
-            self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-            self._server.should_exit = True
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed between the two lines
+                self._loop.call_soon_threadsafe(self._begin_end, grace_s)
         if self._thread.is_alive():
-            self._thread.join(grace_s + _JOIN_S)
+            self._thread.join(grace_s + _ANSWER_S + _JOIN_S)
         self._socket.close()
 
     def _run(self) -> None:
         try:
             uvloop.run(self._serve())
         except BaseException as error:
+            self._error = error
             if self._started.done():
-                raise
-            self._started.set_exception(error)
+                logger.exception("the HTTP server has failed")
+            else:
+                self._started.set_exception(error)
+
+    def _begin_end(self, grace_s: float) -> None:
+        if self._server is None:
+            return
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s + _ANSWER_S)
+        self._server.should_exit = True
+        asyncio.get_running_loop().call_later(grace_s, self._end_once)
+
+    def _end_once(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._at_end()
 
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
         try:
             application = await self._build()
             self._server = server = uvicorn.Server(
@@ -88,9 +118,10 @@ class HttpServer:
                     server_header=False,
                     lifespan="on",
                     timeout_keep_alive=60,
+                    backlog=_BACKLOG,
                 )
             )
-            serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+            serving = asyncio.create_task(_run_server(server, self._socket))
             while not (server.started or serving.done()):  # noqa: ASYNC110 (uvicorn has no event)
                 await asyncio.sleep(_READY_POLL_S)
             if server.started:
@@ -99,4 +130,11 @@ class HttpServer:
             if not self._started.done():
                 raise EndpointLostError("the HTTP server ended before it was ready")
         finally:
-            self._at_end()
+            self._end_once()
+
+
+async def _run_server(server: uvicorn.Server, listening: socket.socket) -> None:
+    try:
+        await server.serve(sockets=[listening])
+    except SystemExit as error:  # it would end the event loop at once
+        raise EndpointLostError(f"the HTTP server did not start: exit code {error.code}") from error

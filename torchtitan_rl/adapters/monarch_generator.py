@@ -32,9 +32,11 @@ from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.routing.exchange import Exchange
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     EngineStats,
     GenerationRequest,
     OnProgress,
+    OnReading,
     PullReport,
 )
 from torchtitan_rl.weights.handle import WeightHandle
@@ -102,10 +104,6 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def resume(self) -> None:
         await self._generator.replica.resume()
-
-    @concurrent_endpoint
-    async def partials(self) -> dict[str, Completion]:
-        return await self._generator.replica.partials()
 
     @concurrent_endpoint
     async def sleep(self) -> None:
@@ -209,8 +207,8 @@ class MonarchReplica:
             self._leader.resume.call_one(), what=f"resume of {self.name}", timeout_s=_QUICK_CALL_S
         )
 
-    async def partials(self) -> dict[str, Completion]:
-        return await call(self._leader.partials.call_one(), what=f"partials of {self.name}")
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        return await self._exchange.read(on_reading)
 
     async def sleep(self) -> None:
         await call(self._leader.sleep.call_one(), what=f"sleep of {self.name}")

@@ -95,9 +95,9 @@ class TrainerActor(Actor):
         self._attachments = attachments
 
     @concurrent_endpoint
-    async def save_checkpoint(self, path: Path, state: dict[str, Any]) -> None:
+    async def save_checkpoint(self, path: Path, state: dict[str, Any], version: int) -> None:
         attachments, self._attachments = self._attachments, {}
-        await self._work(self._trainer.save_checkpoint, path, state, attachments)
+        await self._work(self._trainer.save_checkpoint, path, state, attachments, version)
 
     @concurrent_endpoint
     async def finish_checkpoint(self) -> None:
@@ -157,13 +157,18 @@ class MonarchTrainer:
         return await self._call_for_first(self._ranks.publish.call(keep), "publishing of weights")
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
         await self.finish_checkpoint()
         what = f"checkpoint {path}"
         if attachments:
             await self._call(self._leader.attach.call(dict(attachments)), what)
-        await self._call(self._ranks.save_checkpoint.call(path, state), what)
+        await self._call(self._ranks.save_checkpoint.call(path, state, version), what)
         # One wait for all who ask: the ranks tell a failure once.
         self._writing = asyncio.ensure_future(self._write(what))
 

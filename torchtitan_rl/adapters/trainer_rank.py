@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_rl.adapters.joint_publishing import JointPublisher, all_on_one_host
 from torchtitan_rl.adapters.monarch_trainer import TrainerSpec
 from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
@@ -52,9 +53,18 @@ class TrainerRank:
                 return self._publisher.publish(version, tensors, keep=keep)
 
     def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes]
+        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int
     ) -> None:
-        """Collective; returns when everything is copied."""
+        """Collective; returns when everything is copied.
+
+        Raises:
+            CheckpointError: the weights are not those of ``version``, which ``state`` belongs to.
+        """
+        if self._trainer.version != version:
+            raise CheckpointError(
+                f"{path} is not written: the trainer holds version {self._trainer.version} and the "
+                f"run is at version {version}; a step ended after its deadline"
+            )
         with self._tracer.span("stage checkpoint"):
             self._trainer.save_checkpoint(path, state, attachments)
 

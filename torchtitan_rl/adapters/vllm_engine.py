@@ -41,6 +41,9 @@ from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutpu
 from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import EngineStats, FinishReason
 
+# vLLM ends a request so whose grammar rejects what was sampled.
+_NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
+
 
 class StagedWeights(Protocol):
     """Where a pull finds the tensors of a version (see `weights/staging.py`)."""
@@ -169,7 +172,7 @@ class VllmEngine:
             running = self._running.pop(output.request_id)
             sampled = output.outputs[0]
             if sampled.finish_reason == "error":
-                outputs.append(_given_up(output.request_id))
+                outputs.append(_output(running, refusal=_NO_TOKEN))
                 continue
             reason = _finish_reason(output.request_id, sampled.finish_reason)
             outputs.append(_output(running, reason, stop_reason=sampled.stop_reason))
@@ -254,7 +257,8 @@ class _Running:
 
 class _Counters:
     """Stands where vLLM's stat loggers do, and only counts. Recomputations after a pull count as
-    preemptions."""
+    preemptions. Of tokens it counts what the scheduler put out in each step, one for each request
+    that sampled: all that were sampled, since no request is aborted while a step runs."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -305,21 +309,6 @@ def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
     return args
 
 
-def _given_up(request_id: str) -> EngineOutput:
-    """vLLM ends a request so whose grammar rejects what was sampled."""
-    return EngineOutput(
-        request_id=request_id,
-        token_ids=(),
-        logprobs=(),
-        finish_reason=FinishReason.ABORT,
-        cached_tokens=0,
-        scheduled_s=None,
-        first_token_s=None,
-        last_token_s=None,
-        refusal="its constraints (structured output, allowed or biased tokens) leave it no token",
-    )
-
-
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
     if reason in ("stop", "repetition"):
         return FinishReason.STOP
@@ -334,6 +323,7 @@ def _output(
     *,
     stop_reason: int | str | None = None,
     start: int = 0,
+    refusal: str = "",
 ) -> EngineOutput:
     """What a request has from token ``start`` on. In vLLM's stats a time of 0.0 means never."""
     state, sampled = running.state, running.state.logprobs_processor
@@ -354,4 +344,5 @@ def _output(
         last_token_s=state.stats.last_token_ts or None,
         stop_reason=stop_reason,
         top_logprobs=tuple(sampled.top[start:]),
+        refusal=refusal,
     )

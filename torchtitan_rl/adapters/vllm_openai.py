@@ -14,6 +14,7 @@ no answer carries a stack trace or a path.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections import defaultdict
@@ -56,7 +57,7 @@ from torchtitan_rl.adapters.vllm_openai_answers import Chat, Completions, error_
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import http_auth, http_context
-from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ class RouterLLM(AsyncLLM):
     def __init__(self, vllm_config: Any, link: ControllerLink) -> None:
         reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser
         core = RouterCore(link, model_reasons=bool(reasoning_parser))
+        self._link = link
+        self._is_ending = False
         with _core_client(core):
             super().__init__(
                 vllm_config=vllm_config,
@@ -160,8 +163,22 @@ class RouterLLM(AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **options)
 
     def start(self) -> None:
-        """Start to take outputs; on the event loop."""
+        """Start to take outputs; on the event loop. Where that ends by itself no request would
+        ever be answered: all get an error, and the link is told."""
         self._run_output_handler()
+        self.output_handler.add_done_callback(self._on_outputs_end)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._is_ending = True
+        super().shutdown(timeout)
+
+    def _on_outputs_end(self, task: asyncio.Task[None]) -> None:
+        if self._is_ending:
+            return
+        error = None if task.cancelled() else task.exception()
+        # vLLM tells its requests of an exception, but not of a cancellation.
+        self.output_processor.propagate_error(RefusedRequest(FAILED))
+        self._link.fail(f"outputs are no longer taken: {error or 'see the endpoint log'}")
 
     def _fail(self, request_id: str, error: RefusedRequest) -> None:
         """End a request, with all that the same client wants of its prompt, by an error."""

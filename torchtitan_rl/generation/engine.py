@@ -35,7 +35,8 @@ class EngineOutput:
 
     ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
     ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be gone on
-    with, such as constraints that leave it no token: it fails alone, and has no completion.
+    with, such as constraints that leave it no token: it fails alone, and what it has sampled goes
+    with its error.
     """
 
     request_id: str
@@ -111,6 +112,9 @@ class Engine(Protocol):
         and prefill again. Returns False where it could not be done."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """``generated_tokens`` counts each sampled token in the step that samples it: those of all
+        outputs, refused and aborted ones too, and of all unfinished requests, and no others."""
+        ...
 
     def close(self) -> None: ...

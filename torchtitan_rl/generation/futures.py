@@ -103,12 +103,6 @@ class OutstandingRequests:
                 )
         return self._book.tell(progress, time.monotonic())
 
-    def give_up(self, request_id: str) -> Future[Completion] | None:
-        """The future of a request that the engine took and refused after all."""
-        self._versions.finish(request_id, 0)
-        self._book.forget(request_id)
-        return self.refuse(request_id)
-
     def refuse(self, request_id: str) -> Future[Completion] | None:
         """The future of a request that the engine did not take; None where nobody waits."""
         owed = self._owed.pop(request_id, None)

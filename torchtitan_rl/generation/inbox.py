@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
 from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
-from torchtitan_rl.types import Completion, PullReport
+from torchtitan_rl.types import EngineReading, PullReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Inbox:
         self._admissions: list[Admission] = []
         self._aborts: list[str] = []
         self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
-        self._readers: list[Future[dict[str, Completion]]] = []
+        self._readers: list[Future[EngineReading]] = []
 
     def admit(self, admission: Admission) -> None:
         with self._changed:
@@ -157,15 +157,15 @@ class Inbox:
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
 
-    def read(self) -> Future[dict[str, Completion]]:
-        """Ask what the unfinished requests have so far."""
-        future: Future[dict[str, Completion]] = uncancellable_future()
+    def read(self) -> Future[EngineReading]:
+        """Ask for a reading between two steps."""
+        future: Future[EngineReading] = uncancellable_future()
         with self._changed:
             self._readers.append(future)
             self._changed.notify()
         return future
 
-    def take_readers(self) -> list[Future[dict[str, Completion]]]:
+    def take_readers(self) -> list[Future[EngineReading]]:
         with self._changed:
             readers, self._readers = self._readers, []
             return readers

@@ -28,6 +28,7 @@ from torchtitan_rl.errors import (
     LoopClosedError,
     LoopFailedError,
     ReplicaError,
+    RequestGivenUpError,
 )
 from torchtitan_rl.generation.decision import Action, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
@@ -42,7 +43,13 @@ from torchtitan_rl.generation.lockstep import LockstepChannel
 from torchtitan_rl.generation.loop_config import LoopConfig
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.validation import validate_request
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, PullReport
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    EngineStats,
+    GenerationRequest,
+    PullReport,
+)
 
 __all__ = ["EngineLoop", "LoopConfig"]
 
@@ -169,10 +176,11 @@ class EngineLoop:
         """Take the memory back on all ranks. The loop is still paused, and without weights."""
         return self._ask(lambda: self._inbox.change_power(Action.WAKE_UP))
 
-    def partials(self) -> Future[dict[str, Completion]]:
-        """What each request that the engine holds has so far, by id, read between two steps.
+    def read(self) -> Future[EngineReading]:
+        """What each request that the engine holds has so far, and what all have sampled.
 
-        Exact in tokens, logprobs and versions; the finish reason says abort. It disturbs no step.
+        Read between two steps: exact in tokens, logprobs and versions. It disturbs no step. The
+        futures of requests that ended before are done before it is.
         """
         return self._ask(self._inbox.read)
 
@@ -339,7 +347,9 @@ class EngineLoop:
         outputs = self._engine.partial_outputs()
         with self._lock:
             found = [self._requests.so_far(output, len(outputs)) for output in outputs]
-        self._answer({partial.request_id: partial for partial in found if partial is not None})
+        partials = {partial.request_id: partial for partial in found if partial is not None}
+        sampled = self._engine.stats().generated_tokens
+        self._answer(EngineReading(partials=partials, sampled_tokens=sampled))
 
     def _answer(self, result: Any) -> None:
         """Tell those who wait for what has just been done."""
@@ -351,16 +361,19 @@ class EngineLoop:
     def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
         if not outputs or not self._is_leader:
             return
-        refused = [output for output in outputs if output.refusal]
         with self._lock:
-            ended = [self._requests.finish(out, in_flight) for out in outputs if not out.refusal]
-            futures = [self._requests.give_up(output.request_id) for output in refused]
-        for future, completion in filter(None, ended):
-            future.set_result(completion)
-        for output, given_up in zip(refused, futures, strict=True):
-            if given_up is not None:
-                message = f"request {output.request_id!r} given up: {output.refusal}"
-                fail_future(given_up, InvalidRequestError(message))
+            ended = [
+                (output.refusal, self._requests.finish(output, in_flight)) for output in outputs
+            ]
+        for refusal, owed in ended:
+            if owed is None:
+                continue
+            future, completion = owed
+            if refusal:
+                message = f"request {completion.request_id!r} given up: {refusal}"
+                fail_future(future, RequestGivenUpError(message, completion))
+            else:
+                future.set_result(completion)
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()

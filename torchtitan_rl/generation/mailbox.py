@@ -1,7 +1,8 @@
 """The replica's end of an exchange: submissions come in batches, what becomes of them is collected.
 
 Invariants: each submitted request has exactly one end, whatever happens to the loop, and it comes
-after all progress of that request; what was put here leaves once, and while requests run at most
+after all progress of that request; a reading leaves behind the ends that came before it, and before
+all others; what was put here leaves once, and while requests run at most
 once per interval; the event loop is woken twice at most for each reply, however much it holds.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from functools import partial
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.progress import Listener
-from torchtitan_rl.types import Completion, GenerationRequest, Progress
+from torchtitan_rl.types import Completion, EngineReading, GenerationRequest, Progress
 
 IDLE_S = 30.0  # without any news a reply is given after so long
 
@@ -33,10 +35,12 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a replica is to do: take the requests in order, then end the aborted ones."""
+    """What a replica is to do: take the requests in order, then end the aborted ones; ``reads``:
+    then be read."""
 
     requests: tuple[Submission, ...] = ()
     aborts: tuple[str, ...] = ()
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +53,20 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The answer to one batch that reads: exactly one of the two."""
+
+    reading: EngineReading | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What happened since the last reply; progress comes before the ends. May be empty."""
+    """What happened since the last reply: progress, then the ends, then a reading. May be empty."""
 
     progress: tuple[Progress, ...] = ()
     ends: tuple[End, ...] = ()
+    read: Read | None = None
 
 
 class Mailbox:
@@ -70,7 +83,7 @@ class Mailbox:
         self._lock = threading.Lock()  # guards all below
         self._num_running = 0
         self._progress: list[Progress] = []
-        self._ends: list[End] = []
+        self._ends: deque[End | Read] = deque()
         self._is_awaited: Callable[[], bool] = bool  # what who collects waits for, and its bell
         self._wake: Callable[[], object] | None = None
 
@@ -90,6 +103,8 @@ class Mailbox:
             else:
                 future.add_done_callback(partial(self._on_done, request.request_id))
         self._loop.abort(batch.aborts)
+        if batch.reads:
+            self._loop.read().add_done_callback(self._on_read)
 
     async def collect(self) -> News:
         """What happened since the last reply, as soon as there is something and the interval has
@@ -99,9 +114,15 @@ class Mailbox:
         await self._wait_until(lambda: self._num_running == 0, self._next_reply_s - now())
         self._next_reply_s = now() + self._interval_s
         with self._lock:
-            news = News(progress=tuple(self._progress), ends=tuple(self._ends))
-            self._progress, self._ends = [], []
-        return news
+            progress, self._progress = tuple(self._progress), []
+            ends: list[End] = []
+            while self._ends:
+                match self._ends.popleft():
+                    case End() as end:
+                        ends.append(end)
+                    case Read() as read:
+                        return News(progress=progress, ends=tuple(ends), read=read)
+        return News(progress=progress, ends=tuple(ends))
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Or until the time is over."""
@@ -128,6 +149,12 @@ class Mailbox:
             self._end(End(request_id=request_id, error=error))
         else:
             self._end(End(request_id=request_id, completion=future.result()))
+
+    def _on_read(self, future: Future[EngineReading]) -> None:
+        error = future.exception()
+        with self._lock:
+            self._ends.append(Read(error=error) if error else Read(reading=future.result()))
+            self._ring()
 
     def _hear(self, progress: tuple[Progress, ...]) -> None:
         with self._lock:

@@ -225,11 +225,12 @@ _RUN = [
     _row("endpoint/refused/*", "completions", "sum", "not given, by the code of the error"),
     _row("endpoint/sessions/*", "sessions", "sum", "that ended, by how"),
     _row("endpoint/sessions_open", "sessions", "last", "at the end of the step"),
+    _row("account/sampled_tokens", "tokens", "last", "counted by the engines of this process"),
+    _row("account/lost_tokens", "tokens", "last", "sampled by replicas that died, never heard of"),
+    _row("account/unaccounted_tokens", "tokens", "last", "sampled and in no account: must be 0"),
     _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
-    _row(
-        "time/sync_s", "s", "last", "weights published, fetched and pulled (beside the next step)"
-    ),
+    _row("time/sync_s", "s", "sum", "weights published, fetched and pulled since the previous row"),
     _row("time/switch_s", "s", "last", "nobody had the shared devices (colocated runs)"),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),

@@ -16,9 +16,13 @@ from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.progress import ProgressState, make_progress
 from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
-from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
+from torchtitan_rl.observability.step_metrics import (
+    account_metrics,
+    step_metrics,
+    validation_metrics,
+)
 from torchtitan_rl.observability.trace import Tracer, merge_traces
-from torchtitan_rl.orchestration.records import StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 
 
 class RunRecorder:
@@ -112,6 +116,9 @@ class RunRecorder:
         self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
         self._state.end_validation(record.step, metrics.get("validation/reward_mean"))
         self._progress.validation_ended()
+
+    def record_account(self, record: AccountRecord) -> None:
+        self._metrics.record(record.step, record.version, account_metrics(record))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from torchtitan_rl.observability.asynchrony import (
@@ -14,7 +15,12 @@ from torchtitan_rl.observability.asynchrony import (
 from torchtitan_rl.observability.evaluation import evaluation_metrics
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
-from torchtitan_rl.orchestration.records import StepRecord, TokenCounts, ValidationRecord
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    StepRecord,
+    TokenCounts,
+    ValidationRecord,
+)
 from torchtitan_rl.routing.router import SyncReport
 
 
@@ -25,10 +31,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     metrics |= _token_metrics(record.tokens, record.wall_s)
     if record.trainer:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
-    sync_s = record.publish_s
-    if record.sync is not None:
-        metrics |= _sync_metrics(record.sync, record.publish_s)
-        sync_s += record.sync.stage_s + record.sync.pull_s
+    if record.publish_s:
+        metrics["sync/publish_s"] = record.publish_s
+    metrics |= _sync_metrics(record.syncs)
+    sync_s = record.publish_s + sum(sync.stage_s + sync.pull_s for sync in record.syncs)
     if record.trainer_busy_s is not None:
         metrics[TRAINER_IDLE] = idle_share(wall_s=record.wall_s, busy_s=record.trainer_busy_s)
     if record.buffer is not None:
@@ -57,6 +63,15 @@ def validation_metrics(record: ValidationRecord) -> dict[str, float]:
     }
 
 
+def account_metrics(record: AccountRecord) -> dict[str, float]:
+    return {
+        "account/sampled_tokens": float(record.sampled),
+        "account/lost_tokens": float(record.lost),
+        "account/unaccounted_tokens": float(record.unaccounted),
+        "policy/version": float(record.version),
+    }
+
+
 def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
     metrics = {
         "tokens/generated": float(tokens.generated),
@@ -67,19 +82,24 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
     return metrics | {f"tokens/discarded/{c}": float(n) for c, n in tokens.discarded.items()}
 
 
-def _sync_metrics(sync: SyncReport, publish_s: float) -> dict[str, float]:
-    stalls_ms = [1000 * pull.stall_s for pull in sync.pulls]
-    metrics = {"sync/publish_s": publish_s}
+def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
+    """Of all syncs since the previous row; nothing where there was none."""
+    if not syncs:
+        return {}
+    pulls = [pull for sync in syncs for pull in sync.pulls]
+    stalls_ms = [1000 * pull.stall_s for pull in pulls]
+    metrics: dict[str, float] = {}
     if stalls_ms:  # else every replica lagged behind
         metrics |= {
-            "sync/stage_s": sync.stage_s,
-            "sync/pull_s": sync.pull_s,
+            "sync/stage_s": max(sync.stage_s for sync in syncs),
+            "sync/pull_s": max(sync.pull_s for sync in syncs),
             "sync/pull_stall_ms_mean": fmean(stalls_ms),
             "sync/pull_stall_ms_max": max(stalls_ms),
         }
+    newest = syncs[-1]
     return metrics | {
-        "sync/running_requests": float(sum(pull.running_requests for pull in sync.pulls)),
-        "sync/lost_replicas": float(len(sync.lost)),
-        "sync/lagging_replicas": float(len(sync.lagging)),
-        "sync/held_replicas": float(len(sync.held)),
+        "sync/running_requests": float(sum(pull.running_requests for pull in pulls)),
+        "sync/lost_replicas": float(len(newest.lost)),
+        "sync/lagging_replicas": float(len(newest.lagging)),
+        "sync/held_replicas": float(len(newest.held)),
     }

@@ -1,17 +1,22 @@
 """The training side: full batches in, optimizer steps and published weights out.
 
-Invariants: a batch is trained at the version that its age was checked for; its groups leave the
-buffer when it has been trained, and the weights are published before anything can change them.
+Invariants: a batch is trained at the version that its age was checked for; a batch whose step
+failed goes back into the buffer; step, version, account, buffer and metrics row move on together,
+with no await between them, as soon as the optimizer step has ended; the weights are published
+before anything can change them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
@@ -31,7 +36,7 @@ _PAST = (GroupState.TRAINED, GroupState.DISCARDED)
 
 
 class StopRequested(TorchtitanRLError):
-    """Somebody asked the run to stop; it did so in order and can be resumed."""
+    """The run was asked to stop; it did so cleanly and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +46,6 @@ class ConsumerSettings:
     checkpoint_every: int
     max_empty_batches: int
     step_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """What one batch came to; times are time.monotonic() seconds."""
-
-    tokens: TokenCounts
-    output: StepOutput | None
-    handle: WeightHandle | None
-    started_s: float
-    trained_s: float
-    ended_s: float
 
 
 class Consumer:
@@ -70,6 +63,7 @@ class Consumer:
         feed: WeightFeed,
         turns: Turns,
         saver: RunSaver,
+        account: AccountCheck,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
@@ -81,10 +75,10 @@ class Consumer:
         self._feed = feed
         self._turns = turns
         self._saver = saver
+        self._account = account
         self._recorder = recorder
         self._empty_batches = 0
-        self._step_ended_s = time.monotonic()
-        self._saving_s = 0.0  # of a checkpoint since then
+        self._since_last_row = _Times.start()
 
     async def run(self) -> None:
         """All steps that are left.
@@ -94,12 +88,13 @@ class Consumer:
             DivergedError, TrainerLostError: what is saved is from before.
             GenerationError: no replica is left.
         """
-        self._step_ended_s = time.monotonic()
+        self._since_last_row = _Times.start()
         while self._state.step < self._settings.num_steps:
             await self._one_step(await self._next_batch())
             if _is_due(self._state.step, self._settings.checkpoint_every):
-                await self._saver.save()
-                self._saving_s = time.monotonic() - self._step_ended_s
+                with self._since_last_row.of("save_s"):
+                    await self._saver.save()
+                self._account.start()
             if not self._goes_on():
                 self._turns.let_go()
 
@@ -114,7 +109,7 @@ class Consumer:
 
     async def _next_batch(self) -> tuple[RolloutGroup, ...]:
         state = self._state
-        with self._recorder.phase("rollout"):
+        with self._recorder.phase("rollout"), self._since_last_row.of("wait_s"):
             await state.until(
                 lambda: state.is_stopping or (state.buffer.has_batch and self._may_train()),
                 f"the trainer waits for the batch of step {state.step + 1}",
@@ -131,68 +126,83 @@ class Consumer:
         return is_free or not self._turns.devices_are_shared
 
     async def _one_step(self, groups: tuple[RolloutGroup, ...]) -> None:
-        state, buffer = self._state, self._state.buffer
+        state = self._state
         buffered = self._buffer_states()
-        update = await self._update(groups)
-        state.step += 1
-        if update.output is not None:
-            state.version = update.output.version
-        state.ledger.train(
-            [group.group_id for group in groups],
-            update.tokens,
-            masked_by_loss=_masked(update.output, update.tokens),
-        )
-        overtaken = buffer.overtaken_in_batch()
-        late = buffer.finish_batch()
-        if state.step == self._settings.num_steps:
-            await self._producer.give_up(late)
-        elif late:
-            await self._producer.restart(late)
-        record = self._record(groups, update)
-        self._feed.put(
-            FinishedStep(
-                handle=update.handle,
-                record=replace(record, buffer=buffered, overtaken=overtaken),
-            )
-        )
-        self._step_ended_s, self._saving_s = update.ended_s, 0.0
+        try:
+            with self._since_last_row.of("train_s"):
+                tokens, output = await self._train_on(groups)
+        except BaseException:
+            state.buffer.put_back()
+            raise
+        self._commit(groups, tokens, output, buffered)
+        step = FinishedStep(step=state.step, handle=None)
+        if output is not None:
+            with self._since_last_row.of("publish_s"):
+                step = FinishedStep(step=state.step, handle=await self._publish())
+        self._feed.put(step)
         state.changed()
 
-    async def _update(self, groups: tuple[RolloutGroup, ...]) -> _Update:
-        """Pack, train and publish; without a token to train on the weights stay."""
-        started_s = time.monotonic()
+    async def _train_on(
+        self, groups: tuple[RolloutGroup, ...]
+    ) -> tuple[TokenCounts, StepOutput | None]:
+        """Pack and train; without a token to train on the weights stay."""
         with self._recorder.phase("train"), self._on_step():
             batch, tokens = await asyncio.to_thread(self._batcher, groups)
             if batch is not None:
                 await self._turns.to_trainer()
-            output = await self._train(batch)
-        trained_s = time.monotonic()
-        handle = None
+            return tokens, await self._train(batch)
+
+    def _commit(
+        self,
+        groups: tuple[RolloutGroup, ...],
+        tokens: TokenCounts,
+        output: StepOutput | None,
+        buffered: BufferStates,
+    ) -> None:
+        """The step has been taken. No await: whoever saves the run sees all of it or nothing."""
+        state = self._state
+        state.ledger.train(
+            [group.group_id for group in groups],
+            tokens,
+            masked_by_loss=_masked(output, tokens),
+        )
+        state.step += 1
         if output is not None:
-            with self._recorder.phase("publish"), self._state.waits.on("the trainer publishes"):
-                handle = await self._trainer.publish(self._feed.needed_versions)
-        return _Update(
-            tokens=tokens,
-            output=output,
-            handle=handle,
-            started_s=started_s,
-            trained_s=trained_s,
-            ended_s=time.monotonic(),
+            state.version = output.version
+        overtaken = state.buffer.overtaken_in_batch()
+        self._producer.restart(state.buffer.finish_batch())
+        self._recorder.record_step(
+            self._record(groups, tokens, output, buffered=buffered, overtaken=overtaken)
         )
 
-    def _record(self, groups: tuple[RolloutGroup, ...], update: _Update) -> StepRecord:
+    async def _publish(self) -> WeightHandle:
+        with self._recorder.phase("publish"), self._state.waits.on("the trainer publishes"):
+            return await self._trainer.publish(self._feed.needed_versions)
+
+    def _record(
+        self,
+        groups: tuple[RolloutGroup, ...],
+        tokens: TokenCounts,
+        output: StepOutput | None,
+        *,
+        buffered: BufferStates,
+        overtaken: frozenset[str],
+    ) -> StepRecord:
+        times, self._since_last_row = self._since_last_row, _Times.start()
         return StepRecord(
             step=self._state.step,
             version=self._state.version,
             groups=groups,
-            tokens=update.tokens,
-            trainer=update.output.metrics if update.output is not None else {},
-            sync=None,
-            publish_s=update.ended_s - update.trained_s,
-            rollout_s=update.started_s - self._step_ended_s,
-            train_s=update.trained_s - update.started_s,
-            wall_s=update.ended_s - self._step_ended_s,
-            trainer_busy_s=update.ended_s - update.started_s + self._saving_s,
+            tokens=tokens,
+            trainer=output.metrics if output is not None else {},
+            syncs=self._feed.take_syncs(),
+            publish_s=times.publish_s,
+            rollout_s=times.wait_s,
+            train_s=times.train_s,
+            wall_s=time.monotonic() - times.started_s,
+            trainer_busy_s=times.train_s + times.publish_s + times.save_s,
+            buffer=buffered,
+            overtaken=overtaken,
             totals=self._state.ledger.totals(),
             switch_s=self._turns.take_switch_s(),
         )
@@ -243,6 +253,30 @@ class Consumer:
         now_s = self._state.waits.now_s()
         activities = self._producer.activities()
         return f"{text}; {describe_group(oldest.group_id, activities, now_s)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Times:
+    """Seconds that the trainer spent on each part of its work since ``started_s``."""
+
+    started_s: float  # time.monotonic()
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
+    save_s: float = 0.0
+
+    @classmethod
+    def start(cls) -> _Times:
+        return cls(started_s=time.monotonic())
+
+    @contextmanager
+    def of(self, part: Literal["wait_s", "train_s", "publish_s", "save_s"]) -> Iterator[None]:
+        """Add the block's duration to one part."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.monotonic() - begun_s)
 
 
 def _masked(output: StepOutput | None, tokens: TokenCounts) -> dict[str, int]:

@@ -5,15 +5,16 @@
 - `WeightFeed`: published weights to the replicas, evaluations pinned;
 - `Watchdog`: ends a run in which nothing moves.
 
-Invariants: a loop that fails ends the run, in order, with its own error; what a checkpoint holds is
-all that is needed to go on as if nothing had happened.
+Invariants: a loop that fails ends the run with its own error, after a checkpoint of the state at
+that moment, taken while its rollouts still run; what a checkpoint holds is all that is needed to go
+on as if nothing had happened.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.errors import (
@@ -22,18 +23,17 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     TrainerLostError,
 )
+from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
-from torchtitan_rl.orchestration.consumer import (
-    Consumer,
-    ConsumerSettings,
-)
+from torchtitan_rl.orchestration.consumer import Consumer, ConsumerSettings, StopRequested
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
-from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.records import LedgerTotals, Recorder
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.turns import DuringStep, Turns
@@ -45,8 +45,6 @@ from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.types import Problem
-
-_SAVE_TIMEOUT_S = 120.0  # for the trainer to end its step and to save, where another loop failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +58,16 @@ class ControllerSettings:
     evaluation: EvaluationSettings
     feed: FeedSettings
     checkpoints_kept: int
+    max_checkpoint_failures: int
+    save_timeout_s: float  # for the trainer to end its step and to save, where another loop failed
     report_wait_s: float
     max_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the controller brings together."""
+    """What the controller brings together. ``sampled`` is the router's observer; ``identity`` says
+    which run this is."""
 
     dataset: Dataset
     validation_problems: Sequence[Problem]
@@ -77,6 +78,8 @@ class Parts:
     recorder: Recorder
     checkpoints: CheckpointDirectory
     journals: JournalDirectory
+    sampled: SampledTokens
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Controller:
@@ -86,6 +89,7 @@ class Controller:
         self._settings = settings
         self._parts = parts
         self._state = RunState(settings.capacity)
+        parts.sampled.bind(self._state.ledger)
         self._saver = RunSaver(
             self._state,
             dataset=parts.dataset,
@@ -95,7 +99,9 @@ class Controller:
             checkpoints=parts.checkpoints,
             journals=parts.journals,
             recorder=parts.recorder,
+            identity=parts.identity,
             keep=settings.checkpoints_kept,
+            max_failures=settings.max_checkpoint_failures,
         )
         self._evaluator = Evaluator(
             settings.evaluation,
@@ -111,6 +117,9 @@ class Controller:
             router=parts.router,
             trainer=parts.trainer,
             recorder=parts.recorder,
+        )
+        self._account = AccountCheck(
+            self._state, router=parts.router, sampled=parts.sampled, recorder=parts.recorder
         )
         self._feed = WeightFeed(
             settings.feed,
@@ -130,8 +139,12 @@ class Controller:
         """Groups by state."""
         return self._state.buffer.counts()
 
+    def totals(self) -> LedgerTotals:
+        """Where all tokens and groups went."""
+        return self._state.ledger.totals()
+
     def request_stop(self) -> None:
-        """End in order: an optimizer step is finished, what rollouts have so far is saved."""
+        """End cleanly: an optimizer step is finished, what rollouts have so far is saved."""
         self._state.is_stopping = True
         self._state.changed()
 
@@ -156,9 +169,9 @@ class Controller:
             dataset=self._parts.dataset,
             rollouter=self._parts.rollouter,
             router=self._parts.router,
-            turns=self._turns,
             recorded=recorded,
             on_turn=self._parts.journals.append,
+            on_group_ended=self._parts.journals.forget,
         )
         try:
             await self._run_loops(producer)
@@ -186,41 +199,61 @@ class Controller:
             feed=self._feed,
             turns=self._turns,
             saver=self._saver,
+            account=self._account,
             recorder=self._parts.recorder,
         )
-        training = asyncio.create_task(self._train(consumer), name="consumer")
-        beside = [
+        training = asyncio.create_task(self._train(consumer, producer), name="consumer")
+        others = [
             _named_task("weight feed", self._feed.run()),
             _named_task("producer", producer.run()),
             _named_task("watchdog", self._watchdog().run()),
         ]
         try:
-            await asyncio.wait({training, *beside}, return_when=asyncio.FIRST_COMPLETED)
-            failed = next((task for task in beside if task.done()), None)
+            await asyncio.wait({training, *others}, return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task for task in others if task.done()), None)
             if failed is None:
                 await training
                 return
             self.request_stop()  # so that the step that is being taken is saved too
-            await asyncio.wait({training}, timeout=_SAVE_TIMEOUT_S)
-            raise _only_error(failed)
+            await self._await_save(training)
+            raise _error_of(failed)
         finally:
-            await _cancel([training, *beside])
+            await _cancel([training, *others])
+            await producer.close()
             await self._evaluator.close()
+            await self._account.close()
 
-    async def _train(self, consumer: Consumer) -> None:
+    async def _await_save(self, training: asyncio.Task[None]) -> None:
+        """Another loop failed: let the trainer end its step and save."""
+        timeout_s = self._settings.save_timeout_s
+        say = self._parts.recorder.say
+        await asyncio.wait({training}, timeout=timeout_s)
+        if not training.done():
+            say(f"no checkpoint: the trainer did not end its step and save in {timeout_s:.0f} s")
+        elif (error := training.exception()) is not None and not isinstance(error, StopRequested):
+            say(f"the trainer ended with {type(error).__name__}: {error}")
+
+    async def _train(self, consumer: Consumer, producer: Producer) -> None:
         try:
             await consumer.run()
             await self._feed.flush()
+            await producer.settle()
         except (DivergedError, TrainerLostError, CheckpointError):
             raise
-        except TorchtitanRLError:
+        except StopRequested:
             await self._save()
+            raise
+        except TorchtitanRLError:
+            try:
+                await self._save()
+            except TorchtitanRLError as error:
+                self._parts.recorder.say(f"no checkpoint: {error}")
             raise
         await self._save()
 
     async def _save(self) -> None:
-        await self._turns.take_devices()  # for good: nothing is sampled any more
-        await self._saver.save()
+        await self._account.finish()
+        await self._turns.take_devices()  # nothing is sampled any more
         await self._saver.finish()
 
     def _watchdog(self) -> Watchdog:
@@ -243,7 +276,7 @@ def _named_task(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None
     return asyncio.create_task(work, name=name)
 
 
-def _only_error(task: asyncio.Task[None]) -> BaseException:
+def _error_of(task: asyncio.Task[None]) -> BaseException:
     """What ended a loop: the first error, out of the groups it came in."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):

@@ -178,9 +178,9 @@ def read_journals(
 
     ``paths`` are in the order they were written in. A turn that comes again replaces the one from
     before and all behind that: the rollout had begun anew. A rollout that was dropped is gone.
-    Where two checkpoints of one step share a file, its first lines may be older than ``base``.
-    A later file goes on with rollouts of which the file before it left turns out: such turns are
-    of no use.
+    Where two checkpoints of one step share a file, its first lines may be older than ``base``, and
+    may be of rollouts that had ended before it. A later file goes on with rollouts of which the
+    file before it left turns out: such turns are of no use.
 
     Raises:
         JournalError: a line other than a file's last is damaged, or a turn is missing.
@@ -203,6 +203,8 @@ def read_journals(
                 rollouts.pop(rollout_id, None)
                 dropped.add(rollout_id)
                 continue
+            if index > 0 and rollout_id not in rollouts and rollout_id not in out_of_order:
+                continue  # it ended before the checkpoint, which has no turns of it
             known = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
             if rollout_id in cut_off:
                 continue

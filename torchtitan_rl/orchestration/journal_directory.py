@@ -36,21 +36,21 @@ class JournalDirectory:
 
     def restore(self, step: int, base: Mapping[str, RecordedRollout]) -> dict[str, RecordedRollout]:
         """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
-        those that began after it. A missing journal has none. The file of a later checkpoint (one
-        that is torn, or does not fit) that is damaged is left out, with those after it, and
-        `passed_over` says why.
-
-        Raises:
-            JournalError: the checkpoint's own file is damaged.
+        those that began after it. A missing journal has none. A damaged file is left out, with
+        those after it, and `passed_over` says why: their turns cost less than an older checkpoint.
         """
         self.passed_over = []
         files = self._files()
-        lineage = _lineage(files[step]) if step in files else None
+        try:
+            lineage = _lineage(files[step]) if step in files else None
+        except JournalError as error:
+            self.passed_over.append(f"{error}; turns from there on are sampled again")
+            lineage = None
         if lineage is None:
             return dict(base)
-        later = [path for s, path in sorted(files.items()) if s > step]
-        paths, found = [files[step]], read_journals([files[step]], base)
-        for path in later:
+        paths: list[Path] = []
+        found = dict(base)
+        for path in (path for s, path in sorted(files.items()) if s >= step):
             try:
                 if _lineage(path) == lineage:
                     found = read_journals([*paths, path], base)
@@ -105,14 +105,13 @@ class JournalDirectory:
         if self._journal is not None and self._journal.path == self._file(step):
             return
         cut_off = self._journal.cut_off() if self._journal is not None else []
-        self.close()
         if self._lineage is None:
             found = [_lineage(path) for path in self._files().values()]
             known = [lineage for lineage in found if lineage is not None]
             self._lineage = 1 + max(known, default=-1)
-        self._journal = Journal(
-            self._file(step), lineage=self._lineage, version=version, cut_off=cut_off
-        )
+        journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
+        self.close()  # not before the new file is there: without it the old one goes on
+        self._journal = journal
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None

@@ -1,7 +1,7 @@
 """The account of a whole run: where each sampled token and each admitted group went.
 
-Tokens are entered twice, from two sources: as they are sampled (per turn or rollout), and as their
-group leaves (by the batch's own account). The two must agree.
+Tokens are entered twice, from two sources: as their requests end (by the router, see
+`sampling.py`), and as their group leaves (by the batch's own account). The two must agree.
 
 Invariants: generated = trained + masked + discarded by cause + buffered, of tokens; admitted =
 trained + discarded by cause + buffered, of groups; at any moment. A group leaves once. A call that
@@ -36,6 +36,9 @@ class TokenLedger:
         self._groups_admitted = self._groups_trained = 0
         self._groups_discarded: Counter[str] = Counter()
 
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._tokens_of
+
     def admit(self, group_id: str) -> None:
         """A group enters the buffer.
 
@@ -48,7 +51,7 @@ class TokenLedger:
         self._groups_admitted += 1
 
     def generate(self, group_id: str, num_tokens: int) -> None:
-        """Tokens were sampled for a group: a turn or a rollout is complete.
+        """Tokens were sampled for a group.
 
         Raises:
             LedgerError: the group is not in the buffer.
@@ -123,7 +126,8 @@ class TokenLedger:
                 f"{num_tokens} tokens of group {group_id} are discarded ({cause}); it has {held}"
             )
         self._tokens_of[group_id] = held - num_tokens
-        self._discarded[cause] += num_tokens
+        if num_tokens:
+            self._discarded[cause] += num_tokens
 
     def lose(self, group_id: str, cause: str, num_tokens: int) -> None:
         """Tokens were sampled for a group and thrown away before they were entered (a turn that

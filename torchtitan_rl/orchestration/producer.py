@@ -2,27 +2,28 @@
 
 Invariants: an admitted group ends finished in the buffer or discarded with a cause, whatever its
 environment does; a group that was restored goes first; a group is rolled out only by replicas that
-hold at least the version it was admitted at.
+hold at least the version it was admitted at; when the producer fails, its groups run on until
+`close`, so that a checkpoint can still hold them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.orchestration.turns import Turns
+from torchtitan_rl.orchestration.sampling import group_of
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollout_run import OnTurn, RolloutActivity
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Problem, Rollout, RolloutGroup
+from torchtitan_rl.types import Problem, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class ProducerSettings:
 
 
 class Producer:
-    """Runs beside the trainer; `restart` is called by it."""
+    """Runs alongside the trainer, which calls `restart`."""
 
     def __init__(
         self,
@@ -50,75 +51,71 @@ class Producer:
         dataset: Dataset,
         rollouter: Rollouter,
         router: GeneratorRouter,
-        turns: Turns,
         recorded: RecordedGroups,
         on_turn: OnTurn,
+        on_group_ended: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._state = state
         self._dataset = dataset
         self._rollouter = rollouter
         self._router = router
-        self._turns = turns
         self._recorded = recorded
         self._on_turn = on_turn
+        self._on_group_ended = on_group_ended
         self._ledger = state.ledger
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # newest task of each group
+        self._tasks: set[asyncio.Task[None]] = set()  # all of them, restarted groups' old ones too
+        self._failure: BaseException | None = None  # of a group's task, the first
         self._skipped_in_a_row = 0
 
     async def run(self) -> None:
-        """Keep the buffer full until cancelled.
+        """Keep the buffer full until cancelled. Groups that run are not cancelled with it.
 
         Raises:
             TorchtitanRLError: the dataset has ended, or no group is worth training on.
         """
-        async with asyncio.TaskGroup() as self._tasks:
+        if not self._is_over():
             for entry in self._state.buffer.entries:
                 if entry.state is GroupState.WAITING:
                     self._launch(entry)
-            while True:
-                await self._state.until(self._may_admit, "the dataset waits for room in the buffer")
-                self._admit(self._next_problem())
+        while True:
+            await self._state.until(
+                lambda: self._failure is not None or self._may_admit(),
+                "the dataset waits for room in the buffer",
+            )
+            if self._failure is not None:
+                raise self._failure
+            self._admit(self._next_problem())
 
-    async def restart(self, group_ids: tuple[str, ...]) -> None:
-        """Give up what these groups sampled and roll them out again at the current version."""
-        for name in await self._stop(group_ids):
-            self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
-            self._launch(self._state.buffer.restart(name, version=self._state.version))
-        self._state.changed()
-
-    async def give_up(self, group_ids: tuple[str, ...]) -> None:
-        """The run is over; these groups will not be trained."""
-        for name in await self._stop(group_ids):
-            self._ledger.discard(name, "run_ended")
-            self._state.buffer.discard(name, "run_ended")
-
-    async def _stop(self, group_ids: tuple[str, ...]) -> list[str]:
-        """End what still runs of these groups and enter every token of it into the ledger.
-
-        Returns those that are still there: meanwhile one may end and be skipped or sampled again.
-        """
-        entries = [entry for entry in self._state.buffer.entries if entry.group_id in group_ids]
-        running = [self._running[name] for name in group_ids if name in self._running]
-        if not running:
-            return [entry.group_id for entry in entries]
-        # No token may be sampled between the reading and the abort.
-        is_sampling = not self._turns.engines_are_empty
-        if is_sampling:
-            await self._router.pause("keep")
-        partials = await self._router.partials()
-        for task in running:
+    async def close(self) -> None:
+        """End all groups that run; returns when every rollout has ended."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.wait(running)  # their rollouts enter their whole turns
-        if is_sampling:
-            await self._router.resume()
-        live = {id(entry) for entry in self._state.buffer.entries}
-        still = [entry.group_id for entry in entries if id(entry) in live]
-        for request_id, partial in partials.items():
-            group_id = _group_of(request_id)
-            if group_id in still:
-                self._ledger.generate(group_id, len(partial.token_ids))
-        return still
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def settle(self) -> None:
+        """Return when the rollouts that `restart` gave up have ended."""
+        ending = {task for task in self._tasks if task.cancelling()}
+        if ending:
+            await asyncio.wait(ending)
+
+    def restart(self, group_ids: Sequence[str]) -> None:
+        """Give up what these groups sampled and roll them out again at the current version.
+
+        Takes effect at once: no await lies between the optimizer step and a state in which the
+        groups belong to its version. Their new rollouts start when the old ones have ended. After
+        the last step they are not started again, and wait for a run with more steps.
+        """
+        for name in group_ids:
+            old = self._running.get(name)
+            if old is not None:
+                old.cancel()
+            self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
+            entry = self._state.buffer.restart(name, version=self._state.version)
+            if not self._is_over():
+                self._launch(entry, after=old)
 
     def activities(self) -> Sequence[RolloutActivity]:
         """What each unfinished rollout does."""
@@ -127,8 +124,11 @@ class Producer:
     def _may_admit(self) -> bool:
         buffer, settings = self._state.buffer, self._settings
         wanted = settings.num_groups + settings.surplus
-        is_over = buffer.trained >= settings.num_groups
-        return buffer.has_room and not is_over and buffer.trained + len(buffer) < wanted
+        return buffer.has_room and not self._is_over() and buffer.trained + len(buffer) < wanted
+
+    def _is_over(self) -> bool:
+        """Every group that the run trains has been trained."""
+        return self._state.buffer.trained >= self._settings.num_groups
 
     def _next_problem(self) -> Problem:
         try:
@@ -146,16 +146,24 @@ class Producer:
         self._launch(entry)
         self._state.changed()
 
-    def _launch(self, entry: Entry) -> None:
-        task = self._tasks.create_task(self._roll_out(entry), name=f"group {entry.group_id}")
+    def _launch(self, entry: Entry, *, after: asyncio.Task[None] | None = None) -> None:
+        task = asyncio.create_task(self._roll_out(entry, after), name=f"group {entry.group_id}")
         self._running[entry.group_id] = task
-        task.add_done_callback(self._forget)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        # A resampled group's next task has its id already.
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # A restarted or resampled group's next task has its id already.
         self._running = {name: one for name, one in self._running.items() if one is not task}
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._state.changed()
 
-    async def _roll_out(self, entry: Entry) -> None:
+    async def _roll_out(self, entry: Entry, after: asyncio.Task[None] | None) -> None:
+        if after is not None and not after.done():
+            with self._state.waits.on(f"group {entry.group_id} waits for its old rollouts to end"):
+                await asyncio.wait({after})
         version = entry.admitted_version
         await self._router.wait_for_version(version)
         self._state.buffer.start(entry.group_id)
@@ -168,10 +176,11 @@ class Producer:
             attempt=entry.resamples,
             min_version=version,
             recorded=self._take_recorded(entry),
-            on_rollout=self._rollout_ended,
+            on_rollout=lambda _: self._state.changed(),
             on_turn=self._on_turn,
-            on_discard=self._rollout_discarded,
+            on_discard=self._discard_of_rollout,
         )
+        self._on_group_ended(entry.group_id)
         self._sort(entry, group)
         self._state.changed()
 
@@ -210,32 +219,20 @@ class Producer:
         self._launch(again)
 
     def _take_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
-        """What a run that was ended had of this group."""
+        """What an earlier life of the run had of this group; its tokens enter the account here."""
         rollouts, rolled_back = self._recorded.take(
             entry.group_id, admitted_version=entry.admitted_version
         )
-        self._discard_tokens(entry.group_id, "rolled_back", rolled_back)
+        self._ledger.lose(entry.group_id, "rolled_back", rolled_back)
+        kept = sum(recorded.num_tokens for recorded in rollouts.values())
+        self._ledger.generate(entry.group_id, kept)
         return rollouts
 
-    def _rollout_ended(self, rollout: Rollout) -> None:
-        self._ledger.generate(rollout.group_id, rollout.num_sampled_tokens)
-        self._state.changed()
-
-    def _rollout_discarded(self, rollout_id: str, cause: str, num_tokens: int) -> None:
-        self._discard_tokens(rollout_id.rsplit("/", 1)[0], cause, num_tokens)
-
-    def _discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
-        if num_tokens:
-            self._ledger.generate(group_id, num_tokens)
-            self._ledger.discard_tokens(group_id, cause, num_tokens)
+    def _discard_of_rollout(self, rollout_id: str, cause: str, num_tokens: int) -> None:
+        self._ledger.discard_tokens(group_of(rollout_id), cause, num_tokens)
 
 
 def _teaches(group: RolloutGroup) -> bool:
     """Failed groups are kept: the batcher counts them by the way they failed."""
     rewards = {rollout.reward for rollout in group.rollouts if rollout.reward is not None}
     return len(rewards) != 1
-
-
-def _group_of(request_id: str) -> str:
-    """The group in ``{group}/r{sibling}/t{turn}``."""
-    return request_id.rsplit("/", 2)[0]

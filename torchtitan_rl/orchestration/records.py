@@ -54,9 +54,11 @@ class LedgerTotals:
 class StepRecord:
     """One step of the loop. ``version`` is of the weights after it; durations are in seconds.
 
-    ``wall_s``: since the previous step was done. ``rollout_s``: the trainer waited for the batch.
-    ``trainer_busy_s``: the share of it in which the trainer trained, published or wrote a
-    checkpoint. ``overtaken``: ids of those groups that younger ones were trained before.
+    It is made in the moment in which the step's weights are there. All durations are of the time
+    since the previous step's moment, which ``wall_s`` is the whole of: in ``rollout_s`` the trainer
+    waited for the batch, in ``publish_s`` it published the weights of the step before, in
+    ``trainer_busy_s`` it trained, published or saved. ``syncs`` ended in that time.
+    ``overtaken``: ids of those groups that younger ones were trained before.
     """
 
     step: int
@@ -64,7 +66,7 @@ class StepRecord:
     groups: tuple[RolloutGroup, ...]
     tokens: TokenCounts
     trainer: Mapping[str, float]
-    sync: SyncReport | None
+    syncs: tuple[SyncReport, ...] = ()
     publish_s: float
     rollout_s: float
     train_s: float
@@ -88,12 +90,29 @@ class ValidationRecord:
     success_reward: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountRecord:
+    """The account against its source, of this process; all in tokens.
+
+    ``sampled`` is what the engines of all replicas counted. ``lost``: sampled by a replica that
+    died, and never heard of. ``unaccounted`` is what is missing of the rest, which must be 0.
+    """
+
+    step: int
+    version: int
+    sampled: int
+    lost: int
+    unaccounted: int
+
+
 class Recorder(Protocol):
     """Turns records into files and lines on a terminal."""
 
     def record_step(self, record: StepRecord) -> None: ...
 
     def record_validation(self, record: ValidationRecord) -> None: ...
+
+    def record_account(self, record: AccountRecord) -> None: ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Marks what the controller is doing, in the progress display and the trace."""

@@ -1,7 +1,8 @@
 """Checkpoints of a whole run, written while it goes on, and how a run continues from one.
 
 Invariants: what a checkpoint holds is of one moment: trainer, dataset position and every untrained
-group; turns that finish after that moment are in the journal begun at it.
+group; turns that finish after that moment are in the journal begun at it. A write that failed
+leaves the checkpoints before it, and their journals, as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.recovery import (
@@ -18,6 +21,7 @@ from torchtitan_rl.orchestration.recovery import (
     groups_from_bytes,
     groups_to_bytes,
 )
+from torchtitan_rl.orchestration.resume_choice import GROUPS
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -31,11 +35,13 @@ from torchtitan_rl.training.checkpoints import (
 )
 from torchtitan_rl.types import Completion
 
-_GROUPS = "groups.jsonl"
-
 
 class RunSaver:
-    """Saves and restores; one checkpoint is written at a time."""
+    """Saves and restores; one checkpoint is written at a time.
+
+    ``identity`` says which run this is, and goes into each checkpoint; after ``max_failures``
+    checkpoints in a row that could not be written the run ends.
+    """
 
     def __init__(
         self,
@@ -48,7 +54,9 @@ class RunSaver:
         checkpoints: CheckpointDirectory,
         journals: JournalDirectory,
         recorder: Recorder,
+        identity: Mapping[str, Any],
         keep: int,
+        max_failures: int,
     ) -> None:
         self._state = state
         self._dataset = dataset
@@ -58,10 +66,13 @@ class RunSaver:
         self._checkpoints = checkpoints
         self._journals = journals
         self._recorder = recorder
+        self._identity = identity
         self._keep = keep
+        self._max_failures = max_failures
         self._recorded = RecordedGroups()
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # of the newest complete checkpoint
         self._writing: asyncio.Task[None] | None = None
+        self._failures: list[CheckpointError] = []  # in a row
 
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
         """Go on from a checkpoint; where there is none, from the beginning, but with the turns that
@@ -73,7 +84,7 @@ class RunSaver:
         if resume_from.path is not None:
             document = await self._trainer.load_checkpoint(resume_from.path)
             groups = groups_from_bytes(
-                await asyncio.to_thread(load_attachment, resume_from.path, _GROUPS)
+                await asyncio.to_thread(load_attachment, resume_from.path, GROUPS)
             )
             self._load(document, groups)
             self._recorder.say(f"resumed after step {self._state.step} from {resume_from.path}")
@@ -90,39 +101,96 @@ class RunSaver:
 
     async def save(self) -> None:
         """Take the run as it is now; returns when training may go on. The files are complete after
-        `finish`."""
-        if self._saved_step == self._state.step:
+        `finish`. A checkpoint that cannot be written is reported, and the next one is tried.
+
+        Raises:
+            CheckpointError: the last of too many that could not be written.
+        """
+        await self._until_written()
+        step = self._state.step
+        if self._saved_step == step:
             return
-        await self.finish()
-        with self._recorder.phase("checkpoint"):
-            step = self._state.step
-            self._journals.begin(step, version=self._state.version)
-            # At staleness 0 the same weights and seeds sample these tokens again, bit for bit; a
-            # request that goes on in the middle would draw others.
-            partials = await self._router.partials() if self._state.staleness else {}
-            document, groups = self._document(), self._groups(partials)
-            await self._trainer.save_checkpoint(
-                self._checkpoints.path(step), document, {_GROUPS: groups}
-            )
-        self._saved_step = step
-        self._writing = asyncio.create_task(self._complete(), name=f"checkpoint {step}")
+        try:
+            await self._take(step)
+        except CheckpointError as error:
+            self._note_failure(step, error)
+        else:
+            self._writing = asyncio.create_task(self._complete(step), name=f"checkpoint {step}")
+        self._require_writable()
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is complete; raises what writing it raised."""
+        """Save the run as it is now, whatever failed before, and return when it is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        await self._until_written()
+        self._failures.clear()
+        if self._state.buffer.entries:
+            self._saved_step = None  # what has been sampled since then is saved as well
+        await self.save()
+        await self._until_written()
+        if self._failures:
+            raise self._failures[-1]
+
+    async def _until_written(self) -> None:
+        """Wait until the checkpoint that is being written is complete, or has failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             with self._state.waits.on("a checkpoint is being written"):
                 await writing
 
-    async def _complete(self) -> None:
-        await self._trainer.finish_checkpoint()
-        await asyncio.to_thread(self._checkpoints.prune, self._keep)
-        self._journals.prune(self._checkpoints.steps()[0])
+    async def _take(self, step: int) -> None:
+        with self._recorder.phase("checkpoint"):
+            # At staleness 0 the same weights and seeds sample these tokens again, bit for bit; a
+            # request that goes on in the middle would draw others.
+            partials = await self._router.partials() if self._state.staleness else {}
+            # One moment, from here to the call of the trainer: no await.
+            document, groups = self._document(), self._groups(partials)
+            try:
+                self._journals.begin(step, version=document["version"])
+            except JournalError as error:
+                raise CheckpointError(f"no journal for checkpoint {step}: {error}") from error
+            await self._trainer.save_checkpoint(
+                self._checkpoints.path(step),
+                document,
+                {GROUPS: groups},
+                version=document["version"],
+            )
+
+    async def _complete(self, step: int) -> None:
+        try:
+            await self._trainer.finish_checkpoint()
+        except CheckpointError as error:
+            self._note_failure(step, error)
+            return
+        self._saved_step = step
+        self._failures.clear()
+        try:
+            await asyncio.to_thread(self._checkpoints.prune, self._keep)
+            self._journals.prune(self._checkpoints.steps()[0])
+        except OSError as error:
+            self._recorder.say(f"old checkpoints could not be removed: {error}")
+
+    def _note_failure(self, step: int, error: CheckpointError) -> None:
+        self._failures.append(error)
+        self._recorder.say(
+            f"NO CHECKPOINT of step {step} ({len(self._failures)} failed in a row, of "
+            f"{self._max_failures} that end the run): {error}"
+        )
+
+    def _require_writable(self) -> None:
+        if len(self._failures) >= self._max_failures:
+            raise CheckpointError(
+                f"{len(self._failures)} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures); the last: {self._failures[-1]}"
+            ) from self._failures[-1]
 
     def _document(self) -> dict[str, Any]:
         state, buffer = self._state, self._state.buffer
         unfinished = {entry.group_id for entry in buffer.entries if entry.group is None}
         return {
+            "identity": dict(self._identity),
             "step": state.step,
             "version": state.version,
             "evaluated_step": state.evaluated_step,
@@ -134,9 +202,7 @@ class RunSaver:
         }
 
     def _groups(self, partials: Mapping[str, Completion]) -> bytes:
-        entries = [
-            entry for entry in self._state.buffer.entries if entry.state is not GroupState.BATCHED
-        ]
+        entries = self._state.buffer.entries
         unfinished = {
             entry.group_id: self._rollouter.snapshot(entry.group_id, partials)
             if entry.state is GroupState.RUNNING

@@ -12,7 +12,7 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 class Trainer(Protocol):
     """All ranks of a policy trainer behind one object; calls come one after another, but for
-    `finish_checkpoint`, which may be awaited beside any other."""
+    `finish_checkpoint`, which may be awaited alongside any other."""
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         """One optimizer step.
@@ -36,7 +36,12 @@ class Trainer(Protocol):
         ...
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
         """Take a copy of model, optimizer, scheduler and RNG, with the controller's JSON-able
         state and ``attachments`` (file name to content; `load_attachment` reads them), and write it
@@ -44,8 +49,13 @@ class Trainer(Protocol):
 
         Waits for a checkpoint that is still being written.
 
+        Args:
+            version: that the caller's state belongs to.
+
         Raises:
-            CheckpointError: that one failed, and `finish_checkpoint` has not said so yet.
+            CheckpointError: the trainer holds another version (a step ended after its deadline), or
+                the checkpoint that was being written failed, and `finish_checkpoint` has not
+                reported it yet. Nothing is written.
         """
         ...
 

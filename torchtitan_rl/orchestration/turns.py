@@ -5,8 +5,9 @@
 - `ASLEEP`: the same, and they give their devices to the trainer; trainer and replicas compute in
   turns on the same devices.
 
-Invariants where they are `ASLEEP`: from the moment the trainer has the devices until it lets go, no
-replica steps, and only then the trainer's state is on them; a change of turns is never begun while
+Invariants: from the moment a step begins until the trainer lets go, emptied engines stay empty,
+whatever weights are brought to them meanwhile. Where they are `ASLEEP` no replica steps in that
+time, and only then the trainer's state is on the devices; a change of turns is never begun while
 another is under way, nor within a pull.
 """
 
@@ -90,8 +91,11 @@ class Turns:
             TrainerLostError: a process of the trainer died.
         """
         if self._during_step is DuringStep.ABORTED:
-            await self._router.pause("abort")
-            self._engines_are_empty = True
+            self._is_let_go = False
+            async with self._change:
+                # Validation goes on, so that its seeded answers do not depend on the moment.
+                await self._router.pause("abort")
+                self._engines_are_empty = True
         await self.take_devices()
 
     async def take_devices(self) -> None:
@@ -130,12 +134,15 @@ class Turns:
 
     @asynccontextmanager
     async def to_replicas(self) -> AsyncIterator[None]:
-        """Bring new weights to the replicas inside; they go on when it is left in order."""
+        """Bring new weights to the replicas inside; they go on when it is left without an error,
+        unless another step has begun meanwhile, after which this is called again."""
         if not self.devices_are_shared:
             yield
             if self._during_step is DuringStep.ABORTED:
-                await self._router.resume()
-                self._engines_are_empty = False
+                async with self._change:
+                    if self._is_let_go:
+                        await self._router.resume()
+                        self._engines_are_empty = False
             return
         while True:
             await self.until_let_go()

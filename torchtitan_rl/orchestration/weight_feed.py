@@ -1,17 +1,17 @@
-"""Brings each published version to the replicas while the next step runs, and closes the step.
+"""Brings each published version to the replicas while the next step runs, and starts evaluations.
 
-Invariant: steps are recorded, and evaluations pinned, in order. A version is passed over only where
-a newer one waits already and nobody evaluates it.
+Invariant: evaluations are pinned in order of their steps. A version is passed over only where a
+newer one waits already and no evaluation needs it; it is given up at that moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_rl.orchestration.evaluation import Evaluator
-from torchtitan_rl.orchestration.records import Recorder, StepRecord
+from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -31,7 +31,7 @@ class FeedSettings:
 class FinishedStep:
     """``handle`` is None where the step had nothing to train on."""
 
-    record: StepRecord
+    step: int
     handle: WeightHandle | None
 
 
@@ -60,6 +60,8 @@ class WeightFeed:
         self._lost_replicas: set[str] = set()
         self._published = PublishedVersions()
         self._releases: dict[int, Callable[[], None]] = {}  # of queued versions
+        self._queued: FinishedStep | None = None  # the newest with a handle, until it is synced
+        self._syncs: list[SyncReport] = []  # since they were last taken
 
     @property
     def needed_versions(self) -> frozenset[int]:
@@ -71,6 +73,11 @@ class WeightFeed:
         """Every step that was put is closed, and no evaluation runs."""
         return self._unfinished == 0 and not self._evaluator.is_running
 
+    def take_syncs(self) -> tuple[SyncReport, ...]:
+        """Reports of the syncs that ended since this was last asked."""
+        syncs, self._syncs = tuple(self._syncs), []
+        return syncs
+
     def is_evaluated(self, step: int) -> bool:
         return self._evaluator.is_due(step)
 
@@ -80,6 +87,9 @@ class WeightFeed:
         if step.handle is not None:
             self._published.advance(step.handle.version)
             self._releases[step.handle.version] = self._published.pin(step.handle.version)
+            if self._queued is not None and not self.is_evaluated(self._queued.step):
+                self._release(self._queued)
+            self._queued = step
         self._queue.put_nowait(step)
 
     async def run(self) -> None:
@@ -111,15 +121,22 @@ class WeightFeed:
 
     async def _close_step(self, finished: FinishedStep) -> None:
         await self._turns.until_let_go()
-        is_evaluated = self.is_evaluated(finished.record.step)
-        handle, sync = finished.handle, None
+        is_evaluated = self.is_evaluated(finished.step)
+        handle = finished.handle
         if handle is not None and (is_evaluated or handle.version == self._published.current):
-            sync = await self.sync(handle)
-        self._recorder.record_step(replace(finished.record, sync=sync))
+            if finished is self._queued:
+                self._queued = None
+            self._syncs.append(await self.sync(handle))
         if is_evaluated:
-            await self._evaluator.start(finished.record.step)
-        if handle is not None:
-            self._releases.pop(handle.version)()
+            await self._evaluator.start(finished.step)
+        self._release(finished)
+
+    def _release(self, finished: FinishedStep) -> None:
+        """Its version need not stay readable for the replicas any more."""
+        if finished.handle is not None:
+            release = self._releases.pop(finished.handle.version, None)
+            if release is not None:
+                release()
 
     async def sync(self, handle: WeightHandle) -> SyncReport:
         """Bring a version to the replicas now."""

@@ -55,6 +55,8 @@ class WorkBuffer:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._entries: dict[str, Entry] = {}
+        self._num_finished = 0  # and not in a batch
+        self._overtook: dict[str, int] = {}  # what the last `take` added to ``overtaken``
         self.admitted = 0
         self.trained = 0
         self.discarded: Counter[str] = Counter()  # by cause
@@ -110,10 +112,12 @@ class WorkBuffer:
     def finish(self, group: RolloutGroup) -> None:
         entry = self._in_state(group.group_id, GroupState.RUNNING)
         entry.group, entry.state = group, GroupState.FINISHED
+        self._num_finished += 1
 
     def discard(self, group_id: str, cause: str) -> None:
         """Give a group up, in whatever state it is, and free its slot."""
-        del self._entries[group_id]
+        entry = self._entries.pop(group_id)
+        self._num_finished -= entry.state is GroupState.FINISHED
         self.discarded[cause] += 1
 
     def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
@@ -129,14 +133,29 @@ class WorkBuffer:
         if chosen is None:
             return None
         self._check_age(chosen, version)
+        ids = {entry.group_id for entry in chosen}
         younger = 0
+        self._overtook = {}
         for entry in reversed(self._pending()):
-            if entry in chosen:
+            if entry.group_id in ids:
                 entry.state = GroupState.BATCHED
                 younger += 1
-            else:
+            elif younger:
                 entry.overtaken += younger
+                self._overtook[entry.group_id] = younger
+        self._num_finished -= len(chosen)
         return tuple(entry.group for entry in chosen if entry.group is not None)
+
+    def put_back(self) -> None:
+        """Undo the last `take`: its batch was not trained. Without a batch nothing happens."""
+        for entry in self._entries.values():
+            if entry.state is GroupState.BATCHED:
+                entry.state = GroupState.FINISHED
+                self._num_finished += 1
+        for group_id, younger in self._overtook.items():
+            if group_id in self._entries:
+                self._entries[group_id].overtaken -= younger
+        self._overtook = {}
 
     def overtaken_in_batch(self) -> frozenset[str]:
         """Ids of those groups in the batch that others were trained before."""
@@ -149,6 +168,7 @@ class WorkBuffer:
     def finish_batch(self) -> tuple[str, ...]:
         """The batch has been trained: its slots are free. At S = 0 all other groups are too old
         now; their ids are returned, and `restart` is to be called for each."""
+        self._overtook = {}
         for entry in self.entries:
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
@@ -158,6 +178,7 @@ class WorkBuffer:
     def restart(self, group_id: str, *, version: int) -> Entry:
         """Roll a group out from its beginning, in its old place, as if admitted at ``version``."""
         entry = self._entries[group_id]
+        self._num_finished -= entry.state is GroupState.FINISHED
         entry.admitted_version, entry.group = version, None
         entry.state = GroupState.WAITING
         entry.restarts += 1
@@ -176,6 +197,7 @@ class WorkBuffer:
             is_finished = entry.group is not None
             entry.state = GroupState.FINISHED if is_finished else GroupState.WAITING
             self._entries[entry.group_id] = entry
+            self._num_finished += is_finished
         self.admitted, self.trained = admitted, trained
         self.discarded = Counter(discarded)
 
@@ -186,6 +208,8 @@ class WorkBuffer:
         return entry
 
     def _next_batch(self) -> list[Entry] | None:
+        if self._num_finished < self._capacity.groups_per_step:
+            return None
         chosen: list[Entry] = []
         slowest: Entry | None = None  # whoever overtakes a later one overtakes the first one too
         overtaking = 0
@@ -203,7 +227,7 @@ class WorkBuffer:
         return None
 
     def _pending(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.state is not GroupState.BATCHED]
+        return [e for e in self._entries.values() if e.state is not GroupState.BATCHED]
 
     def _most_overtakes(self, entry: Entry) -> float:
         if self._capacity.staleness > 0:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Self
 
 from torchtitan_rl.rollout.agent import Agent, AgentCall, AgentError, AgentResult, run_agent
+
+logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -23,6 +26,7 @@ class AgentThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
 
     def __enter__(self) -> Self:
@@ -31,12 +35,18 @@ class AgentThread:
 
     def __exit__(self, *_: object) -> None:
         """Cancel what still runs; an agent that blocks the thread is left behind."""
+        self._is_ending = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels, then closes
-            runner.get_loop().run_forever()
+            while not self._is_ending:
+                try:
+                    runner.get_loop().run_forever()
+                except (SystemExit, KeyboardInterrupt):
+                    # Of a task that an agent started: no reason to end all other agents.
+                    logger.exception("a task of an agent wanted to end the process")
 
 
 class RunningAgent:

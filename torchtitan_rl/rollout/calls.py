@@ -1,8 +1,9 @@
 """Calling code of others, async or plain, from the event loop without blocking it.
 
 A plain function gets a daemon thread of its own: any number may block at once, none waits for
-another's end, and one that hangs for ever does not keep the process alive. Such a thread cannot
-be killed: after a time-out or a cancellation it runs on and its result is dropped.
+another's end, and one that hangs does not keep the process alive. Such a thread cannot be killed:
+after a time-out or a cancellation it runs on, its result is dropped, and it is counted
+(`abandoned`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+from torchtitan_rl.rollout.abandoned import abandoned
 
 _T = TypeVar("_T")
 
@@ -43,6 +46,8 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
+    name = _name_of(function)
+    has_ended = threading.Event()
 
     def deliver(result: Any, error: BaseException | None) -> None:
         if outcome.done():  # cancelled or timed out meanwhile: nobody wants it any more
@@ -62,15 +67,23 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
             error.__cause__ = raised
         except BaseException as raised:  # carried to the awaiting task
             error = raised
+        has_ended.set()
+        abandoned.end(outcome)
         if not loop.is_closed():
             try:
                 loop.call_soon_threadsafe(deliver, result, error)
             except RuntimeError:  # the loop closed between the two lines: nobody waits
                 return
 
-    name = getattr(function, "__qualname__", type(function).__qualname__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
-    return await outcome
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        if outcome.cancelled():  # else the function raised it
+            abandoned.add(outcome, name)
+            if has_ended.is_set():  # in this moment: it may have said so before
+                abandoned.end(outcome)
+        raise
 
 
 async def compute(function: Callable[..., Any], *args: Any) -> Any:
@@ -116,10 +129,24 @@ async def within(timeout_s: float, work: Callable[..., Coroutine[Any, Any, _T]],
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
+            try:
+                await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
+            finally:
+                _note_abandoned(task, args[0] if work is call else work)
     if error is not None:
         raise error
     return cast("_T", result)
+
+
+def _note_abandoned(task: asyncio.Future[Any], function: Callable[..., Any]) -> None:
+    """Work that does not heed its cancellation either."""
+    if not task.done():
+        abandoned.add(task, _name_of(function))
+        task.add_done_callback(abandoned.end)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def summary(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
 from torchtitan_rl.rollout.calls import CallTimeoutError, call, is_cancelled, summary, within
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
@@ -37,6 +38,15 @@ class EnvCalls:
         self._on_call = on_call
 
     async def __call__(self, method: Callable[..., Any], *args: Any) -> Any:
+        """
+        Raises:
+            RolloutEnded: it failed, or took too long.
+            HangingCallsError: too many calls hang; no rollout can go on.
+        """
+        abandoned.require_few()
+        return await self._call(method, *args)
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         name = getattr(method, "__name__", repr(method))
         self._on_call(name)
         try:
@@ -68,7 +78,7 @@ class EnvCalls:
 
     async def close(self, env: TokenEnv) -> str | None:
         """Close to the end (or its time-out), cancelled or not; returns what went wrong."""
-        closing = asyncio.ensure_future(self(env.close))
+        closing = asyncio.ensure_future(self._call(env.close))
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
             try:

@@ -54,6 +54,7 @@ OnTurn = Callable[[str, int, Turn, EnvState | None], None]  # rollout id, index,
 OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
 
 ENV_NOT_RESUMABLE = "env_not_resumable"
+ROLLED_BACK = "rolled_back"
 
 
 class Phase(StrEnum):
@@ -114,6 +115,13 @@ class RolloutRun:
         )
         # What is still to be brought back.
         self._recorded = recorded if recorded and self._is_mine(recorded) else None
+        self._num_foreign = recorded.num_tokens if recorded and self._recorded is None else 0
+        # Tokens of the recorded running turn, until a completion has them.
+        self._num_unclaimed = (
+            len(self._recorded.partial.token_ids)
+            if self._recorded is not None and self._recorded.partial is not None
+            else 0
+        )
         self._turns: list[Turn] = list(self._recorded.turns) if self._recorded else []
         self._num_finished = len(self._turns)  # turns that the environment has answered
         self._env_state: EnvState | None = None  # behind those
@@ -174,6 +182,7 @@ class RolloutRun:
             Exception: only what ``on_turn`` or ``on_discard`` raised.
         """
         self._deadline_s = asyncio.get_running_loop().time() + self._config.rollout_timeout_s
+        self._tell_discarded(ROLLED_BACK, self._num_foreign)
         ended = self._over()
         if ended is None:
             try:
@@ -181,6 +190,7 @@ class RolloutRun:
             except NotResumableError:
                 self._discard()
                 ended = await self._run()
+        self._tell_discarded(ROLLED_BACK, self._num_unclaimed)
         self._ended, self._recorded = ended, None
         return ended
 
@@ -188,8 +198,13 @@ class RolloutRun:
         """Forget what was recorded."""
         recorded, self._recorded = self._recorded, None
         self._turns, self._num_finished, self._messages = [], 0, ()
-        if recorded is not None and self._on_discard is not None:
-            self._on_discard(self.rollout_id, ENV_NOT_RESUMABLE, recorded.num_tokens)
+        self._num_unclaimed = 0
+        if recorded is not None:
+            self._tell_discarded(ENV_NOT_RESUMABLE, recorded.num_tokens)
+
+    def _tell_discarded(self, cause: str, num_tokens: int) -> None:
+        if num_tokens and self._on_discard is not None:
+            self._on_discard(self.rollout_id, cause, num_tokens)
 
     def _over(self) -> Rollout | None:
         """The recorded rollout where it needs no environment any more."""
@@ -296,6 +311,7 @@ class RolloutRun:
         self, observation: Observation, partial: Completion | None
     ) -> Completion | None:
         """The turn's completion; None where the rollout's time ran out in it."""
+        self._num_unclaimed = 0  # a completion has them, or the router says that they are lost
         if partial is not None and partial.finish_reason is not FinishReason.ABORT:
             return partial
         request = self._request(observation, partial)
@@ -303,7 +319,7 @@ class RolloutRun:
         try:
             async with asyncio.timeout_at(self._deadline_s) as limit:
                 completion = await self._generate_fn(request)
-            _check_completion(request, completion)
+            self._check_completion(request, completion)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
@@ -313,6 +329,17 @@ class RolloutRun:
                 return None
             _generation_error(request, error)
         return completion
+
+    def _check_completion(self, request: GenerationRequest, completion: Completion) -> None:
+        lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
+        if completion.request_id != request.request_id:
+            mistake = f"got the completion of {completion.request_id!r}"
+        elif len(set(lengths)) != 1:
+            mistake = f"tokens, logprobs and versions have lengths {lengths}"
+        else:
+            return
+        self._tell_discarded(RolloutStatus.GENERATION_ERROR.value, len(completion.token_ids))
+        raise ValueError(mistake)
 
     def _request(self, observation: Observation, partial: Completion | None) -> GenerationRequest:
         turn = len(self._turns)
@@ -364,14 +391,6 @@ class RolloutRun:
         except Exception as error:
             return f"messages: {summary(error)}"
         return None
-
-
-def _check_completion(request: GenerationRequest, completion: Completion) -> None:
-    if completion.request_id != request.request_id:
-        raise ValueError(f"got the completion of {completion.request_id!r}")
-    lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
-    if len(set(lengths)) != 1:
-        raise ValueError(f"tokens, logprobs and versions have lengths {lengths}")
 
 
 def _generation_error(request: GenerationRequest, error: BaseException) -> NoReturn:

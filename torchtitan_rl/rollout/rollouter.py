@@ -72,6 +72,8 @@ class Rollouter:
     ) -> tuple[RecordedRollout, ...]:
         """The siblings of a group that runs, as they are now; those that ended included.
 
+        A group whose `run_group` raised stays as it was then, so that it can still be saved.
+
         ``partials`` are the tokens so far of running requests, by request id. The environments'
         states are there where the group was given an ``on_turn``.
 
@@ -106,8 +108,9 @@ class Rollouter:
         policy before ``min_version``. ``recorded`` (by rollout id) holds siblings to be continued:
         finished turns are not sampled again; what another attempt recorded is passed over.
         ``on_turn`` is called once for each turn that the environment has answered, recorded ones
-        excepted. ``on_discard`` is told where a recorded sibling had to begin anew, its cause
-        (`ENV_NOT_RESUMABLE`) and tokens. ``generate`` replaces the usual one for this call.
+        excepted. ``on_discard`` is told of tokens that no rollout of the group holds: recorded ones
+        that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that was
+        refused. ``generate`` replaces the usual one for this call.
 
         Raises:
             asyncio.CancelledError: cancelled from outside; all environments are closed by then.
@@ -154,13 +157,17 @@ class Rollouter:
         except asyncio.CancelledError:
             for run in list(unreported.values()):
                 report(run.so_far(RolloutStatus.CANCELLED))
+            self._forget(group_id, runs)
             raise
         finally:
             for run in unreported.values():
                 self._running.pop(run)
-            if self._groups.get(group_id) is runs:
-                del self._groups[group_id]
+        self._forget(group_id, runs)
         return RolloutGroup(group_id=group_id, problem=problem, rollouts=tuple(rollouts))
+
+    def _forget(self, group_id: str, runs: tuple[RolloutRun, ...]) -> None:
+        if self._groups.get(group_id) is runs:
+            del self._groups[group_id]
 
     async def _run_one(self, run: RolloutRun, problem: Problem, report: OnRollout) -> Rollout:
         """Run one sibling and, where it is scored alone, score and report it."""

@@ -53,7 +53,7 @@ class KnownTokens:
         self._request_id = request.request_id
         self._on_progress = on_progress
         self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
-        self._num_told = len(self._so_far.token_ids)
+        self._num_told = self._num_resumed = len(self._so_far.token_ids)
         self._piece = _Piece()
 
     @property
@@ -64,6 +64,11 @@ class KnownTokens:
     def so_far(self) -> Completion:
         """All pieces that are over."""
         return self._so_far
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all pieces that are over."""
+        return len(self._so_far.token_ids) - self._num_resumed
 
     @property
     def known(self) -> Completion:
@@ -103,10 +108,12 @@ class KnownTokens:
         self._so_far = join(self._request_id, [self._so_far, done])
         self._piece = _Piece()
 
-    def lose_piece(self) -> None:
-        """Its replica is lost; what is known of it stays."""
+    def lose_piece(self) -> int:
+        """Its replica is lost; what is known of it stays: so many tokens."""
+        before = len(self._so_far.token_ids)
         self._so_far = self.known
         self._piece = _Piece()
+        return len(self._so_far.token_ids) - before
 
     def _tell(
         self,

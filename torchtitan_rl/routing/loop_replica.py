@@ -6,13 +6,15 @@ import asyncio
 
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.generation.mailbox import Batch, Mailbox
+from torchtitan_rl.routing.exchange import Exchange
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     EngineStats,
     GenerationRequest,
     OnProgress,
-    Progress,
+    OnReading,
     PullReport,
 )
 from torchtitan_rl.weights.handle import WeightHandle
@@ -29,8 +31,12 @@ class LoopReplica:
         self._loop = loop
         self._staging = staging
         self._close_timeout_s = close_timeout_s
-        self._listeners: dict[str, OnProgress] = {}
-        self._event_loop: asyncio.AbstractEventLoop | None = None
+        mailbox = Mailbox(loop, interval_s=0.0)
+
+        async def submit(batch: Batch) -> None:
+            mailbox.submit(batch)
+
+        self._exchange = Exchange(name, submit=submit, collect=mailbox.collect)
 
     @property
     def name(self) -> str:
@@ -43,18 +49,10 @@ class LoopReplica:
         *,
         streams: bool = False,
     ) -> Completion:
-        if on_progress is None:
-            return await asyncio.wrap_future(self._loop.submit(request))
-        self._event_loop = asyncio.get_running_loop()
-        future = self._loop.submit(request, Listener(sink=self._hop, streams=streams))
-        self._listeners[request.request_id] = on_progress
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            del self._listeners[request.request_id]
+        return await self._exchange.generate(request, on_progress, streams=streams)
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        self._loop.abort(request_ids)
+        await self._exchange.abort(request_ids)
 
     async def stage(self, handle: WeightHandle) -> None:
         await asyncio.to_thread(self._staging.stage, handle)
@@ -70,8 +68,8 @@ class LoopReplica:
     async def resume(self) -> None:
         self._loop.resume()
 
-    async def partials(self) -> dict[str, Completion]:
-        return await asyncio.wrap_future(self._loop.partials())
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        return await self._exchange.read(on_reading)
 
     async def sleep(self) -> None:
         await asyncio.wrap_future(self._loop.sleep())
@@ -83,19 +81,7 @@ class LoopReplica:
         return self._loop.stats()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._loop.close, self._close_timeout_s)
-
-    def _hop(self, batch: tuple[Progress, ...]) -> None:
-        """From the engine loop's thread to the event loop, once for all requests."""
-        if self._event_loop is not None and not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._tell, batch)
-
-    def _tell(self, batch: tuple[Progress, ...]) -> None:
-        for progress in batch:
-            # Each by itself: one that raises disturbs nobody else.
-            asyncio.get_running_loop().call_soon(self._tell_one, progress)
-
-    def _tell_one(self, progress: Progress) -> None:
-        listener = self._listeners.get(progress.request_id)
-        if listener is not None:
-            listener(progress)
+        try:
+            await asyncio.to_thread(self._loop.close, self._close_timeout_s)
+        finally:
+            await self._exchange.close()

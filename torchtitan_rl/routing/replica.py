@@ -6,7 +6,15 @@ from enum import StrEnum
 from typing import Protocol
 
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress, PullReport
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    EngineStats,
+    GenerationRequest,
+    OnProgress,
+    OnReading,
+    PullReport,
+)
 from torchtitan_rl.weights.handle import WeightHandle
 
 
@@ -39,7 +47,9 @@ class Replica(Protocol):
         replica itself is lost."""
         ...
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None: ...
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        """End these calls: each returns what it has. Unknown and ended ids are ignored."""
+        ...
 
     async def stage(self, handle: WeightHandle) -> None:
         """Fetch published weights on every rank while decoding goes on."""
@@ -55,8 +65,12 @@ class Replica(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def partials(self) -> dict[str, Completion]:
-        """What each request on the engine has so far, by id, without disturbing it."""
+    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+        """What the engine has sampled, read at one moment without disturbing it.
+
+        ``on_reading`` is given the same when every call of `generate` that had ended by then has
+        returned or raised, and none that ended later has.
+        """
         ...
 
     async def sleep(self) -> None:

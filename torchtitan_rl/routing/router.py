@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 
 from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.routing.account import ReplicaAccount, account_of
 from torchtitan_rl.routing.lease import Lease, lease_replica, restore_leased
 from torchtitan_rl.routing.pausing import (
     pause_replicas,
@@ -23,14 +24,14 @@ from torchtitan_rl.routing.pausing import (
     wake_up,
 )
 from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.running import RunningRequests
+from torchtitan_rl.routing.running import OnEnded, RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle
 
-__all__ = ["GeneratorRouter", "SyncMode", "SyncOrder", "SyncReport"]
+__all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _MAX_SESSIONS = 262_144  # homes remembered; the longest unused are forgotten first
 
@@ -40,7 +41,8 @@ class GeneratorRouter:
 
     ``reserved`` names replicas that only leases use. ``request_timeout_s`` is the deadline of one
     request with all its pieces, pauses included; ``sync_timeout_s`` that of one fetch, or one swap,
-    of weights by one replica.
+    of weights by one replica. ``on_ended`` hears of each request that was not refused here, leases'
+    ones too, when it ends, however it does.
     """
 
     def __init__(
@@ -51,13 +53,16 @@ class GeneratorRouter:
         request_timeout_s: float = 600.0,
         sync_timeout_s: float = 300.0,
         reserved: Collection[str] = (),
+        on_ended: OnEnded | None = None,
     ) -> None:
         self._slots = Slots(replicas, reserved)
         self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
         self._request_timeout_s = request_timeout_s
         self._sync_timeout_s = sync_timeout_s
-        self._requests = RunningRequests(self._slots, timeout_s=request_timeout_s)
+        self._requests = RunningRequests(
+            self._slots, timeout_s=request_timeout_s, on_ended=on_ended
+        )
         self._homes: OrderedDict[str, int] = OrderedDict()
 
     async def generate(
@@ -91,6 +96,22 @@ class GeneratorRouter:
         no decoding. Of a replica that does not answer in time, what was known before is given.
         """
         return await self._requests.snapshot()
+
+    async def account(self) -> dict[str, ReplicaAccount]:
+        """By replica: what it says it has sampled, and where those tokens are.
+
+        What live replicas sampled and nobody has, ``unaccounted``, is 0. It disturbs no decoding.
+        """
+        return await account_of(self._slots)
+
+    def received_tokens(self) -> int:
+        """Tokens that all replicas sampled and the router got, those of running requests included
+        as far as their pieces have ended."""
+        return sum(slot.received_tokens for slot in self._slots.all)
+
+    def held_tokens(self) -> int:
+        """Those of `received_tokens` whose requests still run."""
+        return self._requests.held_tokens()
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop all replicas, leased ones too; returns once each rank is between two steps.
@@ -202,7 +223,9 @@ class GeneratorRouter:
 
     async def _stats(self, slot: Slot) -> EngineStats | None:
         try:
-            return await slot.replica.stats()
+            stats = await slot.replica.stats()
+            slot.hear_of_sampled(stats.generated_tokens)
+            return stats
         except ReplicaError as error:
             self._slots.bury(slot, error)
         except DeadlineError:

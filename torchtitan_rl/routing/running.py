@@ -1,9 +1,10 @@
 """Requests that are being completed, each in as many pieces as it takes.
 
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
-continued unless its caller asked for the abort; a lost replica costs the tokens since they were
+continued unless its caller asked for the abort; a piece ends before its request does, cancelled or
+timed out or not, so that all its tokens are known; a lost replica costs the tokens since they were
 last heard of (every second, or at once where the caller streams) or read (`snapshot`); a request
-does not take all engines with it.
+does not take all engines with it. Of each request that is not refused here `on_ended` hears once.
 """
 
 from __future__ import annotations
@@ -19,23 +20,38 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     LoopFailedError,
     ReplicaError,
+    RequestGivenUpError,
 )
+from torchtitan_rl.generation.futures import copy_of
+from torchtitan_rl.routing.account import read_slot
 from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
 from torchtitan_rl.routing.known import KnownTokens
 from torchtitan_rl.routing.slots import Slot, Slots
-from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+)
 
-_ABORT_TIMEOUT_S = 30.0
-_SNAPSHOT_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 30.0  # until the replica knows
+_END_TIMEOUT_S = 120.0  # until an aborted piece has ended: a swap of weights goes first
 _MAX_ENGINE_FAILURES = 2  # under one request
 
 Choose = Callable[[GenerationRequest], Slot | None]
 """A slot that may serve the request now, or None: ask again when something has changed."""
 
+OnEnded = Callable[[GenerationRequest, Completion, bool], None]
+"""Hears of a request that has ended: all that is known of its completion, ``resume_from`` included,
+and whether its caller is given that. Called right before the call returns or raises; must not
+raise."""
+
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """``deadline`` is in the event loop's time; ``piece_id`` is the id on ``slot``'s engine."""
+    """``deadline`` is in the event loop's time; ``piece_id`` is the id on ``slot``'s engine, and
+    ``sampling`` what it is sampled by, which ``is_sent`` once the replica may have it."""
 
     request: GenerationRequest
     deadline: float
@@ -44,15 +60,19 @@ class _Running:
     engine_failures: int = 0
     piece_id: str | None = None
     slot: Slot | None = None
+    sampling: asyncio.Task[None] | None = None
+    is_sent: bool = False
     is_abort_asked: bool = False
 
 
 class RunningRequests:
     """All requests of one router."""
 
-    def __init__(self, slots: Slots, *, timeout_s: float) -> None:
+    def __init__(self, slots: Slots, *, timeout_s: float, on_ended: OnEnded | None) -> None:
         self._slots = slots
+        self._slots.on_dead = self._leave
         self._timeout_s = timeout_s
+        self._on_ended = on_ended
         self._running: dict[str, _Running] = {}
         self._is_closed = False
 
@@ -70,10 +90,14 @@ class RunningRequests:
         tokens = KnownTokens(request, on_progress)
         running = _Running(request, _now() + self._timeout_s, tokens)
         self._running[request_id] = running
+        done: Completion | None = None
         try:
-            return await self._all_pieces(running, choose)
+            done = await self._all_pieces(running, choose)
+            return done
         finally:
             del self._running[request_id]
+            if self._on_ended is not None:
+                self._on_ended(request, done or tokens.known, done is not None)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
@@ -90,6 +114,10 @@ class RunningRequests:
         """
         await asyncio.gather(*(self._read(slot) for slot in self._slots.live()))
         return {name: running.tokens.known for name, running in self._running.items()}
+
+    def held_tokens(self) -> int:
+        """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""
+        return sum(running.tokens.num_sampled for running in self._running.values())
 
     def close(self) -> None:
         """Requests that wait for a replica fail."""
@@ -108,14 +136,12 @@ class RunningRequests:
             running.attempts += 1
             tokens.start_piece(piece.request_id)
             try:
-                done = await self._call(slot, piece, running)
+                await self._call(slot, piece, running)
             except ReplicaError as error:
                 self._slots.bury(slot, error)
-                tokens.lose_piece()
                 running.engine_failures += isinstance(error, LoopFailedError)
                 self._refuse_poison(running, error)
                 continue
-            tokens.end_piece(done)
             if running.is_abort_asked:
                 return tokens.so_far
 
@@ -154,53 +180,120 @@ class RunningRequests:
             )
         return chosen
 
-    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> Completion:
-        known = running.tokens
-        tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
-        self._slots.add_request(slot, tokens)
-        running.slot, running.piece_id = slot, piece.request_id
+    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
+        """Have one piece sampled. However this ends, the piece has ended, too."""
+        num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
+        self._slots.add_request(slot, num_tokens)
+        running.slot, running.piece_id, running.is_sent = slot, piece.request_id, False
+        # In a task of its own: what comes back is taken even where this one is cancelled just then.
+        sampling = asyncio.create_task(
+            self._sample(slot, piece, running), name=f"{piece.request_id} on {slot.name}"
+        )
+        running.sampling = sampling
         try:
             async with asyncio.timeout_at(running.deadline):
-                return await slot.replica.generate(piece, known.hear, streams=known.streams)
+                await asyncio.wait({sampling})
         except TimeoutError as error:
-            await self._abort_piece(running)
+            await self._end_piece(running, slot, sampling)
+            if running.tokens.so_far.finish_reason is not FinishReason.ABORT:
+                return  # by itself, meanwhile
             raise GenerationTimeoutError(
                 f"request {running.request.request_id} was not completed by replica {slot.name} "
                 f"within {self._timeout_s:.0f} s"
             ) from error
         except asyncio.CancelledError:
-            await asyncio.shield(self._abort_piece(running))
+            await self._end_piece(running, slot, sampling)
             raise
         finally:
-            running.slot = running.piece_id = None
-            self._slots.release_request(slot, tokens)
+            running.slot = running.piece_id = running.sampling = None
+            self._slots.release_request(slot, num_tokens)
+        if sampling.cancelled() and not slot.is_live:
+            raise _loss_of(slot)
+        sampling.result()
+
+    async def _sample(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
+        tokens = running.tokens
+        if running.is_abort_asked:
+            return
+        running.is_sent = True
+        try:
+            done = await slot.replica.generate(piece, tokens.hear, streams=tokens.streams)
+        except RequestGivenUpError as error:
+            slot.received_tokens += len(error.completion.token_ids)
+            tokens.end_piece(error.completion)
+            raise
+        except BaseException:
+            slot.received_tokens += tokens.lose_piece()
+            raise
+        slot.received_tokens += len(done.token_ids)
+        tokens.end_piece(done)
+
+    async def _end_piece(self, running: _Running, slot: Slot, sampling: asyncio.Task[None]) -> None:
+        """Abort the piece and wait for what it has; whoever cancels meanwhile waits as well."""
+        running.is_abort_asked = True
+        ending = asyncio.create_task(self._abort_and_wait(running, slot, sampling))
+        is_cancelled = False
+        while not ending.done():
+            try:
+                await asyncio.wait({ending})
+            except asyncio.CancelledError:
+                is_cancelled = True
+        if is_cancelled or ending.cancelled():
+            raise asyncio.CancelledError
+        ending.result()
+
+    async def _abort_and_wait(
+        self, running: _Running, slot: Slot, sampling: asyncio.Task[None]
+    ) -> None:
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await self._abort_piece(running)
+                await asyncio.wait({sampling})
+        except TimeoutError:
+            message = f"{slot.name} did not end an aborted request within {_END_TIMEOUT_S:.0f} s"
+            self._slots.bury(slot, ReplicaError(message))
+        finally:
+            sampling.cancel()
+        await asyncio.wait({sampling})
+        error = None if sampling.cancelled() else sampling.exception()
+        if isinstance(error, ReplicaError):
+            self._slots.bury(slot, error)
 
     async def _abort_piece(self, running: _Running) -> None:
         """Free the replica of what it samples for a request that nobody waits for any more."""
         slot, piece_id = running.slot, running.piece_id
-        if slot is None or piece_id is None:
+        if slot is None or piece_id is None or not running.is_sent:
             return
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 await slot.replica.abort((piece_id,))
         except ReplicaError as error:
             self._slots.bury(slot, error)
-        except TimeoutError:
+        except (TimeoutError, DeadlineError):
             message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
             self._slots.bury(slot, ReplicaError(message))
 
-    async def _read(self, slot: Slot) -> None:
-        try:
-            async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
-                partials = await slot.replica.partials()
-        except ReplicaError as error:
-            self._slots.bury(slot, error)
-            return
-        except (TimeoutError, DeadlineError):
-            return  # busy with something long; less is known, and nothing is wrong
+    def _leave(self, slot: Slot) -> None:
+        """Take the pieces of a dead replica from it, which may never end them."""
         for running in self._running.values():
-            if running.slot is slot and running.piece_id in partials:
-                running.tokens.read(partials[running.piece_id])
+            if running.slot is slot and running.sampling is not None:
+                running.sampling.cancel()
+
+    async def _read(self, slot: Slot) -> None:
+        def on_reading(reading: EngineReading) -> None:
+            slot.hear_of_sampled(reading.sampled_tokens)
+            for running in self._running.values():
+                partial = reading.partials.get(running.piece_id or "")
+                if running.slot is slot and partial is not None:
+                    running.tokens.read(partial)
+
+        await read_slot(self._slots, slot, on_reading)
+
+
+def _loss_of(slot: Slot) -> ReplicaError:
+    if isinstance(slot.failure, ReplicaError):
+        return copy_of(slot.failure)
+    return ReplicaError(f"{slot.name} is lost: {slot.failure}")
 
 
 def _now() -> float:

@@ -38,6 +38,8 @@ class Slot:
     is_lagging: bool = False  # a sync returned without it, and it still follows
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
+    received_tokens: int = 0  # all that its pieces brought; see `ReplicaAccount`
+    sampled_tokens: int = 0  # by its own count, when it was heard last
     failure: BaseException | None = None
 
     @property
@@ -55,6 +57,9 @@ class Slot:
     @property
     def is_swapping(self) -> bool:
         return self.state in (ReplicaState.SYNCING, ReplicaState.DRAINING)
+
+    def hear_of_sampled(self, num_tokens: int) -> None:
+        self.sampled_tokens = max(self.sampled_tokens, num_tokens)
 
 
 class Slots:
@@ -75,6 +80,7 @@ class Slots:
             self._update(slot)
         self.is_paused = False  # no request is given to any of them
         self._changed = asyncio.Event()
+        self.on_dead: Callable[[Slot], None] = _ignore  # called once for each, when it dies
 
     def live(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live]
@@ -109,10 +115,13 @@ class Slots:
         self.notify()
 
     def bury(self, slot: Slot, error: BaseException) -> None:
-        """It gets no further request."""
+        """It gets no further request, and those that it has leave it."""
+        was_live = slot.is_live
         slot.state = ReplicaState.DEAD
         slot.failure = slot.failure or error
         self._update(slot)
+        if was_live:
+            self.on_dead(slot)
         self.notify()
 
     def require_live(self) -> None:
@@ -154,3 +163,7 @@ class Slots:
             version=slot.version,
             is_eligible=slot.takes_requests and not slot.is_reserved,
         )
+
+
+def _ignore(slot: Slot) -> None:
+    pass

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CLOSING = Refusal(status=503, message="the system is shutting down", code="shutting_down")
+_CANCELLED = Refusal(status=503, message="the request was cancelled", code="cancelled")
 _LAST_DELIVERY_S = 5.0
 
 
@@ -96,7 +97,7 @@ class EndpointBridge:
         self._read_status = status
         self._interval_s = interval_s
         self._status_interval_s = status_interval_s
-        self._requests: dict[str, asyncio.Task[Completion]] = {}  # that somebody waits for
+        self._requests: dict[str, asyncio.Task[Completion]] = {}  # that a client waits for
         self._tasks: set[asyncio.Future[Any]] = set()  # these, aborted ones and commands
         self._progress: dict[str, list[Progress]] = {}
         self._ends: list[RequestEnd] = []
@@ -106,6 +107,7 @@ class EndpointBridge:
         self._is_quiet = asyncio.Event()  # no request runs
         self._is_quiet.set()
         self._is_ready = asyncio.Event()
+        self._is_closing = False
         self.counts = BridgeCounts()
 
     @property
@@ -117,23 +119,29 @@ class EndpointBridge:
         await self._is_ready.wait()
 
     async def run(self) -> None:
-        """Until it is cancelled; what runs then is refused.
+        """Until it is cancelled or a part of it fails; what runs then is refused.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone; what ran for it is cancelled.
+            EndpointLostError: the endpoint's process is gone, or a loop was ended from within.
+            Exception: what a loop raised, such as the reading of the status.
         """
-        loops = [asyncio.create_task(work) for work in (self._poll(), self._send(), self._watch())]
+        loops = [
+            asyncio.create_task(work, name=f"endpoint {name}")
+            for name, work in (
+                ("poll", self._poll()),
+                ("delivery", self._send()),
+                ("status", self._watch()),
+            )
+        ]
         try:
-            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            await _cancelled([*loops, *self._tasks])
-            await self._say_last_ends()
-            raise
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            raise _failure(done)
         finally:
+            self._is_closing = True
+            is_lost = any(_is_lost(loop) for loop in loops)
             await _cancelled([*loops, *self._tasks])
-        for loop in loops:
-            if not loop.cancelled():
-                loop.result()
+            if not is_lost:
+                await self._say_last_ends()
 
     async def _say_last_ends(self) -> None:
         try:
@@ -141,6 +149,8 @@ class EndpointBridge:
                 await self._endpoint.deliver(self._take_batch())
         except (EndpointLostError, TimeoutError) as error:
             logger.info("the endpoint did not take the last ends: %s", error)
+        except Exception:  # how the bridge ended is what its caller is told
+            logger.exception("the last ends could not be delivered")
 
     # What comes in.
 
@@ -190,7 +200,7 @@ class EndpointBridge:
 
     def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)
-        refusal = _refusal(task)
+        refusal = self._refusal(task)
         completion = task.result() if refusal is None else None
         if self._requests.get(request_id) is not task:
             self._progress.pop(request_id, None)
@@ -218,11 +228,20 @@ class EndpointBridge:
 
     def _on_command_done(self, command_id: str, task: asyncio.Future[Mapping[str, Any]]) -> None:
         self._tasks.discard(task)
-        refusal = _refusal(task)
+        refusal = self._refusal(task)
         body = task.result() if refusal is None else {}
         answer = CommandAnswer(command_id=command_id, body=body, refusal=refusal)
         self._answers.append(answer)
         self._has_news.set()
+
+    def _refusal(self, task: asyncio.Future[Any]) -> Refusal | None:
+        """Why a task that is done has no result; None where it has one."""
+        if task.cancelled():
+            return _CLOSING if self._is_closing else _CANCELLED
+        error = task.exception()
+        if error is None or isinstance(error, Exception):
+            return None if error is None else refusal_of(error)
+        raise error
 
     # What goes out.
 
@@ -274,14 +293,19 @@ def _joined(pieces: list[Progress]) -> Progress:
     )
 
 
-def _refusal(task: asyncio.Future[Any]) -> Refusal | None:
-    """Why a task that is done has no result; None where it has one."""
-    if task.cancelled():
-        return _CLOSING
-    error = task.exception()
-    if error is None or isinstance(error, Exception):
-        return None if error is None else refusal_of(error)
-    raise error
+def _is_lost(loop: asyncio.Task[None]) -> bool:
+    if not loop.done() or loop.cancelled():
+        return False
+    return isinstance(loop.exception(), EndpointLostError)
+
+
+def _failure(ended: Collection[asyncio.Task[None]]) -> BaseException:
+    """Why loops have ended that never do."""
+    for loop in ended:
+        if not loop.cancelled() and (error := loop.exception()) is not None:
+            return error
+    names = ", ".join(loop.get_name() for loop in ended)
+    return EndpointLostError(f"a part of the bridge was cancelled from within: {names}")
 
 
 async def _cancelled(tasks: Collection[asyncio.Future[Any]]) -> None:

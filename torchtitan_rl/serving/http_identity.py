@@ -11,7 +11,7 @@ from starlette.types import Scope
 from torchtitan_rl.serving import http_context
 from torchtitan_rl.serving.http_errors import HttpError
 
-Key = tuple[object, ...]
+Key = bytes  # a digest: thousands of identities are remembered
 
 _MAX_KEY_BYTES = 255
 
@@ -49,18 +49,22 @@ def identify(scope: Scope, body: bytes) -> Identity | None:
             param="Idempotency-Key",
         )
     digest = hashlib.sha256(body).digest()
-    place: Key = (
+    place = (
         http_context.session_id.get(),
         scope["method"],
         scope["path"],
         scope.get("query_string", b""),
     )
     if idempotency_key is not None:  # says all there is to say
-        return Identity(digest=digest, keys=(("key", idempotency_key, place),))
+        return Identity(digest=digest, keys=(_key("key", idempotency_key, place),))
     address = (scope.get("client") or ("",))[0]
     return Identity(
         digest=digest,
-        keys=(("id", request_id, digest, place),) if request_id else (),
-        retry_key=("body", digest, place, address) if retry_count.isdigit() else None,
+        keys=(_key("id", request_id, digest, place),) if request_id else (),
+        retry_key=_key("body", digest, place, address) if retry_count.isdigit() else None,
         is_retry=retry_count.isdigit() and retry_count.strip(b"0") != b"",
     )
+
+
+def _key(*parts: object) -> Key:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

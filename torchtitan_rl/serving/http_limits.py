@@ -4,7 +4,8 @@ The checks are about form and quantity only: text that is JSON in UTF-8 and can 
 as such (no NaN, infinity, lone surrogate or integer beyond 64 bits: each of these has made some
 handler fail with a 500), nesting, how many completions and tokens it multiplies to, and how often
 a JSON schema may have something repeated (``minItems`` and its like: a grammar library unrolls a
-billion of them until the process is out of memory). What the fields mean is the app's to judge.
+billion of them until the process is out of memory). What the fields mean is the app's to judge,
+but for media that it would drop (`http_text_only`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torchtitan_rl.serving.http_errors import HttpError
+from torchtitan_rl.serving.http_text_only import check_text_only
 
 _MAX_INTEGER = (1 << 64) - 1
 _MIN_INTEGER = -(1 << 63)
@@ -41,6 +43,7 @@ def check_request(body: bytes, limits: RequestLimits) -> None:
     content = parse_json(body, max_depth=limits.max_depth)
     if not isinstance(content, dict):
         return
+    check_text_only(content)
     _check_constraints(content.get("structured_outputs"), limits.max_depth)
     n = _integer(content, "n")
     num_completions = (1 if n is None else n) * _num_prompts(content)

@@ -86,4 +86,5 @@ class HttpShell:
             "http_requests_refused_total": self._admission.num_refused,
             "http_requests_replayed_total": self._retries.num_replayed,
             "http_answers_kept": self._retries.num_kept,
+            "http_requests_remembered": self._retries.num_known,
         }

@@ -5,8 +5,9 @@ the controller delivers is handed to that thread in one hop per batch, from what
 in on.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
-one answer or error, also where the controller is lost (it has not polled for a while) or the link
-is closed; of an aborted or ended request nothing more is heard.
+one answer or error, also where the controller is lost (it has not polled for a while), the endpoint
+has failed or the link is closed; of an aborted or ended request nothing more is heard. Of a failure
+the controller hears by its next poll.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.serving.messages import (
     GAUGE_PREFIX,
     Command,
@@ -34,11 +37,14 @@ from torchtitan_rl.serving.messages import (
 )
 from torchtitan_rl.types import Progress
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 1.0  # a poll without anything to say returns after so long
 _COMMAND_S = 120.0
 _PAUSE_S = 900.0
 _STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
 _LOST = Refusal(status=503, message="the system does not answer", code="controller_lost")
+FAILED = Refusal(status=503, message="the endpoint has failed", code="endpoint_failed")
 _CLOSED = Refusal(status=503, message="the endpoint is shutting down", code="shutting_down")
 
 
@@ -61,6 +67,7 @@ class ControllerLink:
         self._wake_poller: Callable[[], None] | None = None
         self._last_poll_s = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure = ""
         # Of the HTTP server's thread alone:
         self._pending: set[str] = set()
         self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
@@ -72,6 +79,7 @@ class ControllerLink:
         self._numbers = itertools.count()
         self._watch: asyncio.TimerHandle | None = None
         self._refuses: Refusal | None = None
+        self._is_over = False  # what is refused stays refused
 
     # On the HTTP server's thread.
 
@@ -153,21 +161,34 @@ class ControllerLink:
             return status
         return dataclasses.replace(status, is_healthy=False, cause=self._refuses.message)
 
+    def fail(self, cause: str) -> None:
+        """The endpoint cannot go on: fail all that waits and all that comes, and tell the
+        controller, which gets ``cause``; clients do not. Nothing happens once it is closed."""
+        if self._is_over:
+            return
+        logger.error("the endpoint has failed: %s", cause)
+        with self._lock:
+            self._failure = cause
+        self._end_all(FAILED)
+        self._wake()
+
     def close(self) -> None:
-        """Fail all that waits, and all that comes."""
-        if self._watch is not None:
-            self._watch.cancel()
-        self._fail_all(_CLOSED)
+        """Fail all that waits, and all that comes. Once is enough."""
+        self._end_all(_CLOSED)
 
     # From the controller's calls, on any thread.
 
     async def poll(self) -> FromEndpoint:
-        """What clients want; waits about a second for it. For one caller at a time."""
+        """What clients want; waits about a second for it. For one caller at a time.
+
+        Raises:
+            EndpointLostError: the endpoint has failed.
+        """
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
         with self._lock:
             self._last_poll_s = self._clock()
-            if not (self._requests or self._aborts or self._commands):
+            if not (self._requests or self._aborts or self._commands or self._failure):
 
                 def wake() -> None:
                     loop.call_soon_threadsafe(_set, woken)
@@ -179,6 +200,8 @@ class ControllerLink:
         with self._lock:
             self._wake_poller = None
             self._last_poll_s = self._clock()
+            if self._failure:
+                raise EndpointLostError(f"the endpoint has failed: {self._failure}")
             batch = FromEndpoint(
                 requests=tuple(self._requests),
                 aborts=tuple(self._aborts),
@@ -210,6 +233,13 @@ class ControllerLink:
         self._wake()
 
     def _take(self, batch: ToEndpoint) -> None:
+        try:
+            self._take_all(batch)
+        except Exception as error:  # the batch is lost, and with it ends that clients wait for
+            logger.exception("a delivery could not be taken")
+            self.fail(f"a delivery could not be taken: {type(error).__name__}: {error}")
+
+    def _take_all(self, batch: ToEndpoint) -> None:
         if batch.status is not None:
             self._status = batch.status
         self._progress.extend(batch.progress)
@@ -234,20 +264,28 @@ class ControllerLink:
 
     def _look_for_controller(self) -> None:
         """Every now and then: is it still polling?"""
+        self._watch = asyncio.get_running_loop().call_later(
+            self._lost_after_s / 8, self._look_for_controller
+        )
         with self._lock:
             silent_s = self._clock() - self._last_poll_s
         if silent_s <= self._lost_after_s:
             self._refuses = None
         elif self._refuses is None:
             self._fail_all(_LOST)
-        self._watch = asyncio.get_running_loop().call_later(
-            self._lost_after_s / 8, self._look_for_controller
-        )
+
+    def _end_all(self, refusal: Refusal) -> None:
+        """What is refused from now on is refused to the end."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self._is_over:
+            self._is_over = True
+            self._fail_all(refusal)
 
     def _fail_all(self, refusal: Refusal) -> None:
         self._refuses = refusal
         with self._lock:
-            # Nobody waits for these any more; a controller that comes back is to end what it has.
+            # These have no caller any more; a controller that comes back is to end what it has.
             self._requests.clear()
             self._commands.clear()
         self._tell_of_aborts(list(self._pending))

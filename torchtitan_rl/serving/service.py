@@ -54,7 +54,11 @@ class EndpointService:
         return self._bridge.counts
 
     async def __aenter__(self) -> EndpointService:
-        """Returns once the endpoint knows the system's status."""
+        """Returns once the endpoint knows the system's status.
+
+        Raises:
+            Exception: as `run_until_lost`.
+        """
         self._tasks = [
             asyncio.create_task(self._bridge.run(), name="endpoint bridge"),
             asyncio.create_task(self._status.ask_engines(), name="endpoint status"),
@@ -72,25 +76,35 @@ class EndpointService:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        bridge = self._tasks[0]
         try:
-            if not self._tasks[0].done():
-                await self._endpoint.drain(self._grace_s)
+            if not (bridge.done() and _is_lost(bridge)):
+                # Without a bridge nothing that runs can end in order.
+                await self._endpoint.drain(0.0 if bridge.done() else self._grace_s)
         except EndpointLostError as lost:
             logger.warning("the endpoint did not end in order: %s", lost)
         finally:
             await self._stop()
 
     async def run_until_lost(self) -> None:
-        """Never returns in order.
+        """Never returns.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone.
+            EndpointLostError: the endpoint's process is gone, or has failed.
+            Exception: what a task of the service raised; no request is served any more.
         """
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()
+            if not task.cancelled():
+                task.result()
+        names = ", ".join(task.get_name() for task in done)
+        raise EndpointLostError(f"a part of the service has ended: {names}")
 
     async def _stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+
+
+def _is_lost(bridge: asyncio.Task[None]) -> bool:
+    return not bridge.cancelled() and isinstance(bridge.exception(), EndpointLostError)

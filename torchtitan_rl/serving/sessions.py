@@ -9,7 +9,9 @@ request whose caller is gone, or whose session closes, is aborted at the router;
 is recorded as a turn that nobody saw, and masked. Tokens add up, of each session and of all of them
 (`SessionReport`). An open session whose requests and rewards fail to come ends by the time-out; of
 an ended session only its id and its counts are kept. What a session holds is bounded, however
-long it goes on. Event loop only; no lock, no task of its own.
+long it goes on, and so is what all of them hold together: a request reserves all that it may come
+to, gives back what it did not, and the session's end frees the rest. Event loop only; no lock, no
+task of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torchtitan_rl.serving.session_record import (
     SessionTurn,
     session_report,
 )
+from torchtitan_rl.serving.session_room import MAX_TOTAL_TOKENS, SessionRoom, most_tokens
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 MAX_ENDED = 100_000  # ended sessions that are remembered
@@ -73,7 +76,8 @@ class _Session:
     used_s: float = 0.0  # when something happened last, in the event loop's time
     turns: list[SessionTurn] = field(default_factory=list)
     running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = field(default_factory=dict)
-    held_tokens: int = 0
+    held_tokens: int = 0  # prompts and completions
+    reserved_tokens: int = 0  # its part of the tokens of all sessions
     driven_turns: int = 0
     is_closing: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -93,11 +97,13 @@ class Sessions:
         timeout_s: float = 600.0,
         max_sessions: int = 10_000,
         max_held_tokens: int = MAX_HELD_TOKENS,
+        max_total_tokens: int = MAX_TOTAL_TOKENS,
         keep: Callable[[SessionReport], None] | None = None,
     ) -> None:
         self._router = router
         self._keep = keep
         self._max_held_tokens = max_held_tokens
+        self._room = SessionRoom(max_total_tokens)
         self._timeout_s = timeout_s
         self._max_sessions = max_sessions
         self._open: dict[str, _Session] = {}
@@ -119,7 +125,11 @@ class Sessions:
         """
         if request.session_id is None:
             return await self._router.generate(request, on_progress)
-        session = self._open.get(request.session_id) or self._new(request.session_id)
+        session = self._open.get(request.session_id)
+        if session is None:
+            if request.session_id not in self._ended:
+                self._room.require(most_tokens(request))
+            session = self._new(request.session_id)
         if session.is_closing:
             raise closed(session.session_id)
         if session.driver is None:
@@ -138,6 +148,8 @@ class Sessions:
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._open:
             raise refused(400, "session_exists", f"session {session_id!r} is open already")
+        if session_id not in self._ended:
+            self._room.require()
         return self._new(session_id).session_id
 
     def drive(self, driver: SessionDriver) -> str:
@@ -194,13 +206,14 @@ class Sessions:
     def counts(self) -> Mapping[str, float]:
         """Since the start, all sessions together: gauges and counters, by name.
 
+        ``session_tokens_held`` is what open sessions have reserved of what all may hold.
         ``session_tokens_generated`` is the sum of those trained, masked, discarded and pending;
         sessions that a run drives count as sessions, not in the tokens.
         """
         for session in self._changed.values():
             self._counts.take(self._report(session, None, None))
         self._changed = {s.session_id: s for s in self._changed.values() if s.running}
-        return self._counts.read()
+        return {**self._counts.read(), "session_tokens_held": self._room.num_tokens}
 
     async def aclose(self) -> None:
         """End all sessions and their requests; nothing is taken any more."""
@@ -228,7 +241,9 @@ class Sessions:
                 "session_full",
                 f"session {session.session_id!r} holds as many tokens as it may: close it",
             )
+        self._room.require(most_tokens(request))
         session.held_tokens += num_tokens
+        self._reserve(session, most_tokens(request))
         turn = SessionTurn.of(request)
         session.turns.append(turn)
         sampling = asyncio.ensure_future(self._sample(session, turn, request, on_progress))
@@ -256,15 +271,18 @@ class Sessions:
         """Sample one turn to its end, whoever waits for it."""
 
         def note(progress: Progress) -> None:
-            turn.known.append(progress)  # for a router that does not give back what it aborts
+            # For a router that does not give back what it aborts.
+            turn.known.append(replace(progress, top_logprobs=()))
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
 
         self._note_use(session)
         try:
-            turn.completion = await self._router.generate(
-                request, None if on_progress is None else note
-            )
+            completion = await self._router.generate(request, None if on_progress is None else note)
+            turn.completion = replace(completion, top_logprobs=())  # for the client alone
+            turn.known.clear()
+            session.held_tokens += turn.num_tokens
+            return completion
         except asyncio.CancelledError:  # the router did not give back what it aborted
             turn.cut(request.request_id)
             raise
@@ -274,10 +292,8 @@ class Sessions:
             raise
         finally:
             del session.running[request.request_id]
+            self._reserve(session, turn.num_tokens - request.sampling.max_tokens)
             self._note_use(session)
-        turn.known.clear()
-        session.held_tokens += len(turn.completion.token_ids)
-        return turn.completion
 
     async def _stop(self, session: _Session, request_ids: Collection[str]) -> None:
         """Abort requests, and wait until their turns are recorded."""
@@ -311,6 +327,12 @@ class Sessions:
             self._watch(session, self._timeout_s)
         return session
 
+    def _reserve(self, session: _Session, num_tokens: int) -> None:
+        """Take tokens, or give back where they are negative; nothing once it has ended."""
+        if self._open.get(session.session_id) is session:
+            session.reserved_tokens += num_tokens
+            self._room.take(num_tokens)
+
     def _note_use(self, session: _Session) -> None:
         session.used_s = _now()
         if self._open.get(session.session_id) is session:  # else it has been counted as ended
@@ -332,6 +354,7 @@ class Sessions:
         if self._open.pop(session.session_id, None) is None:
             return self._ended.get(session.session_id, report)
         self._changed.pop(session.session_id, None)
+        self._room.take(-session.reserved_tokens)
         if session.timer is not None:
             session.timer.cancel()
         self._ended[session.session_id] = replace(report, episodes=())

@@ -1,0 +1,244 @@
+"""Whatever fails, the newest checkpoint is a state that every invariant holds of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fast.simulation import Plan, Simulation
+from tests.fast.virtual_clock import run_virtually
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DeadlineError,
+    GenerationError,
+    TorchtitanRLError,
+    WeightSyncError,
+)
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+
+PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
+
+
+def live(
+    plan: Plan,
+    root: Path,
+    *,
+    resume: bool = False,
+    prepare: Any = None,
+    stop_after: float | None = None,
+) -> tuple[Simulation, BaseException | None]:
+    """One life of a run: to its end, its error, or a stop request."""
+
+    async def work() -> tuple[Simulation, BaseException | None]:
+        simulation = Simulation(plan, root)
+        if prepare is not None:
+            prepare(simulation)
+        running = asyncio.create_task(simulation.run(resume=resume))
+        if stop_after is not None:
+            await asyncio.wait({running}, timeout=stop_after)
+            simulation.controller.request_stop()
+        await asyncio.wait({running})
+        return simulation, running.exception()
+
+    result: tuple[Simulation, BaseException | None] = run_virtually(work())
+    return result
+
+
+def undisturbed_weights(plan: Plan, root: Path) -> int:
+    simulation, error = live(plan, root)
+    assert error is None
+    return simulation.trainer.weights
+
+
+def newest(simulation: Simulation) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The document and the groups of the newest checkpoint."""
+    path = simulation.checkpoints.newest().path
+    assert path is not None
+    rows = load_attachment(path, "groups.jsonl").splitlines()
+    return read_document(path), [json.loads(row) for row in rows]
+
+
+def raise_in_call(number: int, error: BaseException, *, after: bool = False) -> Any:
+    """A wrapper of an async method whose call ``number`` (from 1) raises."""
+
+    def wrap(method: Any) -> Any:
+        calls = 0
+
+        async def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number and not after:
+                raise error
+            answer = await method(*args, **options)
+            if calls == number:
+                raise error
+            return answer
+
+        return wrapped
+
+    return wrap
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("chance", range(8))
+def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
+    tmp_path: Path, staleness: int, chance: int
+) -> None:
+    plan = replace(PLAN, staleness=staleness, chance=chance)
+    first, stopped = live(plan, tmp_path, stop_after=1.0 + 1.7 * chance)
+    assert isinstance(stopped, StopRequested)
+    second, error = live(plan, tmp_path, resume=True)
+    assert error is None
+    rows = [record.step for record in (*first.recorder.steps, *second.recorder.steps)]
+    assert rows == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_groups_of_a_step_that_failed_are_saved(tmp_path: Path, staleness: int) -> None:
+    plan = replace(PLAN, staleness=staleness, window=0.0)
+
+    def prepare(simulation: Simulation) -> None:
+        fault = raise_in_call(3, GenerationError("the step failed"))
+        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
+
+    first, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, GenerationError)
+    document, groups = newest(first)
+    assert document["step"] == 2
+    assert sum(group["group"] is not None for group in groups) >= plan.groups_per_step
+    assert {group["group_id"] for group in groups} == document["ledger"]["tokens_of"].keys()
+    second, error = live(plan, tmp_path, resume=True)
+    assert error is None
+    if staleness == 0:
+        assert second.trainer.weights == undisturbed_weights(plan, tmp_path / "other")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_weights_that_were_not_published_are_saved_with_their_own_step(
+    tmp_path: Path, staleness: int
+) -> None:
+    plan = replace(PLAN, staleness=staleness)
+
+    def prepare(simulation: Simulation) -> None:
+        fault = raise_in_call(3, WeightSyncError("no space"))
+        simulation.trainer.publish = fault(simulation.trainer.publish)  # type: ignore[method-assign]
+
+    first, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, WeightSyncError)
+    assert newest(first)[0]["step"] == 3
+    second, error = live(plan, tmp_path, resume=True)
+    assert error is None
+    assert second.trainer.version == plan.num_steps
+    assert len(first.trainer.batches) + len(second.trainer.batches) == plan.num_steps
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_that_ends_after_its_deadline_is_not_saved_with_the_state_before_it(
+    tmp_path: Path, staleness: int
+) -> None:
+    plan = replace(PLAN, staleness=staleness)
+
+    def prepare(simulation: Simulation) -> None:
+        fault = raise_in_call(4, DeadlineError("the step took too long"), after=True)
+        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
+
+    first, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, DeadlineError)
+    assert any("no checkpoint" in text for text in first.recorder.said)
+    assert newest(first)[0]["step"] == 2
+    second, error = live(plan, tmp_path, resume=True)
+    assert error is None
+    assert second.trainer.version == plan.num_steps
+    if staleness == 0:
+        assert second.trainer.weights == undisturbed_weights(plan, tmp_path / "other")
+
+
+def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None:
+    plan = replace(PLAN, staleness=1, checkpoint_every=0)
+
+    def prepare(simulation: Simulation) -> None:
+        original, left = simulation.dataset.next, [11]
+
+        def ends() -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise StopIteration
+            return original()
+
+        simulation.dataset.next = ends  # type: ignore[method-assign]
+
+    first, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, TorchtitanRLError)
+    assert "the dataset ended" in str(error)
+    assert any(group["rollouts"] for group in newest(first)[1])
+    _, error = live(plan, tmp_path, resume=True)
+    assert error is None
+
+
+def test_running_groups_are_saved_where_the_journal_cannot_be_written(tmp_path: Path) -> None:
+    plan = replace(PLAN, staleness=1, checkpoint_every=0)
+
+    def prepare(simulation: Simulation) -> None:
+        journals, left = simulation.controller._parts.journals, [20]
+        original = journals.append
+
+        def full(*line: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise JournalError("no space")
+            original(*line)
+
+        journals.append = full  # type: ignore[method-assign]
+
+    first, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, JournalError)
+    assert any(group["rollouts"] for group in newest(first)[1])
+    _, error = live(plan, tmp_path, resume=True)
+    assert error is None
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "finish_checkpoint"])
+def test_one_checkpoint_that_cannot_be_written_is_reported_and_the_run_goes_on(
+    tmp_path: Path, method: str
+) -> None:
+    def prepare(simulation: Simulation) -> None:
+        fault = raise_in_call(2, CheckpointError("no space"))
+        setattr(simulation.trainer, method, fault(getattr(simulation.trainer, method)))
+
+    simulation, error = live(replace(PLAN, num_steps=8), tmp_path, prepare=prepare)
+    assert error is None
+    assert any("NO CHECKPOINT of step 4" in text for text in simulation.recorder.said)
+    assert simulation.checkpoints.steps()[-1] == 8
+
+
+def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:
+    def prepare(simulation: Simulation) -> None:
+        async def fails(*args: Any, **options: Any) -> None:
+            raise CheckpointError("no space")
+
+        simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
+
+    plan = replace(PLAN, num_steps=20, checkpoint_every=1)
+    simulation, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, CheckpointError)
+    assert "3 checkpoints in a row" in str(error)
+    assert simulation.controller.step == 3
+
+
+def test_a_stop_whose_checkpoint_fails_is_a_failure(tmp_path: Path) -> None:
+    def prepare(simulation: Simulation) -> None:
+        async def fails(*args: Any, **options: Any) -> None:
+            raise CheckpointError("no space")
+
+        simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
+
+    plan = replace(PLAN, checkpoint_every=0)
+    _, error = live(plan, tmp_path, prepare=prepare, stop_after=8.0)
+    assert isinstance(error, CheckpointError)
