@@ -1,6 +1,7 @@
-"""``torchtitan-rl train CONFIG``, ``torchtitan-rl serve MODEL`` and ``torchtitan-rl generate``.
+"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate`` and ``audit RUN_DIR``.
 
-Exit codes: 0 done; 1 the run failed; 2 the configuration is wrong; 128 + n ended by signal n.
+Exit codes: 0 done; 1 the run failed, or the audit found violations; 2 the configuration is wrong,
+or there is no run to audit; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.weights.leftovers import remove_leftovers
 
 _USAGE = """\
 usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file says
@@ -18,12 +20,15 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl serve --help                         list its options
        torchtitan-rl generate [options]                   complete a file of prompts
        torchtitan-rl generate --help                      list its options
+       torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and not words[0].startswith("-"):
+        remove_leftovers()  # shared memory of runs that were killed
     match words:
         case ["train", *rest]:
             return _train(rest)
@@ -35,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from torchtitan_rl.serve import main as serve
 
             return serve(rest)
+        case ["audit", *rest]:
+            from torchtitan_rl.audit.command import main as audit
+
+            return audit(rest)
         case ["-h" | "--help"]:
             print(_USAGE, end="")
             return 0
@@ -51,20 +60,24 @@ def _train(words: list[str]) -> int:
     is_dry_run = "--dry-run" in options
     try:
         from torchtitan_rl.config_file import load_config
-        from torchtitan_rl.prepare import prepare_run
+        from torchtitan_rl.prepare import claim_run, prepare_run
 
         config = load_config(path, [option for option in options if option != "--dry-run"])
         prepared = prepare_run(config)
+        if is_dry_run:
+            print(prepared.describe())
+            return 0
+        if prepared.is_complete:
+            print("\n".join(prepared.notes))
+            return 0
+        with claim_run(prepared):
+            from torchtitan_rl.run import run_training
+
+            return run_training(prepared)
     except ConfigError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
-    if is_dry_run:
-        print(prepared.describe())
-        return 0
-    from torchtitan_rl.run import run_training
-
-    return run_training(prepared)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The typed configuration of a run. Values only: no framework is imported, nothing is started.
 
-Every field can be overridden on the command line (``--generator.replicas 4``). What must hold
-between fields is checked in `validation.py`.
+Every field can be overridden on the command line (``--generator.replicas 4``). The values that each
+field may have are in `validation_fields.py`; what must hold between fields is checked in
+`validation.py`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,26 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
+    """``rollout_timeout_s`` is the time of a whole rollout. It interrupts generation, but not a
+    call of the environment, which has ``step_timeout_s`` to itself.
+    """
+
     groups_per_step: int = 16
     group_size: int = 8
     max_turns: int = 3
     max_total_tokens: int = 512  # prompt and completions of a whole rollout
-    step_timeout_s: float = 60.0  # one call of the environment
-    rollout_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0  # one call of the environment (or of an agent, between requests)
+    rollout_timeout_s: float = 3600.0  # from reset to the last turn
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
+    """``request_timeout_s`` is the time of one request, which is one turn. It is there for replicas
+    that got stuck; leave it out unless turns are much shorter than rollouts.
+    """
+
     replicas: int = 2
     tensor_parallel: int = 1
     max_model_len: int = 512
@@ -58,9 +67,9 @@ class GeneratorConfig:
     enable_prefix_caching: bool = True
     max_steps_per_decision: int = 4
     heartbeat_s: float = 60.0  # an idle replica's empty decision
-    collective_timeout_s: float = 1800.0
-    request_timeout_s: float = 600.0
-    start_timeout_s: float = 300.0
+    collective_timeout_s: float = 1800.0  # one exchange between a replica's ranks
+    request_timeout_s: float | None = None  # None: rollout.rollout_timeout_s; serve: an hour
+    start_timeout_s: float = 300.0  # a replica's start, the loading of the model included
     threads: int = 1  # OMP threads of each rank
 
 
@@ -86,7 +95,7 @@ class ScheduleConfig:
     max_resamples: int = 1
     max_empty_batches: int = 5  # in a row; then the run ends with a message
     report_wait_s: float = 60.0  # nothing moved for so long: say who waits for whom
-    max_wait_s: float = 3600.0  # nothing moved for so long: end the run
+    max_wait_s: float = 7200.0  # nothing moved for so long: end the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +169,7 @@ class TrainerConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False
     threads: int = 2  # OMP threads of each rank
-    step_timeout_s: float = 1800.0
+    step_timeout_s: float = 1800.0  # one optimizer step, and a collective of the ranks
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -252,6 +261,12 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Seconds that one request may take: as long as its rollout, where nothing else is said."""
+        given = self.generator.request_timeout_s
+        return self.rollout.rollout_timeout_s if given is None else given
 
     @property
     def log_dir(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     """The configuration in ``path`` with command-line ``overrides`` applied.
 
     Raises:
-        ConfigError: no such file, or no `RunConfig` in it.
+        ConfigError: no such file, one that does not run, or no `RunConfig` in it.
         SystemExit: an option is unknown or of the wrong type (tyro has said so), or ``--help``.
     """
     if not path.is_file():
@@ -29,7 +30,12 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"CONFIG is {path}: give a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # tyro reads the help texts from its source
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ConfigError, SystemExit):
+        raise
+    except Exception as error:
+        raise ConfigError(f"CONFIG is {path}: {_cause(error, path)}; mend the file") from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         raise ConfigError(
@@ -38,3 +44,12 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return tyro.cli(
         RunConfig, default=config, args=list(overrides), prog=f"torchtitan-rl train {path}"
     )
+
+
+def _cause(error: Exception, path: Path) -> str:
+    """In one line, with the line of the file that it came from."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    where = f"line {frames[-1].lineno}, " if frames else ""
+    return " ".join(f"{where}{type(error).__name__}: {error}".split())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torchtitan_rl.config import EndpointConfig, GeneratorConfig, RunConfig
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,7 @@ class ProcessGroup:
     name: str
     ranks: int
     threads: int  # OMP threads of each rank
-    devices: tuple[int, ...] = ()  # CUDA devices, one a rank; empty on the CPU
+    devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
     cores: tuple[int, ...] = ()  # CPU cores that nobody else computes on; empty: any
     seed: int = 0
 
@@ -84,19 +86,20 @@ def _together(config: RunConfig, generating: int, training: int) -> int:
 
 
 def plan_processes(
-    config: RunConfig, *, num_cuda_devices: int, cores: Sequence[int] = ()
+    config: RunConfig, *, devices: Sequence[str] = (), cores: Sequence[int] = ()
 ) -> ProcessPlan:
     """Generators take the first devices, the trainer the next or, colocated, the first ones too;
     without CUDA all share the CPU.
 
-    ``cores`` are those that this process may use. With ``config.pin_cores`` each group gets its
+    ``devices`` and ``cores`` are those that this process may use, devices by the names that
+    ``CUDA_VISIBLE_DEVICES`` takes. With ``config.pin_cores`` each group gets its
     own, as with devices, and the controller stays off the trainer's.
     """
-    on_cuda = num_cuda_devices > 0
+    on_cuda = bool(devices)
 
     def all_free() -> _Free:
         has_own = config.pin_cores and not on_cuda
-        return _Free(devices=list(range(num_cuda_devices)), cores=list(cores) if has_own else [])
+        return _Free(devices=list(devices), cores=list(cores) if has_own else [])
 
     free = all_free()
     replicas = tuple(
@@ -104,8 +107,7 @@ def plan_processes(
             replica_name(index),
             ranks=config.generator.tensor_parallel,
             threads=config.generator.threads,
-            # Replicas with equal seeds would share their noise.
-            seed=config.seed * 1000 + index,
+            seed=_replica_seed(config.seed, index),
         )
         for index in range(config.generator.replicas)
     )
@@ -129,18 +131,18 @@ def plan_processes(
 
 
 def plan_serving(
-    generator: GeneratorConfig, endpoint: EndpointConfig, *, num_cuda_devices: int, seed: int
+    generator: GeneratorConfig, endpoint: EndpointConfig, *, devices: Sequence[str] = (), seed: int
 ) -> ServingPlan:
     """Replicas on the first devices; without CUDA all share the CPU."""
-    free = _Free(devices=list(range(num_cuda_devices)), cores=[])
+    free = _Free(devices=list(devices), cores=[])
     return ServingPlan(
-        device="cuda" if num_cuda_devices else "cpu",
+        device="cuda" if devices else "cpu",
         replicas=tuple(
             free.group(
                 replica_name(index),
                 ranks=generator.tensor_parallel,
                 threads=generator.threads,
-                seed=seed * 1000 + index,
+                seed=_replica_seed(seed, index),
             )
             for index in range(generator.replicas)
         ),
@@ -160,7 +162,7 @@ def endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
 class _Free:
     """Devices and cores that no group has yet."""
 
-    devices: list[int]
+    devices: list[str]
     cores: list[int]
 
     def group(self, name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
@@ -174,7 +176,12 @@ class _Free:
         )
 
 
-def _take(free: list[int], number: int) -> tuple[int, ...]:
+def _replica_seed(seed: int, index: int) -> int:
+    """Replicas with equal seeds would share their noise; engines take 32 bits."""
+    return (seed * 1000 + index) % 2**32
+
+
+def _take(free: list[_T], number: int) -> tuple[_T, ...]:
     """The first ``number``, which are free no longer; none where there are none."""
     taken = tuple(free[:number])
     del free[:number]
@@ -190,7 +197,7 @@ def _describe_groups(groups: Sequence[ProcessGroup]) -> list[str]:
     ]
 
 
-def _describe_place(devices: tuple[int, ...], cores: tuple[int, ...]) -> str:
+def _describe_place(devices: tuple[str, ...], cores: tuple[int, ...]) -> str:
     if devices:
-        return f"cuda:{','.join(map(str, devices))}"
+        return f"cuda:{','.join(devices)}"
     return f"cpu cores {','.join(map(str, cores))}" if cores else "cpu"

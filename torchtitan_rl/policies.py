@@ -27,7 +27,7 @@ _CHATML = (
 def checkpoint_mistakes(checkpoint: str, *, field: str = "policy.checkpoint") -> list[str]:
     """What is wrong with a checkpoint, which ``field`` names, without unpacking anything."""
     if not checkpoint.startswith(_SCHEME):
-        if (Path(checkpoint) / "config.json").is_file():
+        if checkpoint and _is_file(Path(checkpoint) / "config.json"):
             return []
         return [
             f"{field} = {checkpoint!r}: there is no config.json in that directory; give "
@@ -62,8 +62,21 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
     name = checkpoint.removeprefix(_SCHEME)
     target = _cached(name)
     if not target.is_dir():
-        _unpack(name, target)
+        try:
+            _unpack(name, target)
+        except OSError as error:
+            raise ConfigError(
+                f"{field} is {checkpoint}: it cannot be unpacked into {target.parent} ({error}); "
+                "give another place by TORCHTITAN_RL_CACHE"
+            ) from error
     return target
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or a zero byte
+        return False
 
 
 def _cached(name: str) -> Path:

@@ -37,7 +37,6 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.run_endpoint import run_endpoint
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
-from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.adapters.monarch_run import RunProcesses
@@ -102,8 +101,8 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
             tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
             async with AsyncExitStack() as stack:
                 recorder.say(f"starting; outputs and logs are in {config.run_dir}")
-                for damage in found.passed_over:
-                    recorder.say(damage)
+                for line in (*prepared.notes, *found.passed_over):
+                    recorder.say(line)
                 with recorder.phase("start"):
                     processes = await stack.enter_async_context(
                         run_processes(prepared, trace_dir=recorder.trace_dir)
@@ -151,7 +150,7 @@ def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) 
     return GeneratorRouter(
         processes.replicas,
         on_ended=sampled.on_ended,
-        request_timeout_s=config.generator.request_timeout_s,
+        request_timeout_s=config.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
     )
@@ -172,7 +171,7 @@ def _controller(
         controller_settings(config, prepared.capacity),
         Parts(
             dataset=config.task.dataset("train", seed=config.seed),
-            validation_problems=_validation_problems(config),
+            validation_problems=prepared.validation_problems,
             rollouter=Rollouter(
                 generate=router.generate,
                 environment=environment,
@@ -190,6 +189,7 @@ def _controller(
             checkpoints=checkpoints,
             journals=journals,
             sampled=sampled,
+            identity=prepared.identity,
         ),
     )
 
@@ -250,9 +250,3 @@ def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     """The last replica, where validation keeps one for itself."""
     is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
     return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
-
-
-def _validation_problems(config: RunConfig) -> list[Problem]:
-    """The same problems at each validation, and for each seed, so that runs compare."""
-    dataset = config.task.dataset("validation", seed=0)
-    return [dataset.next() for _ in range(config.validation.num_problems)]

@@ -28,15 +28,24 @@ from torchtitan_rl.config import EndpointConfig, GeneratorConfig
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.plan import ServingPlan, plan_serving
 from torchtitan_rl.policies import resolve_checkpoint
-from torchtitan_rl.prepare import machine_facts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.validation import but_about
+from torchtitan_rl.validation_fields import (
+    MAX_SECONDS,
+    RULES,
+    Bounds,
+    field_errors,
+    with_defaults_for,
+)
 from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts, room_mistakes
+from torchtitan_rl.validation_machine import machine_facts
 
 _LOOK_S = 1.0  # between two looks whether a replica is left
+_REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,12 @@ class ServeConfig:
     grace_s: float = 5.0  # for running requests, when it ends
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     endpoint: EndpointConfig = field(default_factory=lambda: EndpointConfig(port=8000))
+
+
+_BOUNDS = {
+    "seed": Bounds(least=0, most=2**32 - 1),
+    "grace_s": Bounds(least=0.0, most=MAX_SECONDS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +123,18 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
             "directory with config.json, tokenizer.json and *.safetensors"
         ) from error
     machine, keys = machine_facts(), Keys.of()
+    wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
+    sound = with_defaults_for(config, wrong)
     mistakes = [
-        *generator_mistakes(config.generator, policy),
-        *room_mistakes(config.generator, policy, machine),
-        *endpoint_mistakes(config.endpoint, keys),
+        *wrong.values(),
+        *but_about(
+            wrong,
+            [
+                *generator_mistakes(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
+                *room_mistakes(sound.generator, policy, machine),
+                *endpoint_mistakes(sound.endpoint, keys),
+            ],
+        ),
         *_path_mistakes(config),
     ]
     if mistakes:
@@ -122,7 +145,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         plan=plan_serving(
             config.generator,
             config.endpoint,
-            num_cuda_devices=machine.num_cuda_devices,
+            devices=machine.cuda_devices,
             seed=config.seed,
         ),
         keys=keys,
@@ -186,7 +209,8 @@ async def _serve(prepared: PreparedServe, signals: _Signals) -> None:
         print(f"starting; logs are in {config.log_dir}", file=sys.stderr)
         processes = await stack.enter_async_context(serve_processes(prepared))
         router = GeneratorRouter(
-            processes.replicas, request_timeout_s=config.generator.request_timeout_s
+            processes.replicas,
+            request_timeout_s=config.generator.request_timeout_s or _REQUEST_TIMEOUT_S,
         )
         keep = None
         if config.episodes_file is not None:

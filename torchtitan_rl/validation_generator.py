@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from torchtitan_rl.config import GeneratorConfig
 
 ENGINE_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
+_STEP_TOKENS = 4096  # an engine's step takes so many, or max_model_len, if that is more
+_BLOCK_TOKENS = 32  # of the CPU's KV cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,58 +24,71 @@ class PolicyFacts:
     max_positions: int
     vocab_size: int
     num_bytes: int  # of the weight files
+    bytes_per_weight: int = 2  # in those files
+    kv_values_per_token: int = 0  # keys and values of all layers; 0: not known
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_bytes // self.bytes_per_weight
+
+    def num_bytes_as(self, dtype: Literal["float32", "bfloat16"]) -> int:
+        return self.num_weights * {"float32": 4, "bfloat16": 2}[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What the machine has."""
+    """What the machine has. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
 
-    num_cuda_devices: int
+    cuda_devices: tuple[str, ...] = ()
     num_cores: int
     memory_bytes: int
+    max_open_files: int | None = None  # of one process; None: any number
 
 
 def read_policy_facts(directory: Path) -> PolicyFacts:
     """Raises OSError or ValueError where the directory is no Hugging Face checkpoint."""
     hf_config = json.loads((directory / "config.json").read_text())
+    if not isinstance(hf_config, dict):
+        raise ValueError(f"{directory / 'config.json'} is no JSON object")
     weights = list(directory.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{directory} has no *.safetensors file")
     if not (directory / "tokenizer.json").exists():
         raise ValueError(f"{directory} has no tokenizer.json")
-    num_heads = int(hf_config["num_attention_heads"])
+    num_heads = _size(hf_config, "num_attention_heads")
+    num_kv_heads = _size(hf_config, "num_key_value_heads", default=num_heads)
+    of_heads = _size(hf_config, "hidden_size", default=0) // num_heads
+    is_qwen3 = hf_config.get("model_type") == "qwen3"  # for which transformers assumes 128
+    head_dim = _size(hf_config, "head_dim", default=128 if is_qwen3 else of_heads)
+    num_layers = _size(hf_config, "num_hidden_layers", default=0)
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
     return PolicyFacts(
         num_heads=num_heads,
-        num_kv_heads=int(hf_config.get("num_key_value_heads") or num_heads),
-        max_positions=int(hf_config["max_position_embeddings"]),
-        vocab_size=int(hf_config["vocab_size"]),
+        num_kv_heads=num_kv_heads,
+        max_positions=_size(hf_config, "max_position_embeddings"),
+        vocab_size=_size(hf_config, "vocab_size"),
         num_bytes=sum(path.stat().st_size for path in weights),
+        bytes_per_weight=4 if dtype == "float32" else 2,
+        kv_values_per_token=2 * num_layers * num_kv_heads * head_dim,
     )
 
 
-def generator_mistakes(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
-    """One message per mistake; devices and memory are not looked at."""
-    mistakes = [
-        *too_small(
-            {
-                "generator.replicas": (generator.replicas, 1),
-                "generator.tensor_parallel": (generator.tensor_parallel, 1),
-                "generator.max_model_len": (generator.max_model_len, 2),
-                "generator.max_running_requests": (generator.max_running_requests, 1),
-                "generator.max_steps_per_decision": (generator.max_steps_per_decision, 1),
-                "generator.threads": (generator.threads, 1),
-            }
-        ),
-        *not_positive(
-            {
-                "generator.heartbeat_s": generator.heartbeat_s,
-                "generator.collective_timeout_s": generator.collective_timeout_s,
-                "generator.request_timeout_s": generator.request_timeout_s,
-                "generator.start_timeout_s": generator.start_timeout_s,
-            }
-        ),
-        *head_mistakes("generator.tensor_parallel", generator.tensor_parallel, policy),
-    ]
+def _size(hf_config: dict[str, Any], name: str, *, default: int | None = None) -> int:
+    """A field of ``config.json``, which some files have as null."""
+    value = hf_config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} in config.json is {value!r}, and no whole number above 0")
+    return value
+
+
+def generator_mistakes(
+    generator: GeneratorConfig, policy: PolicyFacts, *, is_on_cpu: bool
+) -> list[str]:
+    """What must hold between its fields, and with the policy: one message per mistake. Devices and
+    memory are not looked at."""
+    mistakes = head_mistakes("generator.tensor_parallel", generator.tensor_parallel, policy)
     if generator.heartbeat_s * 2 > generator.collective_timeout_s:
         mistakes.append(
             f"generator.heartbeat_s is {generator.heartbeat_s}: give at most half of "
@@ -85,7 +100,29 @@ def generator_mistakes(generator: GeneratorConfig, policy: PolicyFacts) -> list[
             f"generator.max_model_len is {generator.max_model_len}: the policy has "
             f"{policy.max_positions} positions; give at most that"
         )
+    elif is_on_cpu:
+        mistakes += _cache_mistakes(generator, policy)
+    step_tokens = max(_STEP_TOKENS, generator.max_model_len)
+    if generator.max_running_requests > step_tokens:
+        mistakes.append(
+            f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
+            f"engine takes {step_tokens} tokens, one or more of each request; give at most that"
+        )
     return mistakes
+
+
+def _cache_mistakes(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
+    """Whether the KV cache of a rank holds one request of the full length."""
+    blocks = math.ceil(generator.max_model_len / _BLOCK_TOKENS) + 1  # vLLM keeps one to itself
+    values = blocks * _BLOCK_TOKENS * policy.kv_values_per_token
+    needed = 4 * math.ceil(values / generator.tensor_parallel)  # float32
+    if generator.kv_cache_bytes >= needed:
+        return []
+    return [
+        f"generator.kv_cache_bytes is {generator.kv_cache_bytes}: one request of "
+        f"generator.max_model_len ({generator.max_model_len}) tokens takes {needed}; give at least "
+        "that, better many times as much"
+    ]
 
 
 def room_mistakes(
@@ -93,15 +130,15 @@ def room_mistakes(
 ) -> list[str]:
     """Devices, or on the CPU memory, for replicas alone."""
     ranks = generator.replicas * generator.tensor_parallel
-    if machine.num_cuda_devices:
-        if ranks <= machine.num_cuda_devices:
+    if machine.cuda_devices:
+        if ranks <= len(machine.cuda_devices):
             return []
         return [
             f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
             f"{generator.tensor_parallel} they need {ranks} CUDA devices, and "
-            f"{machine.num_cuda_devices} are visible; give fewer"
+            f"{len(machine.cuda_devices)} are visible; give fewer"
         ]
-    weights = 2 * policy.num_bytes  # bfloat16 files become float32
+    weights = policy.num_bytes_as("float32")
     needed = ranks * (weights + generator.kv_cache_bytes + ENGINE_OVERHEAD_BYTES)
     if needed <= machine.memory_bytes:
         return []
@@ -119,21 +156,4 @@ def head_mistakes(name: str, degree: int, policy: PolicyFacts) -> list[str]:
     return [
         f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
         f"{policy.num_kv_heads} key/value heads"
-    ]
-
-
-def too_small(at_least: Mapping[str, tuple[float, float]]) -> list[str]:
-    """By field, its value and the least that it may be."""
-    return [
-        f"{name} is {value}: give at least {least}"
-        for name, (value, least) in at_least.items()
-        if not value >= least
-    ]
-
-
-def not_positive(values: Mapping[str, float]) -> list[str]:
-    return [
-        f"{name} is {value}: give a finite number above 0"
-        for name, value in values.items()
-        if not (math.isfinite(value) and value > 0)
     ]

@@ -22,8 +22,8 @@ SMOLLM2 = PolicyFacts(
 QWEN3 = PolicyFacts(
     num_heads=16, num_kv_heads=8, max_positions=40960, vocab_size=151936, num_bytes=1200 << 20
 )
-LAPTOP = MachineFacts(num_cuda_devices=0, num_cores=2, memory_bytes=16 << 30)
-SIX_GPUS = MachineFacts(num_cuda_devices=6, num_cores=16, memory_bytes=256 << 30)
+LAPTOP = MachineFacts(num_cores=2, memory_bytes=16 << 30)
+SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
 
 
 def weights_header() -> dict[str, Any]:

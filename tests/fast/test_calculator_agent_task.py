@@ -26,7 +26,7 @@ from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, VersionRun
 from torchtitan_rl.validation import MachineFacts, find_mistakes, read_policy_facts
 
-LAPTOP = MachineFacts(num_cuda_devices=0, num_cores=2, memory_bytes=16 << 30)
+LAPTOP = MachineFacts(num_cores=2, memory_bytes=16 << 30)
 TURNS = st.lists(
     st.tuples(st.tuples(st.integers(0, 2)), st.tuples(st.integers(0, 2))).map(
         lambda pair: TurnTokens(*pair)

@@ -56,8 +56,8 @@ def test_every_mistake_is_printed_and_nothing_starts(
     assert [line.removeprefix("error: ").split(" ")[0] for line in lines] == [
         "generator.replicas",
         "generator.request_timeout_s",
-        "generator.max_model_len",
         "endpoint.max_n",
+        "generator.max_model_len",
         "endpoint.chat_template",
         "endpoint.tool_call_parser",
         "endpoint.reasoning_parser",

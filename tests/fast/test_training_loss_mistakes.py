@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan_rl.config import LossConfig
 from torchtitan_rl.training.loss_mistakes import loss_mistakes
+from torchtitan_rl.validation_fields import field_errors
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,8 @@ def test_an_interpolated_anchor_is_refused_where_all_tokens_are_of_one_version()
 def test_values_that_mean_nothing_are_refused_with_the_fix(
     fields: dict[str, Any], field: str
 ) -> None:
-    (mistake,) = loss_mistakes(LossConfig(**fields), staleness=2)
+    config = LossConfig(**fields)
+    alone = field_errors(config, "trainer.loss.").values()
+    (mistake,) = [*alone, *loss_mistakes(config, staleness=2)]
     assert mistake.startswith(f"trainer.loss.{field}: ")
     assert "give" in mistake

@@ -29,7 +29,7 @@ from torchtitan_rl.validation import (
 POLICY = PolicyFacts(
     num_heads=9, num_kv_heads=3, max_positions=1024, vocab_size=100, num_bytes=2 << 20
 )
-LAPTOP = MachineFacts(num_cuda_devices=0, num_cores=2, memory_bytes=24 << 30)
+LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_defaults_have_no_mistake(config):
         ),
         ({"generator": GeneratorConfig(max_model_len=2048)}, "generator.max_model_len is 2048"),
         ({"generator": GeneratorConfig(tensor_parallel=2)}, "generator.tensor_parallel is 2"),
-        ({"trainer": TrainerConfig(tensor_parallel=4)}, "trainer.tensor_parallel is 4"),
+        ({"trainer": TrainerConfig(tensor_parallel=4, threads=1)}, "trainer.tensor_parallel is 4"),
         ({"generator": GeneratorConfig(replicas=0)}, "generator.replicas is 0"),
         (
             {"generator": GeneratorConfig(kv_cache_bytes=16 << 30)},
@@ -129,7 +129,7 @@ def test_all_mistakes_are_found_at_once(config):
 
 
 def test_too_few_cuda_devices_are_reported_with_the_number_needed(config):
-    machine = replace(LAPTOP, num_cuda_devices=2)
+    machine = replace(LAPTOP, cuda_devices=("0", "1"))
     (mistake,) = find_mistakes(config, POLICY, machine)
     assert "needs 3 CUDA devices, and 2 are visible" in mistake
 
@@ -162,9 +162,9 @@ def test_on_cuda_each_rank_has_a_device_of_its_own(config):
         generator=GeneratorConfig(replicas=2, tensor_parallel=2),
         trainer=TrainerConfig(data_parallel_shard=2),
     )
-    plan = plan_processes(config, num_cuda_devices=8)
+    plan = plan_processes(config, devices="456789")
     devices = [group.devices for group in (*plan.replicas, plan.trainer)]
-    assert devices == [(0, 1), (2, 3), (4, 5)]
+    assert devices == [("4", "5"), ("6", "7"), ("8", "9")]
 
 
 def test_colocated_replicas_and_trainer_share_devices_and_cores(config):
@@ -175,18 +175,18 @@ def test_colocated_replicas_and_trainer_share_devices_and_cores(config):
         generator=GeneratorConfig(replicas=2, tensor_parallel=2),
         trainer=TrainerConfig(data_parallel_shard=2, threads=1),
     )
-    plan = plan_processes(colocated, num_cuda_devices=4, cores=range(8))
-    assert [group.devices for group in plan.replicas] == [(0, 1), (2, 3)]
-    assert plan.trainer.devices == (0, 1)
+    plan = plan_processes(colocated, devices="0123", cores=range(8))
+    assert [group.devices for group in plan.replicas] == [("0", "1"), ("2", "3")]
+    assert plan.trainer.devices == ("0", "1")
     assert "colocated" in plan.describe()
-    on_cpu = plan_processes(colocated, num_cuda_devices=0, cores=range(5))
+    on_cpu = plan_processes(colocated, cores=range(5))
     assert [group.cores for group in on_cpu.replicas] == [(0, 1), (2, 3)]
     assert on_cpu.trainer.cores == (0, 1)
 
 
 def test_a_colocated_run_needs_as_many_devices_and_cores_as_its_larger_part(config):
     config = replace(config, pin_cores=True, trainer=TrainerConfig(data_parallel_shard=2))
-    machine = replace(LAPTOP, num_cuda_devices=2)
+    machine = replace(LAPTOP, cuda_devices=("0", "1"))
     assert len(find_mistakes(config, POLICY, machine)) == 1
     assert len(find_mistakes(config, POLICY, replace(LAPTOP, num_cores=4))) == 1
     colocated = replace(config, placement="colocated")
@@ -195,7 +195,7 @@ def test_a_colocated_run_needs_as_many_devices_and_cores_as_its_larger_part(conf
 
 
 def test_replicas_have_different_engine_seeds(config):
-    plan = plan_processes(config, num_cuda_devices=0)
+    plan = plan_processes(config)
     assert len({replica.seed for replica in plan.replicas}) == 2
     assert all(replica.devices == () for replica in plan.replicas)
 
@@ -204,11 +204,11 @@ def test_pinned_processes_get_cores_of_their_own_and_the_controller_stays_off_th
     config,
 ):
     config = replace(config, pin_cores=True, generator=GeneratorConfig(replicas=2))
-    plan = plan_processes(config, num_cuda_devices=0, cores=[0, 1, 2, 3, 4])
+    plan = plan_processes(config, cores=[0, 1, 2, 3, 4])
     assert [group.cores for group in plan.replicas] == [(0,), (1,)]
     assert plan.trainer.cores == (2, 3)
     assert plan.controller_cores == (0, 1, 4)
-    unpinned = plan_processes(replace(config, pin_cores=False), num_cuda_devices=0, cores=[0, 1])
+    unpinned = plan_processes(replace(config, pin_cores=False), cores=[0, 1])
     assert unpinned.trainer.cores == unpinned.controller_cores == ()
 
 

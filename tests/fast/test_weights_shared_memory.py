@@ -1,6 +1,9 @@
 import errno
+import gc
 import os
+import signal
 import subprocess
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -8,11 +11,12 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import segment, shared_memory
+from torchtitan_rl.weights import leftovers, segment, shared_memory
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
+from torchtitan_rl.weights.leftovers import remove_leftovers
 from torchtitan_rl.weights.segment import SegmentWriter
 from torchtitan_rl.weights.segment_reader import SegmentReader
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher, remove_leftovers
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -300,3 +304,69 @@ def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> 
         folder.mkdir(exist_ok=True)
     assert remove_leftovers(mine.parent) == sorted(dead)
     assert sorted(mine.parent.iterdir()) == sorted(kept)
+
+
+def publish_and_wait_for_a_kill(tmp_path: Path, *, kills_guard: bool = False) -> None:
+    """In a process of its own, which is killed -9 when it has published."""
+    child = os.fork()
+    if child == 0:
+        try:
+            publisher = make_publisher(tmp_path)
+            publisher.publish(0, weights(0))
+            if kills_guard:
+                assert publisher._guard is not None
+                publisher._guard._shell.kill()
+                publisher._guard._shell.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_what_a_killed_publisher_leaves_goes_without_any_later_run(tmp_path: Path) -> None:
+    publish_and_wait_for_a_kill(tmp_path)
+    deadline = time.monotonic() + 60.0
+    while files_under(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_the_guard_leaves_the_folders_of_a_live_publisher_alone(tmp_path: Path) -> None:
+    """Also where its object is gone, but not its process, whose readers have paths only."""
+    path = Path(make_publisher(tmp_path).publish(0, weights(0)).path)
+    gc.collect()
+    publish_and_wait_for_a_kill(tmp_path)
+    assert SegmentReader().image(path).numel() > 0
+
+
+def test_where_the_guard_was_killed_too_the_next_command_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_rl import cli
+
+    publish_and_wait_for_a_kill(tmp_path, kills_guard=True)
+    publisher = make_publisher(tmp_path / "another")
+    live = Path(publisher.publish(0, weights(0)).path)
+    assert files_under(tmp_path / "shm") == ["v0.safetensors"]
+    monkeypatch.setattr(leftovers.remove_leftovers, "__defaults__", (tmp_path / "shm",))
+    assert cli.main(["unknown command"]) == 2
+    assert files_under(tmp_path / "shm") == []
+    assert live.exists()
+
+
+def test_of_another_container_only_what_nobody_holds_any_more_is_removed(tmp_path: Path) -> None:
+    """Its processes cannot be seen from here, but its locks can."""
+    name = "torchtitan-rl-run-ns1-pid7-t{}"
+    live, dead, new = (tmp_path / name.format(i) for i in range(3))
+    lock = leftovers.make_folder(live)
+    assert lock is not None
+    for folder in (dead, new):
+        folder.mkdir()
+    for folder in (live, dead):
+        os.utime(folder, (0, 0))
+    assert remove_leftovers(tmp_path) == [dead]
+    os.close(lock)
+    assert remove_leftovers(tmp_path) == [live]
+    assert list(tmp_path.iterdir()) == [new]

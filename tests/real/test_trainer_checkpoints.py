@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import pickle
 import signal
 import threading
 import time
@@ -15,11 +17,21 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
+from torchtitan_rl.adapters.checkpoint_pickles import SafeLoadPlanner
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.training.checkpoint_files import MARKER, load_attachment, temporary_path
+from torchtitan_rl.training.checkpoint_files import (
+    MARKER,
+    fingerprint,
+    list_files,
+    load_attachment,
+    read_document,
+    seal,
+    temporary_path,
+)
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 TIMINGS = ("step_s", "tokens_per_second")
@@ -157,6 +169,38 @@ def test_a_torn_or_damaged_checkpoint_is_refused_and_changes_nothing(
         assert policy_trainer.version == 2
         state = policy_trainer.hf_state_dict()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+class Attack:
+    """A pickle that calls a function when it is read."""
+
+    def __init__(self, touched: Path) -> None:
+        self._touched = touched
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._touched,)
+
+
+def test_a_checkpoint_that_is_more_than_data_is_refused_and_runs_nothing(
+    policy: Path, tmp_path: Path
+) -> None:
+    path, touched = tmp_path / "step-000000", tmp_path / "touched"
+    with trainer(policy) as policy_trainer:
+        policy_trainer.save_checkpoint(path, {})
+        policy_trainer.finish_checkpoint()
+        policy_trainer.load_checkpoint(path)
+        metadata = (path / ".metadata").read_bytes()
+        for content in (pickle.dumps(Attack(touched)), b"no pickle", metadata[:-20]):
+            (path / ".metadata").write_bytes(content)
+            seal(path, read_document(path), {n: fingerprint(path / n) for n in list_files(path)})
+            with pytest.raises(CheckpointError, match="metadata is refused"):
+                policy_trainer.load_checkpoint(path)
+    buffer = io.BytesIO()
+    torch.save(Attack(touched), buffer)
+    buffer.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        SafeLoadPlanner().load_bytes(ReadItem(None, None, None, None, None, None), buffer)  # type: ignore[arg-type]
+    assert not touched.exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(policy: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     if group.devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, group.devices))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(group.devices)
     return environment
 
 

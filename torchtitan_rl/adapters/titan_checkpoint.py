@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from torchtitan_rl.adapters.checkpoint_pickles import SafeLoadPlanner, check_metadata
 from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
@@ -190,13 +191,14 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int,
     Random states are restored only by as many ranks as wrote them.
 
     Raises:
-        CheckpointError: ``path`` is torn or damaged, and nothing was changed; or it is one of
-            another model, and the trainer is of no use any more.
+        CheckpointError: ``path`` is torn, damaged or more than data, and nothing was changed; or it
+            is one of another model, and the trainer is of no use any more.
     """
     failure: str | None = None
     try:
         check_sizes(path)
         check_contents(path, _share(sorted(recorded_files(path))))
+        check_metadata(path)
     except CheckpointError as error:
         failure = str(error)
     failures: list[str | None] = [None] * dist.get_world_size()
@@ -205,7 +207,7 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int,
     document = read_document(path)
     state = _state(model, optimizer)
     try:
-        load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path, planner=SafeLoadPlanner())
     except CheckpointException as error:  # no subclass of Exception
         raise CheckpointError(f"checkpoint {path} does not fit: {_cause(error)}") from error
     model.load_state_dict(state["model"])

@@ -27,15 +27,16 @@ class Keys:
 
 
 def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
-    """One message per mistake. A port is tried out, and given back."""
-    mistakes = [*_amounts(endpoint), *_files(endpoint), *_parsers(endpoint)]
+    """One message per mistake in address, files and keys (amounts: `validation_fields`). A port is
+    tried out, and given back."""
+    mistakes = [*_files(endpoint), *_parsers(endpoint)]
     if not 0 <= endpoint.port <= 65535:
         mistakes.append(f"endpoint.port is {endpoint.port}: give 0 (a free one) to 65535")
     else:
         try:
             listen(endpoint.host, endpoint.port).close()
         except EndpointLostError as error:
-            mistakes.append(str(error))
+            return [*mistakes, str(error)]  # who may reach it is not known then
     return mistakes + _key_mistakes(endpoint.host, keys)
 
 
@@ -55,11 +56,11 @@ def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
     try:
         taken.bind((host, port))
         taken.listen(backlog)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
         taken.close()
+        cause = getattr(error, "strerror", None) or error
         raise EndpointLostError(
-            f"endpoint.host is {host} and endpoint.port {port}: "
-            f"{error.strerror or error}; give another"
+            f"endpoint.host is {host} and endpoint.port {port}: {cause}; give another"
         ) from error
     return taken
 
@@ -80,25 +81,6 @@ def _key_mistakes(host: str, keys: Keys) -> list[str]:
     return []
 
 
-def _amounts(endpoint: EndpointConfig) -> list[str]:
-    at_least = {
-        "max_body_bytes": 1024,
-        "max_n": 1,
-        "max_tokens": 0,
-        "max_concurrent_requests": 1,
-        "max_queued_requests": 0,
-        "interval_s": 0.001,
-        "session_timeout_s": 1.0,
-        "start_timeout_s": 1.0,
-        "threads": 1,
-    }
-    return [
-        f"endpoint.{name} is {value}: give at least {least}"
-        for name, least in at_least.items()
-        if not (value := getattr(endpoint, name)) >= least
-    ]
-
-
 def _parsers(endpoint: EndpointConfig) -> list[str]:
     from torchtitan_rl.adapters.vllm_parsers import parser_mistakes
 
@@ -107,8 +89,6 @@ def _parsers(endpoint: EndpointConfig) -> list[str]:
 
 def _files(endpoint: EndpointConfig) -> list[str]:
     mistakes = []
-    if not endpoint.model_name.strip():
-        mistakes.append("endpoint.model_name is empty: give the name that clients ask for")
     if endpoint.chat_template:
         from torchtitan_rl.adapters.chat_template import template_mistake
 

@@ -5,15 +5,15 @@ process ends.
 
 Invariants: a file has its final name only once it is whole; while a version is written, of the
 others only the current one and those to be kept exist, and one that was given up and that nobody
-reads lends its memory to it; a run's folder is named after its process, so that a later run
-recognises and removes the folders of dead ones.
+reads lends its memory to it; a run's folder goes with its process (see
+`weights/leftovers.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +23,16 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
+from torchtitan_rl.weights.leftovers import (
+    SHARED_MEMORY_ROOT,
+    FolderGuard,
+    folder_name,
+    make_folder,
+    remove_leftovers,
+)
 from torchtitan_rl.weights.published import given_up
 from torchtitan_rl.weights.segment import Segment
 
-SHARED_MEMORY_ROOT = Path("/dev/shm")
-_PREFIX = "torchtitan-rl-"
-_FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
 _HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
 
 
@@ -44,7 +48,9 @@ class SharedMemoryPublisher:
 
     def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
         self._roots = (root, fallback_dir)
-        self._folder_name = _folder_name(run_id)
+        self._folder_name = folder_name(run_id)
+        self._locks: dict[Path, int | None] = {}  # of the folders that were made
+        self._guard: FolderGuard | None = None
         self._held: dict[int, Segment] = {}  # by version, in order of publishing
         for folder in self._roots:
             remove_leftovers(folder)
@@ -97,6 +103,20 @@ class SharedMemoryPublisher:
         self._held.clear()
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
+        for lock in self._locks.values():
+            if lock is not None:
+                os.close(lock)
+        self._locks.clear()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def _make(self, folder: Path) -> None:
+        if self._guard is None:
+            with contextlib.suppress(OSError):  # without a shell, the next command cleans up
+                self._guard = FolderGuard([root / self._folder_name for root in self._roots])
+        if folder not in self._locks:
+            self._locks[folder] = make_folder(folder)
 
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
         """Give versions up; one of them, to be written again, if it fits and nobody reads it."""
@@ -119,7 +139,7 @@ class SharedMemoryPublisher:
             if refusal is None:
                 folder = root / self._folder_name
                 try:
-                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    self._make(folder)
                     return Segment(_unfinished(folder, layout), layout.num_bytes)
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
@@ -131,23 +151,6 @@ class SharedMemoryPublisher:
         raise WeightSyncError(
             f"version {layout.version} cannot be published: " + "; ".join(refusals)
         )
-
-
-def remove_leftovers(root: Path) -> list[Path]:
-    """Remove the folders in ``root`` whose process is gone; returns them. Others are not touched.
-
-    Folders made in another pid namespace (a container that shares the file system) are kept, as
-    nothing is known of their processes.
-    """
-    removed: list[Path] = []
-    for folder in sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []:
-        match = _FOLDER.fullmatch(folder.name)
-        if match is None or int(match["namespace"]) != _pid_namespace():
-            continue
-        if _started_ticks(int(match["pid"])) != int(match["started"]):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    return removed
 
 
 def _unfinished(folder: Path, layout: ImageLayout) -> Path:
@@ -164,22 +167,3 @@ def _refusal(root: Path, num_bytes: int) -> str | None:
     if num_bytes > room:
         return f"{root}: {num_bytes >> 20} MiB needed, {max(room, 0) >> 20} MiB free"
     return None
-
-
-def _folder_name(run_id: str) -> str:
-    readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run_id)
-    started = _started_ticks(os.getpid())
-    return f"{_PREFIX}{readable}-ns{_pid_namespace()}-pid{os.getpid()}-t{started}"
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _started_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (field 22 of proc(5) stat), or None."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,246 @@
+"""Is a checkpoint a state of which every invariant holds, and the one that the metrics tell of?
+And does its journal go on from it? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchtitan_rl.audit.findings import Check, Rules
+from torchtitan_rl.audit.rollout_checks import completion_errors, ending_error
+from torchtitan_rl.orchestration.journal import group_of
+from torchtitan_rl.orchestration.ledger import TokenLedger, require_sums
+from torchtitan_rl.orchestration.records import LedgerTotals
+from torchtitan_rl.orchestration.recovery import SavedGroups
+from torchtitan_rl.orchestration.work_buffer import Entry
+from torchtitan_rl.rollout.recorded import RecordedRollout
+
+
+def check_document(
+    where: str,
+    step: int,
+    document: Mapping[str, Any],
+    groups: SavedGroups,
+    rules: Rules,
+) -> Check:
+    """The document of the checkpoint of ``step``, by itself and with its groups.
+
+    Raises:
+        LedgerError: its account does not add up.
+        KeyError, TypeError, ValueError: it is none of ours.
+    """
+    check = Check(name=f"checkpoint {step}: account", what="groups")
+    check.looked_at = len(groups.entries)
+    ledger = document["ledger"]
+    restored = TokenLedger()
+    restored.load_state_dict(ledger)
+    require_sums(restored.totals())
+    version = document["version"]
+    check.require(document["step"] == step, f"{where}: the document is of step {document['step']}")
+    check.require(0 <= version <= step, f"{where}: version {version} at step {step}")
+
+    discarded = sum(document["discarded"].values())
+    admitted = document["trained"] + discarded + len(groups.entries)
+    check.require(
+        document["admitted"] == admitted,
+        f"{where}: {document['admitted']} groups admitted, but {document['trained']} trained, "
+        f"{discarded} discarded and {len(groups.entries)} there",
+    )
+    for name in ("admitted", "trained"):
+        check.require(
+            document[name] == ledger[f"groups_{name}"],
+            f"{where}: {document[name]} groups {name}, {ledger[f'groups_{name}']} in the ledger",
+        )
+    if rules.groups_per_step is not None:
+        expected = step * rules.groups_per_step
+        check.require(
+            document["trained"] == expected,
+            f"{where}: {document['trained']} groups trained in {step} steps of "
+            f"{rules.groups_per_step}",
+        )
+    ids = [entry.group_id for entry in groups.entries]
+    twice = sorted({name for name in ids if ids.count(name) > 1})
+    check.require(not twice, f"{where}: groups that are there twice: {', '.join(twice)}")
+    differing = sorted(ledger["tokens_of"].keys() ^ set(ids))
+    check.require(
+        not differing, f"{where}: groups in the ledger or in the buffer only: {differing}"
+    )
+    return check
+
+
+def check_groups(
+    where: str, step: int, document: Mapping[str, Any], groups: SavedGroups, rules: Rules
+) -> Check:
+    """The groups of a checkpoint: their versions and tokens, and what began of them."""
+    check = Check(name=f"checkpoint {step}: groups", what="rollouts")
+    version, tokens_of = document["version"], document["ledger"]["tokens_of"]
+    for entry in groups.entries:
+        oldest = version - rules.staleness if rules.staleness is not None else 0
+        check.require(
+            oldest <= entry.admitted_version <= version,
+            f"{where}: group {entry.group_id} was admitted at version {entry.admitted_version}, "
+            f"not from {max(0, oldest)} to {version}",
+        )
+        if entry.group is not None:
+            _check_finished(check, where, entry, version, tokens_of.get(entry.group_id), rules)
+        else:
+            check.require(
+                tokens_of.get(entry.group_id, 0) == 0,
+                f"{where}: group {entry.group_id} is unfinished, and has tokens in the ledger",
+            )
+    unfinished = {entry.group_id: entry for entry in groups.entries if entry.group is None}
+    for name, recorded in groups.rollouts.items():
+        check.looked_at += 1
+        check.require(
+            group_of(name) in unfinished, f"{where}: rollout {name} is of no unfinished group"
+        )
+        check.violations += [f"{where}: {e}" for e in recorded_errors(recorded, version)]
+    return check
+
+
+def check_against_metrics(
+    where: str,
+    step: int,
+    document: Mapping[str, Any],
+    row: LedgerTotals | None,
+    row_version: int | None,
+) -> Check:
+    """The row of the step comes first; what is in the checkpoint and later may be more of what goes
+    on between them."""
+    check = Check(name=f"checkpoint {step}: against its row of the metrics", what="rows")
+    if step == 0:
+        return check
+    check.require(row_version is not None, f"{where}: there is no row of step {step}")
+    if row_version is None:
+        return check
+    check.looked_at = 1
+    check.require(
+        row_version == document["version"],
+        f"{where}: version {document['version']}; {row_version} in the row of step {step}",
+    )
+    if row is None:
+        return check
+    ledger = document["ledger"]
+    pairs = (
+        ("tokens trained", ledger["trained"], row.tokens_trained),
+        ("tokens masked", sum(ledger["masked"].values()), sum(row.tokens_masked.values())),
+        ("groups trained", ledger["groups_trained"], row.groups_trained),
+    )
+    for name, saved, recorded in pairs:
+        check.require(
+            saved == recorded, f"{where}: {saved} {name}; {recorded} in the row of step {step}"
+        )
+    more = (
+        ("groups admitted", ledger["groups_admitted"], row.groups_admitted),
+        ("tokens discarded", sum(ledger["discarded"].values()), sum(row.tokens_discarded.values())),
+    )
+    for name, saved, recorded in more:
+        check.require(
+            saved >= recorded, f"{where}: {saved} {name}; already {recorded} in the row before"
+        )
+    return check
+
+
+def check_journal(
+    name: str,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    version: int | None,
+    finished: frozenset[str],
+    is_first: bool,
+) -> Check:
+    """The lines of one journal.
+
+    Args:
+        version: of its checkpoint; None where there is none.
+        finished: groups that its checkpoint holds as finished.
+        is_first: no file before it is read with it, so that no turn may be missing, but those of
+            rollouts that the checkpoint holds.
+    """
+    check = Check(name=f"journal {name}", what="turns")
+    newest: int | None = None
+    known: dict[str, int] = {}  # turns of each rollout that began in this file
+    for number, row in enumerate(rows, start=1):
+        where = f"journal {name}, line {number}"
+        if number == 1:
+            newest = row.get("version")
+            check.require(
+                newest is None or version is None or newest == version,
+                f"{where}: begun at version {newest}; its checkpoint has version {version}",
+            )
+            continue
+        rollout_id, index = row["rollout_id"], row["index"]
+        if row["turn"] is None:
+            known.pop(rollout_id, None)
+            continue
+        check.looked_at += 1
+        check.require(
+            newest is None or group_of(rollout_id) not in finished,
+            f"{where}: a turn of group {group_of(rollout_id)}, which its checkpoint holds as "
+            "finished",
+        )
+        if index == 0:
+            known[rollout_id] = 0
+        if rollout_id in known:
+            check.require(
+                index <= known[rollout_id],
+                f"{where}: turn {index} of {rollout_id} after turn {known[rollout_id] - 1}",
+            )
+            known[rollout_id] = index + 1
+        elif is_first and version is None:
+            check.violations.append(f"{where}: turn {index} of {rollout_id}, which did not begin")
+        runs = row["turn"]["completion"]["version_runs"]
+        has_tokens = bool(row["turn"]["completion"]["token_ids"])
+        check.require(
+            newest is None or not has_tokens or max(v for _, v in runs) <= newest,
+            f"{where}: tokens of a version after {newest}",
+        )
+    return check
+
+
+def recorded_errors(recorded: RecordedRollout, version: int) -> list[str]:
+    """What is wrong with a rollout that is to be continued at ``version``."""
+    errors: list[str] = []
+    completions = [turn.completion for turn in recorded.turns]
+    if recorded.partial is not None:
+        completions.append(recorded.partial)
+    for index, completion in enumerate(completions):
+        errors += completion_errors(completion, newest=version)
+        prefix, _, turn = completion.request_id.rpartition("/")
+        if turn != f"t{index}" or not prefix.startswith(recorded.rollout_id):
+            errors.append(
+                f"rollout {recorded.rollout_id}: turn {index} is request {completion.request_id}"
+            )
+    if recorded.ended is not None and recorded.ended.turns != recorded.turns:
+        errors.append(f"rollout {recorded.rollout_id} ended with other turns than were recorded")
+    return errors
+
+
+def _check_finished(
+    check: Check, where: str, entry: Entry, version: int, held: int | None, rules: Rules
+) -> None:
+    group = entry.group
+    assert group is not None
+    check.looked_at += len(group.rollouts)
+    found = sum(rollout.num_sampled_tokens for rollout in group.rollouts)
+    check.require(
+        held == found,
+        f"{where}: group {entry.group_id} has {found} tokens; {held} in the ledger",
+    )
+    check.require(
+        rules.group_size is None or len(group.rollouts) == rules.group_size,
+        f"{where}: group {entry.group_id} has {len(group.rollouts)} rollouts, not "
+        f"{rules.group_size}",
+    )
+    ids = {rollout.rollout_id for rollout in group.rollouts}
+    check.require(
+        len(ids) == len(group.rollouts), f"{where}: group {entry.group_id} has a rollout twice"
+    )
+    for rollout in group.rollouts:
+        error = ending_error(rollout.status, rollout.reward)
+        check.require(error is None, f"{where}: rollout {rollout.rollout_id}: {error}")
+        for turn in rollout.turns:
+            errors = completion_errors(
+                turn.completion, newest=version, oldest=entry.admitted_version
+            )
+            check.violations += [f"{where}: {one}" for one in errors]

@@ -1,0 +1,35 @@
+"""``torchtitan-rl audit RUN_DIR``: whether everything that a run wrote adds up.
+
+Exit codes: 0 it does, with a line for each check; 1 it does not, with a line for each violation;
+2 there is no such run, or it cannot be read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_rl.audit.audit_run import audit
+
+_USAGE = "usage: torchtitan-rl audit RUN_DIR    of a run that is not running\n"
+
+
+def main(words: Sequence[str]) -> int:
+    if list(words) in (["-h"], ["--help"]):
+        print(_USAGE, end="")
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        print(_USAGE, end="", file=sys.stderr)
+        return 2
+    try:
+        checks = audit(Path(words[0]))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for check in checks:
+        print(check.summary)
+    violations = [violation for check in checks for violation in check.violations]
+    for violation in violations:
+        print(f"violation: {violation}", file=sys.stderr)
+    return 1 if violations else 0

@@ -1,0 +1,222 @@
+"""Do the rows of ``metrics.jsonl`` add up, each alone and from one to the next? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchtitan_rl.audit.findings import Check, Rules
+from torchtitan_rl.observability.sinks import is_step_row, is_validation_row
+from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
+from torchtitan_rl.orchestration.records import LedgerTotals
+
+Row = Mapping[str, Any]
+
+_UNACCOUNTED = "account/unaccounted_tokens"
+_TOTALS = "total/tokens_generated"
+_STATES = ("waiting", "running", "finished", "batched")
+
+
+class MetricsChecks:
+    """Takes one row after another; `results` when all have come."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._order = Check(name="metrics: steps", what="steps")
+        self._sums = Check(name="metrics: totals", what="rows with totals")
+        self._growth = Check(name="metrics: growth of totals", what="pairs of rows")
+        self._steps = Check(name="metrics: tokens and groups of a step", what="steps")
+        self._ages = Check(name="metrics: ages", what="rows with ages")
+        self._account = Check(name="metrics: account against replicas", what="rows with it")
+        self._validations = Check(name="metrics: validations", what="validations")
+        self._last: Row | None = None
+        self._validated: set[int] = set()
+        self.totals: dict[int, LedgerTotals] = {}  # by step
+        self.versions: dict[int, int] = {}
+        self.last_step = 0
+        self.problems: int | None = None  # of the largest validation
+
+    def take(self, where: str, row: Row) -> None:
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("version"), int):
+            self._order.violations.append(f"{where}: no step, or no version")
+            return
+        if _UNACCOUNTED in row:
+            self._account.looked_at += 1
+            self._account.require(
+                row[_UNACCOUNTED] == 0,
+                f"{where}: {row[_UNACCOUNTED]} tokens were sampled and are in no account",
+            )
+        if is_validation_row(row):
+            self._take_validation(where, row)
+        if is_step_row(row):
+            self._take_step(where, row)
+
+    def results(self) -> list[Check]:
+        return [
+            self._order,
+            self._sums,
+            self._growth,
+            self._steps,
+            self._ages,
+            self._account,
+            self._validations,
+        ]
+
+    def _take_validation(self, where: str, row: Row) -> None:
+        check, step = self._validations, row["step"]
+        check.looked_at += 1
+        check.require(step not in self._validated, f"{where}: step {step} is validated again")
+        check.require(
+            step <= self.last_step + is_step_row(row),
+            f"{where}: a validation of step {step} before that step",
+        )
+        self._validated.add(step)
+        groups = row.get("validation/groups")
+        if groups is not None:
+            self.problems = max(self.problems or 0, int(groups))
+
+    def _take_step(self, where: str, row: Row) -> None:
+        step, version, last = row["step"], row["version"], self._last
+        self._order.looked_at += 1
+        self._order.require(
+            step == self.last_step + 1, f"{where}: step {step} comes after step {self.last_step}"
+        )
+        before = last["version"] if last is not None else 0
+        self._order.require(
+            before <= version <= before + 1 or step != self.last_step + 1,
+            f"{where}: version {version} comes after version {before}",
+        )
+        self._order.require(version <= step, f"{where}: version {version} at step {step}")
+        self._check_ages(where, row)
+        self._check_step(where, row)
+        totals = totals_of(row)
+        if totals is not None:
+            self._check_totals(where, row, totals)
+            self.totals[step] = totals
+        self.versions[step] = version
+        self._last, self.last_step = row, step
+
+    def _check_totals(self, where: str, row: Row, totals: LedgerTotals) -> None:
+        self._sums.looked_at += 1
+        try:
+            require_sums(totals)
+        except LedgerError as error:
+            self._sums.violations.append(f"{where}: {error}")
+        last = self.totals.get(row["step"] - 1)
+        if row["step"] == 1:
+            last = _NOTHING
+        if last is None:
+            return
+        self._growth.looked_at += 1
+        for name, now, then in _growing(totals, last):
+            self._growth.require(now >= then, f"{where}: {name} falls from {then} to {now}")
+        masked = totals.tokens_masked.get("loss_mask", 0) - last.tokens_masked.get("loss_mask", 0)
+        pairs = (
+            ("tokens/trained", totals.tokens_trained - last.tokens_trained + masked),
+            ("train/groups", totals.groups_trained - last.groups_trained),
+        )
+        for name, growth in pairs:
+            self._growth.require(
+                row.get(name, growth) == growth,
+                f"{where}: {name} is {row.get(name)}, but the total grows by {growth}",
+            )
+
+    def _check_step(self, where: str, row: Row) -> None:
+        check, rules = self._steps, self._rules
+        check.looked_at += 1
+        if "tokens/generated" in row:
+            parts = row["tokens/trained"] + row["tokens/discarded"]
+            check.require(
+                row["tokens/generated"] == parts,
+                f"{where}: a batch of {row['tokens/generated']} tokens, of which {parts} are "
+                "trained or discarded",
+            )
+        groups, rollouts = row.get("train/groups"), row.get("train/rollouts")
+        if groups is not None and rules.groups_per_step is not None:
+            check.require(
+                groups == rules.groups_per_step,
+                f"{where}: a batch of {groups} groups; rollout.groups_per_step is "
+                f"{rules.groups_per_step}",
+            )
+        if groups is not None and rules.group_size is not None:
+            check.require(
+                rollouts == groups * rules.group_size,
+                f"{where}: {rollouts} rollouts of {groups} groups of {rules.group_size}",
+            )
+        if "buffer/capacity" in row:
+            held = sum(row[f"buffer/{state}"] for state in _STATES)
+            check.require(
+                held <= row["buffer/capacity"],
+                f"{where}: {held} groups in a buffer of {row['buffer/capacity']}",
+            )
+
+    def _check_ages(self, where: str, row: Row) -> None:
+        age, limit = row.get("policy/staleness_max"), self._rules.staleness
+        if age is None:
+            return
+        self._ages.looked_at += 1
+        self._ages.require(age >= 0, f"{where}: tokens of a later version than the step's")
+        self._ages.require(
+            limit is None or age <= limit,
+            f"{where}: tokens {age} versions old; schedule.staleness is {limit}",
+        )
+
+
+def totals_of(row: Row) -> LedgerTotals | None:
+    """The account in a row; None where it has none."""
+    if _TOTALS not in row:
+        return None
+    return LedgerTotals(
+        tokens_generated=int(row["total/tokens_generated"]),
+        tokens_trained=int(row["total/tokens_trained"]),
+        tokens_masked=_by_cause(row, "total/tokens_masked"),
+        tokens_discarded=_by_cause(row, "total/tokens_discarded"),
+        tokens_buffered=int(row["total/tokens_buffered"]),
+        groups_admitted=int(row["total/groups_admitted"]),
+        groups_trained=int(row["total/groups_trained"]),
+        groups_discarded=_by_cause(row, "total/groups_discarded"),
+        groups_buffered=int(row["total/groups_buffered"]),
+    )
+
+
+def check_rows(rows: Iterable[tuple[str, Row]], rules: Rules) -> MetricsChecks:
+    """(where, row) pairs in the order of the file."""
+    checks = MetricsChecks(rules)
+    for where, row in rows:
+        checks.take(where, row)
+    return checks
+
+
+def _by_cause(row: Row, name: str) -> dict[str, int]:
+    """The sum may be all there is; the causes must make it up where there are any."""
+    causes = {
+        key.removeprefix(f"{name}/"): int(value)
+        for key, value in row.items()
+        if key.startswith(f"{name}/")
+    }
+    rest = int(row[name]) - sum(causes.values())
+    return causes | ({"cause not named": rest} if rest else {})
+
+
+def _growing(now: LedgerTotals, then: LedgerTotals) -> list[tuple[str, int, int]]:
+    pairs = [
+        (name, getattr(now, name), getattr(then, name))
+        for name in ("tokens_generated", "tokens_trained", "groups_admitted", "groups_trained")
+    ]
+    for name in ("tokens_masked", "tokens_discarded", "groups_discarded"):
+        later, earlier = getattr(now, name), getattr(then, name)
+        pairs += [(f"{name}/{one}", later.get(one, 0), earlier[one]) for one in earlier]
+    return pairs
+
+
+_NOTHING = LedgerTotals(
+    tokens_generated=0,
+    tokens_trained=0,
+    tokens_masked={},
+    tokens_discarded={},
+    tokens_buffered=0,
+    groups_admitted=0,
+    groups_trained=0,
+    groups_discarded={},
+    groups_buffered=0,
+)
