@@ -54,6 +54,12 @@ class _Call:
     is_given_up: bool = False
     task: asyncio.Task[None] | None = None
 
+    @property
+    def num_unheard(self) -> int:
+        if self.request.request_id.startswith("validation/"):
+            return 0
+        return len(self.tokens) - max(self.num_told, self.num_read)
+
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
             request_id=self.request.request_id,
@@ -67,8 +73,7 @@ class _Call:
 class SimReplica:
     """Samples `scripted_token`; each takes ``token_s`` times the chance's whim.
 
-    ``sampled`` counts every token, ``lost`` those that were never told when the replica died;
-    ``is_validation`` tells which requests count apart.
+    ``sampled`` counts every token, validation's included.
     """
 
     def __init__(
@@ -97,7 +102,8 @@ class SimReplica:
         self.pull_s = 0.05
         self.sampled = 0
         self.sampled_for_validation = 0
-        self.lost = 0
+        self._num_lost = 0
+        self._given_up: list[_Call] = []
         self.requested: list[str] = []
         self.has_weights = True
         trainer.awake.append(self)
@@ -116,6 +122,13 @@ class SimReplica:
             self.die()
 
     @property
+    def lost(self) -> int:
+        """Tokens that nobody was told of, and nobody asks for any more: those of a dead replica, or
+        of one that its callers have left."""
+        unheard = [*self._given_up, *self._calls.values()]
+        return self._num_lost + sum(call.num_unheard for call in dict.fromkeys(unheard))
+
+    @property
     def is_sound(self) -> bool:
         """Neither dead nor about to be found dead."""
         return not (self.is_dead or self._is_frozen or self._is_wedged)
@@ -126,8 +139,8 @@ class SimReplica:
             return
         self._death.set_result(None)
         for call in list(self._calls.values()):
-            if not call.request.request_id.startswith("validation/"):
-                self.lost += len(call.tokens) - max(call.num_told, call.num_read)
+            if not call.is_given_up:
+                self._num_lost += call.num_unheard
             self._end(call, ReplicaError(f"{self._name} is dead"))
             if call.task is not None:
                 call.task.cancel()
@@ -163,6 +176,7 @@ class SimReplica:
             return await call.future
         except asyncio.CancelledError:
             call.is_given_up = True
+            self._given_up.append(call)
             raise
 
     async def _sample(self, call: _Call) -> None:

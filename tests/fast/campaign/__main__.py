@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ def _give_up(number: int, frame: object) -> None:
 
 def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     signal.signal(signal.SIGALRM, _give_up)
     sys.unraisablehook = lambda args: None  # of coroutines that a kill abandoned
     results = []

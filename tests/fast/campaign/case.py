@@ -67,7 +67,7 @@ def run_case(seed: int) -> Case:
             path = life.root
             if is_last:
                 violations += _ends_well(life)
-        fired = {one.fault.action for life in lives for one in life.machine.fired}
+        fired = [one.fault for life in lives for one in life.machine.fired]
         violations += equals_the_undisturbed_run(lives[-1], dry, fired)
         trace = hash(tuple(one.machine.trace for one in lives))
         return Case(

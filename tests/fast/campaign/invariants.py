@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tests.fast.campaign.faults import HARMLESS
 from tests.fast.campaign.lives import Ending, Life
+from tests.fast.campaign.machine import Fault
 from tests.fast.campaign.plan import CampaignPlan
 from tests.fast.campaign.rows import damaged_rows, read_rows
 from tests.fast.simulated_parts import SimDataset
@@ -20,6 +21,7 @@ from torchtitan_rl.errors import (
     DeadlineError,
     DivergedError,
     GenerationError,
+    OutputError,
     TorchtitanRLError,
     TrainerLostError,
     WeightSyncError,
@@ -29,6 +31,7 @@ from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.recovery import groups_from_bytes
 from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
+from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.training.checkpoint_files import read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
 
@@ -93,8 +96,8 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         validates = bool(reserved) and not reserved[0].is_sound
         return not [one for one in able if one not in reserved] or validates or action == "late"
     if action in ("no_space", "disk_full"):
-        return point in ("journal", "rows") or action == "disk_full" or issubclass(
-            error, (JournalError, CheckpointError)
+        return point in ("journal", "rows") or issubclass(
+            error, (JournalError, CheckpointError, OutputError)
         )
     if action == "block":  # every deadline that is under way passes
         return issubclass(error, (DeadlineError, WeightSyncError, GenerationError))
@@ -148,7 +151,8 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     asked -= {entry.group_id for entry in entries if entry.group is not None}
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
     sampled = sum(r.sampled - r.sampled_for_validation for r in simulation.replicas)
-    lost = sum(replica.lost for replica in simulation.replicas)
+    states = simulation.router.states()
+    lost = sum(r.lost for r in simulation.replicas if states[r.name] is ReplicaState.DEAD)
     if not sampled + recorded - lost <= accounted <= sampled + recorded:
         yield (
             f"{accounted} tokens accounted, {sampled} sampled (of them {lost} lost with replicas) "
@@ -350,10 +354,13 @@ def validates_undisturbed(life: Life) -> Iterator[str]:
         yield f"cut and continued: {cut[:3]}"
 
 
-def equals_the_undisturbed_run(life: Life, undisturbed: Life, fired: set[str]) -> list[Violation]:
+def equals_the_undisturbed_run(
+    life: Life, undisturbed: Life, fired: list[Fault]
+) -> list[Violation]:
     """At S = 0, where no fault changed the data: bit for bit. ``fired``: in all lives."""
     plan = life.plan
-    if not plan.is_determined or fired - HARMLESS or life.ending is not Ending.SUCCESS:
+    harm = [one for one in fired if one.action not in HARMLESS or one.seconds > 5.0]
+    if not plan.is_determined or harm or life.ending is not Ending.SUCCESS:
         return []
     assert life.simulation is not None
     assert undisturbed.simulation is not None

@@ -22,6 +22,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
 from torchtitan_rl.orchestration.resume_choice import choose_checkpoint, why_not_resumable
+from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoint_files import read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
@@ -85,6 +86,7 @@ def live(
     machine = Machine(root, faults)
     life = Life(number=number, plan=plan, machine=machine, start=start, root=root)
     loop = CampaignLoop(machine)
+    abandoned._running.clear()  # a new process has left no call behind
     with disk_of(machine):
         try:
             supervisor = _supervise(life, loop, resume)
