@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from tests.fast.campaign.case import Case, run_case
 
 _CHUNK = 25
+_MAX_BYTES = 4 << 30
 _LIMIT_S = 60.0  # of real time, for one case
 
 
@@ -27,11 +29,16 @@ def _give_up(number: int, frame: object) -> None:
     raise _TooLong
 
 
-def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
+def prepare_process() -> None:
+    """Of a process that runs cases: quiet about what a kill abandons, and bounded."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    sys.unraisablehook = lambda args: None
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     signal.signal(signal.SIGALRM, _give_up)
-    sys.unraisablehook = lambda args: None  # of coroutines that a kill abandoned
+
+
+def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
     results = []
     for seed in seeds:
         signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
@@ -54,7 +61,7 @@ def run_many(first: int, cases: int, seconds: float, jobs: int, out: Path | None
     num_run = num_failed = 0
     file = out.open("w") if out is not None else sys.stdout
     chunks = (range(s, min(s + _CHUNK, first + cases)) for s in range(first, first + cases, _CHUNK))
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=prepare_process) as pool:
         pending = []
         for chunk in chunks:
             if time.monotonic() - started > seconds:
@@ -95,7 +102,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where failing cases are described")
     options = parser.parse_args()
     if options.seed is not None:
-        sys.unraisablehook = lambda args: None
+        prepare_process()
         case = run_case(options.seed)
         print(case.describe())
         return 1 if case.violations else 0

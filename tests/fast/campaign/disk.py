@@ -1,5 +1,5 @@
-"""The disk of a machine: each write and each change of a name asks the machine first, which may have
-it fail, tear it or end the process there."""
+"""The disk of a machine: each write and each change of a name asks the machine first, which may
+have it fail, tear it or end the process there."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.training.checkpoint_files import read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
-
-MOST_PUBLISHED = 3  # the current version, the one before, and one that an evaluation pins
+from torchtitan_rl.types import RolloutStatus
 
 Rule = Callable[[Life], Iterator[str]]
 
@@ -52,9 +51,7 @@ class Violation:
 
 def violations_of(life: Life) -> list[Violation]:
     """All rules, after one life."""
-    return [
-        Violation(rule.__name__, life.number, text) for rule in _RULES for text in rule(life)
-    ]
+    return [Violation(rule.__name__, life.number, text) for rule in _RULES for text in rule(life)]
 
 
 def ends_in_a_named_way(life: Life) -> Iterator[str]:
@@ -129,8 +126,16 @@ def keeps_the_rules_of_shared_devices(life: Life) -> Iterator[str]:
 
 
 def bounds_published_versions(life: Life) -> Iterator[str]:
-    if life.simulation is not None and life.simulation.trainer.most_readable > MOST_PUBLISHED:
+    if life.simulation is not None and life.simulation.trainer.most_readable > most_published(
+        life.plan
+    ):
         yield f"{life.simulation.trainer.most_readable} versions were readable at once"
+
+
+def most_published(plan: CampaignPlan) -> int:
+    """The current version, the one before, and one that an evaluation pins; where each step may be
+    evaluated, those that wait for their evaluation as well."""
+    return max(3, plan.staleness + 2) if plan.validate_every else 3
 
 
 def leaves_nothing_behind(life: Life) -> Iterator[str]:
@@ -153,7 +158,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     sampled = sum(r.sampled - r.sampled_for_validation for r in simulation.replicas)
     states = simulation.router.states()
     lost = sum(r.lost for r in simulation.replicas if states[r.name] is ReplicaState.DEAD)
-    if not sampled + recorded - lost <= accounted <= sampled + recorded:
+    # At S = 0 groups that are left over at the end are not begun again.
+    least = recorded if life.plan.staleness and life.start.step != life.plan.num_steps else 0
+    if not sampled + least - lost <= accounted <= sampled + recorded:
         yield (
             f"{accounted} tokens accounted, {sampled} sampled (of them {lost} lost with replicas) "
             f"and {recorded} recorded before"
@@ -162,7 +169,8 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
 
 def compares_with_replicas(life: Life) -> Iterator[str]:
     """The run's own comparison found nothing."""
-    wrong = [one for one in (life.simulation.recorder.accounts if life.simulation else ()) if one.unaccounted]
+    records = life.simulation.recorder.accounts if life.simulation is not None else []
+    wrong = [one for one in records if one.unaccounted]
     if wrong:
         yield f"after step {wrong[0].step}: {wrong[0].unaccounted} of {wrong[0].sampled}"
 
@@ -190,9 +198,7 @@ def counts_groups_once(life: Life) -> Iterator[str]:
     state = simulation.controller._state
     counts, totals = simulation.controller.counts(), state.ledger.totals()
     live = len(state.buffer)
-    if state.buffer.admitted != (
-        live + counts[GroupState.TRAINED] + counts[GroupState.DISCARDED]
-    ):
+    if state.buffer.admitted != (live + counts[GroupState.TRAINED] + counts[GroupState.DISCARDED]):
         yield f"{state.buffer.admitted} groups admitted, but {live} live and {counts}"
     if life.ending in (Ending.SUCCESS, Ending.STOPPED) and totals.groups_buffered != live:
         yield f"{totals.groups_buffered} groups in the account, {live} in the buffer"
@@ -344,6 +350,19 @@ def keeps_the_order(life: Life) -> Iterator[str]:
         yield f"{trained}"
 
 
+def lets_no_rollout_wait(life: Life) -> Iterator[str]:
+    """Where nothing failed and limits are far away, no rollout reaches one."""
+    if life.machine.fired or life.simulation is None or life.plan.rollout_timeout_s < 100.0:
+        return
+    recorder = life.simulation.recorder
+    groups = [group for record in recorder.steps for group in record.groups]
+    groups += [group for record in recorder.validations for group in record.groups]
+    usual = {RolloutStatus.COMPLETED, RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS}
+    strange = [r for group in groups for r in group.rollouts if r.status not in usual]
+    if strange:
+        yield f"{len(strange)}, such as {strange[0].rollout_id}: {strange[0].status}"
+
+
 def validates_undisturbed(life: Life) -> Iterator[str]:
     """An evaluation's answers do not depend on when it ran."""
     simulation = life.simulation
@@ -398,5 +417,6 @@ _RULES: tuple[Rule, ...] = (
     finishes_its_work,
     trains_each_group_once,
     keeps_the_order,
+    lets_no_rollout_wait,
     validates_undisturbed,
 )

@@ -168,9 +168,7 @@ def _judge(life: Life, main: asyncio.Task[None]) -> None:
 
 def _held(simulation: Simulation) -> list[str]:
     """What a run that is over still holds on to."""
-    held = [
-        f"{slot.name} is leased" for slot in simulation.router._slots.all if slot.is_leased
-    ] + [
+    held = [f"{slot.name} is leased" for slot in simulation.router._slots.all if slot.is_leased] + [
         f"{slot.name} has a load of {slot.outstanding_requests} requests"
         for slot in simulation.router._slots.all
         if slot.outstanding_requests or slot.outstanding_tokens
@@ -182,7 +180,10 @@ def _held(simulation: Simulation) -> list[str]:
 
 def look_at(root: Path) -> Start:
     """What is on a disk, without changing it."""
-    directory, journals = CheckpointDirectory(root / "checkpoints"), JournalDirectory(root / "journal")
+    directory, journals = (
+        CheckpointDirectory(root / "checkpoints"),
+        JournalDirectory(root / "journal"),
+    )
     complete = directory.steps()
     steps = [s for s in complete if why_not_resumable(directory.path(s), journals) is None]
     step = (steps or complete or [None])[-1]

@@ -8,10 +8,9 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
-from tests.fast.campaign.machine import Killed, Machine
+from tests.fast.campaign.machine import Killed, Machine, in_package
 from tests.fast.virtual_clock import VirtualLoop
 
-_PACKAGE = "/torchtitan_rl/"
 OF_THE_MACHINE = "machine: "  # tasks that stand for other processes
 
 
@@ -54,10 +53,6 @@ class _Counted(Coroutine[Any, Any, Any]):
             self.name = self.task.get_name()
             self.is_counted = not self.name.startswith(OF_THE_MACHINE)
         self.machine.task_name = self.name
-        self.machine.place = self._place
-
-    def _place(self) -> str:
-        return place_of(self.inner)
 
 
 class _Task(asyncio.Task[Any]):
@@ -129,13 +124,12 @@ class CampaignLoop(VirtualLoop):
 
 def place_of(coroutine: Any) -> str:
     """The innermost line of the package that a suspended coroutine stands at."""
-    place = "elsewhere"
+    place = ""
     while coroutine is not None:
         if isinstance(coroutine, _Counted):
             coroutine = coroutine.inner
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is not None and _PACKAGE in frame.f_code.co_filename:
-            file = frame.f_code.co_filename.rpartition("/")[2]
-            place = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+        if frame is not None:
+            place = in_package(frame) or place
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return place
+    return place or "elsewhere"

@@ -8,17 +8,20 @@ is called (``call``), and something is about to change on the disk (``disk``).
 from __future__ import annotations
 
 import shutil
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from tests.fast.simulated_faults import Strike
 
 Zone = Literal["await", "call", "disk"]
 
+_PACKAGE = "/torchtitan_rl/"
 MAX_AWAITS = 300_000  # of one life; more is a run that spins
 
 
@@ -73,8 +76,6 @@ class Machine:
         self.now_s: Callable[[], float] = lambda: 0.0
         self.skip: Callable[[float], None] = lambda seconds: None
         self.task_name = "start"
-        self.place: Callable[[], str] = lambda: "outside of a task"
-        self.places_matter = True
         self._faults = list(faults)
         self._by_point: dict[tuple[Zone, str], list[Fault]] = {}
         for fault in faults:
@@ -111,7 +112,8 @@ class Machine:
         if self.num_awaits > MAX_AWAITS:
             self.has_spun = True
             self.kill()
-        fault = self._count("await", "", nth=self.num_awaits - 1) or self._count("await", place)
+        fault = self._count("await", "", nth=self.num_awaits - 1, place=place)
+        fault = fault or self._count("await", place, place=place)
         if fault is None:
             return
         match fault.action:
@@ -134,7 +136,9 @@ class Machine:
             self.remains.mkdir(parents=True)
         raise Killed
 
-    def _count(self, zone: Zone, point: str, nth: int | None = None) -> Fault | None:
+    def _count(
+        self, zone: Zone, point: str, *, nth: int | None = None, place: str = ""
+    ) -> Fault | None:
         if nth is None:
             nth = self.counts[zone][point]
             self.counts[zone][point] += 1
@@ -142,12 +146,27 @@ class Machine:
             self.trace = zlib.crc32(entry.encode(), self.trace)
         for fault in self._by_point.get((zone, point), ()):
             if fault.nth <= nth < fault.nth + fault.span:
-                self._note(fault)
+                self._note(fault, place or _innermost())
                 return fault
         return None
 
-    def _note(self, fault: Fault) -> None:
-        place = self.place()
-        self.fired.append(
-            Fired(fault=fault, task=self.task_name, place=place, time_s=self.now_s())
-        )
+    def _note(self, fault: Fault, place: str) -> None:
+        self.fired.append(Fired(fault=fault, task=self.task_name, place=place, time_s=self.now_s()))
+
+
+def in_package(frame: FrameType) -> str:
+    """The line of the package that a frame stands at; empty for other code."""
+    path = frame.f_code.co_filename
+    if _PACKAGE not in path:
+        return ""
+    return f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _innermost() -> str:
+    """Where the code that runs now is."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if place := in_package(frame):
+            return place
+        frame = frame.f_back
+    return "elsewhere"

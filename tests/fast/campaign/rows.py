@@ -1,5 +1,5 @@
-"""A recorder that writes one row a step, as a run writes its metrics: the same file, cut back by the
-same rule where a run resumes."""
+"""A recorder that writes one row a step, as a run writes its metrics: the same file, cut back by
+the same rule where a run resumes."""
 
 from __future__ import annotations
 
