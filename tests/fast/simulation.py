@@ -130,6 +130,7 @@ class Simulation:
             ),
             config=self.config,
             rubric=rubric,
+            active_time=self.router.active_time,
         )
         self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
