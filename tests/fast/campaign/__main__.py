@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 from tests.fast.campaign.case import Case, run_case
 
@@ -83,7 +84,14 @@ def run_many(first: int, cases: int, seconds: float, jobs: int, out: Path | None
     return 1 if num_failed else 0
 
 
-def _note(seed, found, text, kinds, examples, file) -> None:  # type: ignore[no-untyped-def]
+def _note(
+    seed: int,
+    found: tuple[str, ...],
+    text: str,
+    kinds: Counter[str],
+    examples: dict[str, list[int]],
+    file: TextIO,
+) -> None:
     for kind in found:
         kinds[kind] += 1
         if len(examples.setdefault(kind, [])) < 12:

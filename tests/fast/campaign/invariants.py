@@ -352,7 +352,9 @@ def keeps_the_order(life: Life) -> Iterator[str]:
 
 def lets_no_rollout_wait(life: Life) -> Iterator[str]:
     """Where nothing failed and limits are far away, no rollout reaches one."""
-    if life.machine.fired or life.simulation is None or life.plan.rollout_timeout_s < 100.0:
+    if life.number > 0 or life.machine.fired or life.simulation is None:
+        return
+    if life.plan.rollout_timeout_s < 100.0:
         return
     recorder = life.simulation.recorder
     groups = [group for record in recorder.steps for group in record.groups]
