@@ -1,4 +1,4 @@
-"""One case: a plan and its faults from a seed, life after life, with all rules checked after each."""
+"""One case: a plan and faults from a seed, life after life, with all rules checked after each."""
 
 from __future__ import annotations
 
