@@ -48,7 +48,6 @@ class _Call:
     logprobs: list[float] = field(default_factory=list)
     runs: list[VersionRun] = field(default_factory=list)
     num_told: int = 0
-    num_read: int = 0
     told_s: float = 0.0
     is_aborted: bool = False
     is_given_up: bool = False
@@ -58,7 +57,7 @@ class _Call:
     def num_unheard(self) -> int:
         if self.request.request_id.startswith("validation/"):
             return 0
-        return len(self.tokens) - max(self.num_told, self.num_read)
+        return len(self.tokens) - self.num_told
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
@@ -248,9 +247,6 @@ class SimReplica:
         def hear() -> None:
             if on_reading is not None and not self.is_dead:
                 on_reading(reading)
-                for name, partial in partials.items():
-                    if name in self._calls:
-                        self._calls[name].num_read = len(partial.token_ids)
 
         # Behind the ends of calls that had ended by now, before those of later ones.
         asyncio.get_running_loop().call_soon(hear)
