@@ -60,6 +60,7 @@ class GeneratorConfig:
     heartbeat_s: float = 60.0  # an idle replica's empty decision
     collective_timeout_s: float = 1800.0
     request_timeout_s: float = 600.0
+    stall_timeout_s: float = 120.0  # a replica whose engine gets nothing done for so long is lost
     start_timeout_s: float = 300.0
     threads: int = 1  # OMP threads of each rank
 

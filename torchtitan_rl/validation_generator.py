@@ -69,6 +69,7 @@ def generator_mistakes(generator: GeneratorConfig, policy: PolicyFacts) -> list[
                 "generator.heartbeat_s": generator.heartbeat_s,
                 "generator.collective_timeout_s": generator.collective_timeout_s,
                 "generator.request_timeout_s": generator.request_timeout_s,
+                "generator.stall_timeout_s": generator.stall_timeout_s,
                 "generator.start_timeout_s": generator.start_timeout_s,
             }
         ),

@@ -71,7 +71,7 @@ class FarReplica:
         self._news.set()
 
     def hang(self) -> None:
-        """The engine makes no progress, and its process answers."""
+        """The engine makes no progress, and its process answers; no stall is noticed."""
         self._moves.clear()
 
     def freeze(self) -> None:
