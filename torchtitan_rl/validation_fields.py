@@ -97,6 +97,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "heartbeat_s": _SECONDS,
         "collective_timeout_s": _SECONDS,
         "request_timeout_s": _SECONDS,
+        "stall_timeout_s": _SECONDS,
         "start_timeout_s": _SECONDS,
         "threads": _THREADS,
     },
