@@ -194,9 +194,13 @@ class Retries:
         leaves = asyncio.ensure_future(request.gone())
         try:
             await asyncio.wait({sends, leaves}, return_when=asyncio.FIRST_COMPLETED)
-            if sends.done():
-                sends.result()
-                self._note_delivered(attempt)
+            if not sends.done():
+                leaves.result()
+                return
+            sends.result()
+            if not attempt.has_begun:
+                raise HttpError(503, "The request was cancelled.", code="cancelled")
+            self._note_delivered(attempt)
         finally:
             sends.cancel()
             leaves.cancel()
@@ -286,6 +290,8 @@ async def _stays(request: BufferedRequest, attempt: Attempt) -> bool:
     ends, leaves = asyncio.ensure_future(attempt.ended()), asyncio.ensure_future(request.gone())
     try:
         await asyncio.wait({ends, leaves}, return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            leaves.result()
         return ends.done()
     finally:
         ends.cancel()
