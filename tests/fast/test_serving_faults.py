@@ -313,6 +313,8 @@ def test_without_a_fault_everyone_is_answered() -> None:
     check(outcome, Faults(watches=watched))
     assert not outcome.was_lost
     assert [client.status for client in outcome.clients[:5]] == [200] * 5
+    assert outcome.replica.aborted  # of clients that left
+    assert outcome.sessions.counts()["session_unseen_turns"] >= 2
 
 
 def chosen(sites: list[Any]) -> Collection[int]:
