@@ -4,8 +4,8 @@ When it is ready it prints the base URL, and nothing else, on stdout. SIGTERM or
 order: no new connection, a few seconds for running requests, then all processes; a second one ends
 it at once.
 
-Exit codes: 1 it did not start, or the endpoint's process or the last replica was lost; 2 the
-options are wrong; 128 + n ended by signal n.
+Exit codes: 1 it did not start, the endpoint failed, or its process or the last replica was lost;
+2 the options are wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
