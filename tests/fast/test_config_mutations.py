@@ -12,11 +12,13 @@ from typing import Any, get_type_hints
 import pytest
 
 import configs
+from experiments.alphabet_sort.task import POLICY_DIR
 from tests.fast.config_mutations import branches, leaves, values_for, with_value
 from torchtitan_rl import config as config_module
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config import EndpointConfig, RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.prepare import prepare_run
+from torchtitan_rl.serve import ServeConfig, prepare_serve
 from torchtitan_rl.validation import MachineFacts
 from torchtitan_rl.validation_fields import RULES
 
@@ -89,6 +91,28 @@ def test_a_value_in_place_of_a_whole_part_is_refused(name: str, tmp_path: Path) 
         for value in (None, 3, "text", {}):
             (found, *_) = complaints(with_value(config, field, value), machine)
             assert found.startswith(f"{field} is ")
+
+
+def test_every_value_of_every_option_of_serve_starts_or_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    config = ServeConfig(
+        model=str(POLICY_DIR), log_dir=tmp_path / "logs", endpoint=EndpointConfig(port=0)
+    )
+    assert prepare_serve(config).describe()
+    names = {"model": "MODEL"}
+    for field, hint in leaves(config):
+        for value in values_for(hint):
+            found = []
+            try:
+                prepare_serve(with_value(config, field, value)).describe()
+            except ConfigError as error:
+                found = error.mistakes
+            case = f"{field} = {value!r}: {found}"
+            if found:
+                assert any(names.get(field, field) in one or field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_number_of_every_configuration_has_a_rule_and_every_rule_a_field() -> None:
