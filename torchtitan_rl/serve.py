@@ -33,11 +33,11 @@ from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.validation import but_about
 from torchtitan_rl.validation_fields import (
     MAX_SECONDS,
     RULES,
     Bounds,
+    but_about,
     field_errors,
     with_defaults_for,
 )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -232,6 +233,13 @@ def with_defaults_for(config: _C, wrong: Collection[str], prefix: str = "") -> _
         elif dataclasses.is_dataclass(value) and any(one.startswith(f"{name}.") for one in wrong):
             changes[field.name] = with_defaults_for(value, wrong, f"{name}.")
     return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+def but_about(wrong: Collection[str], errors: Iterable[str]) -> list[str]:
+    """Those of the messages that name none of these fields, which have messages of their own."""
+    names = "|".join(map(re.escape, wrong))
+    naming = re.compile(rf"(?<![\w.])(?:{names})(?!\w|\.\w)")
+    return [error for error in errors if not wrong or not naming.search(error)]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from tests.fast.config_mutations import branches, leaves, values_for, with_value
 from torchtitan_rl import config as config_module
 from torchtitan_rl.config import EndpointConfig, RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.generate import GenerateOptions
 from torchtitan_rl.prepare import prepare_run
 from torchtitan_rl.serve import ServeConfig, prepare_serve
 from torchtitan_rl.validation import MachineFacts
@@ -113,6 +114,22 @@ def test_every_value_of_every_option_of_serve_starts_or_is_refused_in_one_line(
                 assert any(names.get(field, field) in one or field in one for one in found), case
             assert all("\n" not in one for one in found), case
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_value_of_every_option_of_generate_is_taken_or_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.touch()
+    options = GenerateOptions(model=POLICY_DIR, input=prompts, output=tmp_path / "out.jsonl")
+    assert options.mistakes() == []
+    for field, hint in leaves(options):
+        for value in values_for(hint):
+            found = with_value(options, field, value).mistakes()
+            case = f"{field} = {value!r}: {found}"
+            assert not found or any(field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == [prompts]
 
 
 def test_every_number_of_every_configuration_has_a_rule_and_every_rule_a_field() -> None:
