@@ -1,7 +1,7 @@
 """The typed configuration of a run. Values only: no framework is imported, nothing is started.
 
 Every field can be overridden on the command line (``--generator.replicas 4``). The values that each
-field may have are in `validation_fields.py`; what must hold between fields is checked in
+field may have are in `validation_rules.py`; what must hold between fields is checked in
 `validation.py`.
 """
 
