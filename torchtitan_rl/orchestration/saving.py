@@ -21,7 +21,7 @@ from torchtitan_rl.orchestration.recovery import (
     groups_from_bytes,
     groups_to_bytes,
 )
-from torchtitan_rl.orchestration.resume_choice import GROUPS
+from torchtitan_rl.orchestration.resume_choice import GROUPS, JOURNAL_MARK
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -80,9 +80,10 @@ class RunSaver:
         if resume_from is None:
             self._journals.begin(0, version=self._state.version)
             return self._recorded
-        groups = SavedGroups()
+        groups, mark = SavedGroups(), 0
         if resume_from.path is not None:
             document = await self._trainer.load_checkpoint(resume_from.path)
+            mark = document.get(JOURNAL_MARK, 0)
             groups = groups_from_bytes(
                 await asyncio.to_thread(load_attachment, resume_from.path, GROUPS)
             )
@@ -90,12 +91,16 @@ class RunSaver:
             self._recorder.say(f"resumed after step {self._state.step} from {resume_from.path}")
         step = self._state.step
         self._recorded = RecordedGroups(
-            self._journals.restore(step, groups.rollouts),
+            self._journals.restore(step, groups.rollouts, mark=mark),
             restored_version=self._state.version,
             admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
         )
         self._journals.restart(
-            step, self._recorded.rollouts, groups.rollouts, version=self._state.version
+            step,
+            self._recorded.rollouts,
+            groups.rollouts,
+            version=self._state.version,
+            mark=mark,
         )
         return self._recorded
 
@@ -148,7 +153,7 @@ class RunSaver:
             # One moment, from here to the call of the trainer: no await.
             document, groups = self._document(), self._groups(partials)
             try:
-                self._journals.begin(step, version=document["version"])
+                document[JOURNAL_MARK] = self._journals.begin(step, version=document["version"])
             except JournalError as error:
                 raise CheckpointError(f"no journal for checkpoint {step}: {error}") from error
             await self._trainer.save_checkpoint(
