@@ -169,7 +169,7 @@ def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
 
 
 def _weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
-    from torchtitan_rl.weights.shared_memory import SHARED_MEMORY_ROOT
+    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
 
     if config.weight_sync.transport == "rdma":
         return WeightRoom()
