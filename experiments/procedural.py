@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
+MAX_PROBLEMS = 1 << 24  # of one epoch, whose order is kept in memory
 _VALIDATION_SHARE = 8  # one in so many keys belongs to validation
 
 

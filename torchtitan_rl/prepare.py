@@ -78,17 +78,27 @@ class PreparedRun:
 
 
 def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> PreparedRun:
-    """Raises `ConfigError` with all mistakes. ``machine`` replaces the one that this runs on."""
+    """Find, check and plan. ``machine`` replaces the one that this runs on.
+
+    Raises:
+        ConfigError: with all mistakes; the task's problems are read where its fields are right.
+    """
     machine = machine or machine_facts()
     keys = Keys.of()
     wrong = field_errors(config)
-    policy_dir, policy, errors = _find_policy(config)
+    if {"policy", "task"} & wrong.keys():
+        raise ConfigError(find_mistakes(config, None, machine, keys))
+    policy_dir: Path | None = None
+    policy: PolicyFacts | None = None
+    errors: list[str] = []
+    if "policy.checkpoint" not in wrong:
+        policy_dir, policy, errors = _find_policy(config.policy.checkpoint)
     errors += find_mistakes(config, policy, machine, keys)
     sound = with_defaults_for(config, wrong)
     problems: tuple[Problem, ...] = ()
-    if not any(name.startswith("task") for name in wrong) and not config.task.mistakes():
-        problems, found = _problems(sound)
-        errors += but_about(wrong, found)
+    if not wrong and not config.task.mistakes():
+        problems, found = _problems(config)
+        errors += found
     notes: list[str] = []
     if policy is not None:
         room = _weight_room(sound, policy, machine)
@@ -96,7 +106,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         notes += [room.note] if room.note else []
     resumed = _Resumed()
     if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
-        resumed = _compare(config, run_identity(config, policy_dir))
+        resumed = _compare(sound, run_identity(sound, policy_dir))
         errors += but_about(wrong, resumed.errors)
     if errors or policy_dir is None:
         raise ConfigError(errors)
@@ -134,11 +144,8 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
         yield
 
 
-def _find_policy(config: RunConfig) -> tuple[Path | None, PolicyFacts | None, list[str]]:
+def _find_policy(checkpoint: str) -> tuple[Path | None, PolicyFacts | None, list[str]]:
     """The policy's directory and facts, and what is wrong with it."""
-    checkpoint = config.policy.checkpoint
-    if not isinstance(checkpoint, str) or not checkpoint:
-        return None, None, []  # one of `field_errors`
     try:
         policy_dir = resolve_checkpoint(checkpoint)
     except ConfigError as error:
@@ -225,7 +232,7 @@ def _same_file_system(one: Path, other: Path) -> bool:
 
 
 def _device(place: Path) -> int | None:
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     try:
         return place.stat().st_dev

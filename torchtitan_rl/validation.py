@@ -51,10 +51,12 @@ def find_mistakes(
     """
     wrong = field_errors(config)
     errors = list(wrong.values())
+    if {"policy", "task"} & wrong.keys():  # without these there is nothing to look at
+        return errors
     sound = with_defaults_for(config, wrong)
     errors += but_about(wrong, _relations(sound, policy, machine, keys or Keys.of()))
     if "name" not in wrong and "output_dir" not in wrong:
-        errors += path_errors(config)
+        errors += path_errors(sound)
     if not any(name == "task" or name.startswith("task.") for name in wrong):
         errors += config.task.mistakes()
     return errors

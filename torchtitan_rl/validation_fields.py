@@ -8,6 +8,7 @@ elsewhere, on a configuration `with_defaults_for` what is wrong by itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Collection, Mapping
@@ -22,7 +23,9 @@ from torchtitan_rl.rollout.task import Task
 _C = TypeVar("_C")
 
 MAX_SECONDS = 1e7  # four months; beyond some centuries Python's own waits overflow
+_MIN_SECONDS = 0.01  # some waits look that often, or ten times as often
 _MAX_COUNT = 2**31 - 1
+_MAX_FLOAT = 1e30  # float32 has 3e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Bounds:
             return f"give {self.fix}"
         low = f"{'above' if self.above else 'at least'} {_text(self.least)}"
         if self.most == math.inf:
-            return f"give a finite number {low}" if self.above else f"give {low}, and a finite one"
+            return f"give a finite number, {low}"
         return f"give {low} and {'below' if self.below else 'at most'} {_text(self.most)}"
 
 
@@ -53,8 +56,8 @@ def _count(least: int = 0, most: int = _MAX_COUNT) -> Bounds:
     return Bounds(least=least, most=most)
 
 
-_SECONDS = Bounds(least=0.0, most=MAX_SECONDS, above=True)
-_POSITIVE = Bounds(least=0.0, above=True)
+_SECONDS = Bounds(least=_MIN_SECONDS, most=MAX_SECONDS)
+_POSITIVE = Bounds(least=0.0, most=_MAX_FLOAT, above=True)
 _SHARE = Bounds(least=0.0, most=1.0)
 _RANKS = _count(1, 4096)
 _THREADS = _count(1, 1024)
@@ -117,6 +120,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "clip_high": _POSITIVE,
         "weight_cap": Bounds(
             least=1.0,
+            most=_MAX_FLOAT,
             fix="a finite number of at least 1, which is the weight of a token that is on policy",
         ),
         "mask_low": Bounds(
@@ -128,11 +132,14 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         ),
         "mask_high": Bounds(
             least=1.0,
+            most=_MAX_FLOAT,
             above=True,
             fix="a finite number above 1, for 1 is the ratio of a token that is on policy",
         ),
         "constant_length": _count(0, 1 << 24),
-        "kl_coefficient": Bounds(least=0.0, fix="a finite number, 0 for no KL penalty"),
+        "kl_coefficient": Bounds(
+            least=0.0, most=_MAX_FLOAT, fix="a finite number, 0 for no KL penalty"
+        ),
         "max_log_ratio": Bounds(
             least=0.0,
             most=80.0,
@@ -144,7 +151,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "learning_rate": _POSITIVE,
         "betas": Bounds(least=0.0, most=1.0, below=True),
         "eps": Bounds(least=0.0, most=1.0, above=True),
-        "weight_decay": Bounds(least=0.0),
+        "weight_decay": Bounds(least=0.0, most=_MAX_FLOAT),
         "warmup_steps": _count(0),
         "decay_steps": _count(0),
         "min_lr_factor": _SHARE,
@@ -198,7 +205,8 @@ def field_errors(
     Of a task's own fields the types are checked, and that numbers are finite; the rest is the
     task's matter (`Task.mistakes`).
     """
-    hints = _hints(type(config))
+    kind: Any = type(config)
+    hints = _hints(kind)
     own = None if isinstance(config, Task) else rules.get(type(config), {})
     errors: dict[str, str] = {}
     for field in dataclasses.fields(config):
@@ -226,7 +234,8 @@ def with_defaults_for(config: _C, wrong: Collection[str], prefix: str = "") -> _
     return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
-def _hints(kind: type) -> dict[str, Any]:
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
     try:
         return get_type_hints(kind)
     except NameError:  # a task whose types are imported for type checkers only
@@ -303,4 +312,4 @@ def _shown(value: Any) -> str:
 
 
 def _text(bound: float) -> str:
-    return f"{int(bound)}" if bound == int(bound) else f"{bound:g}"
+    return f"{bound:g}" if isinstance(bound, float) else f"{bound}"

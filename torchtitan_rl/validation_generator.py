@@ -100,14 +100,14 @@ def generator_mistakes(
             f"generator.max_model_len is {generator.max_model_len}: the policy has "
             f"{policy.max_positions} positions; give at most that"
         )
+    elif is_on_cpu:
+        mistakes += _cache_mistakes(generator, policy)
     step_tokens = max(_STEP_TOKENS, generator.max_model_len)
     if generator.max_running_requests > step_tokens:
         mistakes.append(
             f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
             f"engine takes {step_tokens} tokens, one or more of each request; give at most that"
         )
-    if is_on_cpu:
-        mistakes += _cache_mistakes(generator, policy)
     return mistakes
 
 

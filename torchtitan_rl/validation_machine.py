@@ -203,7 +203,7 @@ def weight_room(
 
 def free_bytes(place: Path) -> int:
     """Of the file system that ``place`` is on, or would be; 0 where that cannot be known."""
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     try:
         return shutil.disk_usage(place).free

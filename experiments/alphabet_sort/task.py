@@ -9,6 +9,7 @@ from typing import Any
 from experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
 from experiments.alphabet_sort.env import AlphabetSortEnv
 from experiments.alphabet_sort.names import NAMES
+from experiments.procedural import MAX_PROBLEMS
 from torchtitan_rl.config import RolloutConfig
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -65,8 +66,8 @@ class AlphabetSortTask(Task):
         if not self.power > 0:
             found.append(f"task.power={self.power}: must be above 0 (1 is the plain similarity)")
         for name in ("num_train_problems", "num_validation_problems"):
-            if getattr(self, name) < 1:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 or more")
+            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
+                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
         return found
 
     def _sizes(self) -> ProblemSizes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.calculator_agent.agent import solve
 from experiments.calculator_agent.dataset import ProblemSizes, WordProblems
 from experiments.calculator_agent.scoring import is_right, score
+from experiments.procedural import MAX_PROBLEMS
 from torchtitan_rl.config import RolloutConfig
 from torchtitan_rl.rollout.agent import Agent, AgentCall, AgentHost, AgentResult
 from torchtitan_rl.rollout.agent_env import AgentEnv
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import httpx
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
+_MAX_NUMBER = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,11 @@ class CalculatorAgentTask(AgentTask):
         found = []
         if not 0 <= self.two_operations <= 1:
             found.append(f"task.two_operations={self.two_operations}: must be between 0 and 1")
-        if self.max_number < 9:
-            found.append(f"task.max_number={self.max_number}: must be 9 or more")
-        for name in ("max_turns", "num_train_problems", "num_validation_problems"):
-            if getattr(self, name) < 1:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 or more")
+        if not 9 <= self.max_number <= _MAX_NUMBER:
+            found.append(f"task.max_number={self.max_number}: must be 9 to {_MAX_NUMBER}")
+        if self.max_turns < 1:
+            found.append(f"task.max_turns={self.max_turns}: must be 1 or more")
+        for name in ("num_train_problems", "num_validation_problems"):
+            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
+                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
         return found

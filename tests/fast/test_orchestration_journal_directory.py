@@ -298,3 +298,17 @@ def test_a_second_checkpoint_of_one_step_goes_on_from_its_own_mark(tmp_path):
         three,
     )
     assert len(JournalDirectory(tmp_path).restore(5, base, mark=mark)["running"].turns) == 3
+
+
+def test_a_second_checkpoint_of_one_step_needs_no_journal_that_can_be_written(tmp_path):
+    """All lines are of before it, and none comes after it."""
+    one, two = sampled(0, 0), sampled(1, 0)
+    journals = begun(tmp_path, 5)
+    journals.append("a", 1, two, None)
+    journals._journal._file.close()
+    with pytest.raises(JournalError, match="closed"):
+        journals.append("a", 2, sampled(2, 0), None)
+    mark = journals.begin(5)
+    found = JournalDirectory(tmp_path)
+    assert found.restore(5, record(one), mark=mark) == record(one)
+    assert found.restore(5, record(one)) == record(one, two)

@@ -16,11 +16,12 @@ from torchtitan_rl.errors import (
     CheckpointError,
     DeadlineError,
     GenerationError,
+    OutputError,
     TorchtitanRLError,
     WeightSyncError,
 )
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.orchestration.journal import Journal, JournalError
 from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
@@ -182,26 +183,69 @@ def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None
     assert error is None
 
 
-def test_running_groups_are_saved_where_the_journal_cannot_be_written(tmp_path: Path) -> None:
-    plan = replace(PLAN, staleness=1, checkpoint_every=0)
+def test_a_run_goes_on_without_its_journal_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, left = Journal.append, [20]
+
+    def full(journal: Journal, *line: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise JournalError("no space")
+        original(journal, *line)
+
+    monkeypatch.setattr(Journal, "append", full)
+    simulation, error = live(replace(PLAN, staleness=1), tmp_path)
+    assert error is None
+    assert sum("NO JOURNAL" in text for text in simulation.recorder.said) == 1
+
+
+@pytest.mark.parametrize("kind", ["record_step", "record_validation", "record_account"])
+def test_a_row_that_cannot_be_written_waits_for_the_next_one(tmp_path: Path, kind: str) -> None:
+    plan = replace(PLAN, validate_every=2, validation_problems=2)
 
     def prepare(simulation: Simulation) -> None:
-        journals, left = simulation.controller._parts.journals, [20]
-        original = journals.append
+        original, left = getattr(simulation.recorder, kind), [3]
 
-        def full(*line: Any) -> None:
+        def full(record: Any) -> None:
             left[0] -= 1
-            if left[0] < 0:
-                raise JournalError("no space")
-            original(*line)
+            if left[0] == 1:
+                raise OutputError("no space")
+            original(record)
 
-        journals.append = full  # type: ignore[method-assign]
+        setattr(simulation.recorder, kind, full)
 
-    first, error = live(plan, tmp_path, prepare=prepare)
-    assert isinstance(error, JournalError)
-    assert any(group["rollouts"] for group in newest(first)[1])
-    _, error = live(plan, tmp_path, resume=True)
+    simulation, error = live(plan, tmp_path, prepare=prepare)
     assert error is None
+    assert [record.step for record in simulation.recorder.steps] == [1, 2, 3, 4, 5, 6]
+    assert [record.step for record in simulation.recorder.validations] == [0, 2, 4, 6]
+    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6, 6]
+    assert any("1 rows could not be written" in text for text in simulation.recorder.said)
+
+
+def test_no_checkpoint_is_taken_while_a_row_waits(tmp_path: Path) -> None:
+    def prepare(simulation: Simulation) -> None:
+        original = simulation.recorder.record_step
+
+        def full(record: Any) -> None:
+            if record.step == 4:
+                raise OutputError("no space")
+            original(record)
+
+        simulation.recorder.record_step = full  # type: ignore[method-assign]
+
+    first, error = live(replace(PLAN, staleness=1), tmp_path, prepare=prepare)
+    assert isinstance(error, CheckpointError)
+    assert newest(first)[0]["step"] == 2
+
+
+def test_a_checkpoint_that_is_due_after_a_step_without_an_update_waits_for_shared_devices(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, during_step="asleep", checkpoint_every=1, env_fails=0.4, chance=2)
+    simulation, error = live(plan, tmp_path)
+    assert error is None
+    assert any("has no token to train on" in text for text in simulation.recorder.said)
 
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "finish_checkpoint"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.fast.simulation import Plan, Simulation, settings
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
@@ -34,6 +35,7 @@ def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], lis
             problems=(),
             rollouter=parts.rollouter,
             router=parts.router,
+            rows=Rows(parts.recorder),
             recorder=parts.recorder,
         )
         feed = WeightFeed(

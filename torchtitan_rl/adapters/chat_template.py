@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -11,7 +12,7 @@ def template_mistake(path: str) -> str:
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # which is False for names that no file can have
         return (
             "there is no such file; give a Jinja template, or leave it out for the tokenizer's own"
         )

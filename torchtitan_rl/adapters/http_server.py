@@ -30,6 +30,7 @@ _READY_POLL_S = 0.01
 _ANSWER_S = 2.0  # from the end of the grace: for refusals to be sent
 _JOIN_S = 5.0  # on top of both
 _BACKLOG = 2048
+_UNREAD_S = 120.0  # after which a connection whose other end takes nothing is dropped, as it is
 
 
 class HttpServer:
@@ -51,6 +52,10 @@ class HttpServer:
         self._build = build
         self._at_end = at_end
         self._socket = listen(host, port, backlog=_BACKLOG)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            self._socket.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _UNREAD_S)
+            )
         self.port = int(self._socket.getsockname()[1])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = False

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest
+from torchtitan_rl.serving.http_context import close_at_end
 from torchtitan_rl.serving.http_errors import error_body
 
 _NO_BEAMS = "beam search is not served"
@@ -37,10 +38,17 @@ class _Stream:
 
     async def begin(self) -> AsyncIterator[str]:
         """Raises what the first output raises."""
+        close_at_end(self._close)
         async for output in self._outputs:
             self._first.append(output)
             break
         return self.chunks
+
+    async def _close(self) -> None:
+        """Ends the requests that it is an answer to, where they have not ended."""
+        for stream in (self.chunks, self._outputs):
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
 
     async def outputs(self) -> AsyncGenerator[Any, None]:
         for output in self._first:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from torchtitan_rl.orchestration.records import AccountRecord, Recorder
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -23,11 +24,13 @@ class AccountCheck:
         *,
         router: GeneratorRouter,
         sampled: SampledTokens,
+        rows: Rows,
         recorder: Recorder,
     ) -> None:
         self._state = state
         self._router = router
         self._sampled = sampled
+        self._rows = rows
         self._recorder = recorder
         self._running: asyncio.Task[None] | None = None
 
@@ -62,7 +65,7 @@ class AccountCheck:
             lost=sum(replica.lost_tokens for replica in replicas),
             unaccounted=missing + sum(replica.unaccounted or 0 for replica in replicas),
         )
-        self._recorder.record_account(record)
+        self._rows.account(record)
         if record.unaccounted:
             self._recorder.say(
                 f"THE ACCOUNT IS WRONG: of {record.sampled} tokens that replicas sampled up to "

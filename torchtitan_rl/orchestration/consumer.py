@@ -20,6 +20,7 @@ from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
@@ -28,7 +29,7 @@ from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -64,6 +65,7 @@ class Consumer:
         turns: Turns,
         saver: RunSaver,
         account: AccountCheck,
+        rows: Rows,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
@@ -76,8 +78,10 @@ class Consumer:
         self._turns = turns
         self._saver = saver
         self._account = account
+        self._rows = rows
         self._recorder = recorder
         self._empty_batches = 0
+        self._is_save_due = False
         self._since_last_row = _Times.start()
 
     async def run(self) -> None:
@@ -91,7 +95,9 @@ class Consumer:
         self._since_last_row = _Times.start()
         while self._state.step < self._settings.num_steps:
             await self._one_step(await self._next_batch())
-            if _is_due(self._state.step, self._settings.checkpoint_every):
+            self._is_save_due |= _is_due(self._state.step, self._settings.checkpoint_every)
+            if self._is_save_due and self._turns.trainer_is_ready:
+                self._is_save_due = False
                 with self._since_last_row.of("save_s"):
                     await self._saver.save()
                 self._account.start()
@@ -146,11 +152,17 @@ class Consumer:
         self, groups: tuple[RolloutGroup, ...]
     ) -> tuple[TokenCounts, StepOutput | None]:
         """Pack and train; without a token to train on the weights stay."""
-        with self._recorder.phase("train"), self._on_step():
+        with self._recorder.phase("train"):
             batch, tokens = await asyncio.to_thread(self._batcher, groups)
-            if batch is not None:
-                await self._turns.to_trainer()
-            return tokens, await self._train(batch)
+            if batch is None:
+                self._note_empty_batch()
+                return tokens, None
+            await self._turns.to_trainer()
+            self._empty_batches = 0
+            if not batch.advantages.any():
+                self._recorder.say(f"step {self._state.step + 1}: no group has rewards that differ")
+            with self._on_step():
+                return tokens, await self._trainer.train_step(batch)
 
     def _commit(
         self,
@@ -171,7 +183,7 @@ class Consumer:
             state.version = output.version
         overtaken = state.buffer.overtaken_in_batch()
         self._producer.restart(state.buffer.finish_batch())
-        self._recorder.record_step(
+        self._rows.step(
             self._record(groups, tokens, output, buffered=buffered, overtaken=overtaken)
         )
 
@@ -217,22 +229,21 @@ class Consumer:
             capacity=self._settings.capacity,
         )
 
-    async def _train(self, batch: TrainingBatch | None) -> StepOutput | None:
-        step = self._state.step + 1
-        if batch is not None:
-            self._empty_batches = 0
-            if not batch.advantages.any():
-                self._recorder.say(f"step {step}: no group has rewards that differ")
-            return await self._trainer.train_step(batch)
+    def _note_empty_batch(self) -> None:
+        """
+        Raises:
+            TorchtitanRLError: too many in a row, or no replica is left.
+        """
         self._router.require_live()
         self._empty_batches += 1
-        self._recorder.say(f"step {step} has no token to train on; its weights stay")
+        self._recorder.say(
+            f"step {self._state.step + 1} has no token to train on; its weights stay"
+        )
         if self._empty_batches >= self._settings.max_empty_batches:
             raise TorchtitanRLError(
                 f"{self._empty_batches} steps in a row had no token to train on; see the endings "
                 "by status in metrics.jsonl and the causes in rollouts.jsonl"
             )
-        return None
 
     def _on_step(self) -> AbstractContextManager[None]:
         # The trainer's own deadline comes first, and says more.

@@ -28,10 +28,12 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import Consumer, ConsumerSettings, StopRequested
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
+from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
 from torchtitan_rl.orchestration.records import LedgerTotals, Recorder
 from torchtitan_rl.orchestration.recovery import RecordedGroups
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.saving import RunSaver
@@ -40,11 +42,12 @@ from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.recorded import EnvState
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
-from torchtitan_rl.types import Problem
+from torchtitan_rl.types import Problem, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class Controller:
         self._parts = parts
         self._state = RunState(settings.capacity)
         parts.sampled.bind(self._state.ledger)
+        self._rows = rows = Rows(parts.recorder)
         self._saver = RunSaver(
             self._state,
             dataset=parts.dataset,
@@ -98,6 +102,7 @@ class Controller:
             router=parts.router,
             checkpoints=parts.checkpoints,
             journals=parts.journals,
+            rows=rows,
             recorder=parts.recorder,
             identity=parts.identity,
             keep=settings.checkpoints_kept,
@@ -109,6 +114,7 @@ class Controller:
             problems=parts.validation_problems,
             rollouter=parts.rollouter,
             router=parts.router,
+            rows=rows,
             recorder=parts.recorder,
         )
         self._turns = Turns(
@@ -119,7 +125,11 @@ class Controller:
             recorder=parts.recorder,
         )
         self._account = AccountCheck(
-            self._state, router=parts.router, sampled=parts.sampled, recorder=parts.recorder
+            self._state,
+            router=parts.router,
+            sampled=parts.sampled,
+            rows=rows,
+            recorder=parts.recorder,
         )
         self._feed = WeightFeed(
             settings.feed,
@@ -170,7 +180,7 @@ class Controller:
             rollouter=self._parts.rollouter,
             router=self._parts.router,
             recorded=recorded,
-            on_turn=self._parts.journals.append,
+            on_turn=self._keep_turn,
             on_group_ended=self._parts.journals.forget,
         )
         try:
@@ -200,6 +210,7 @@ class Controller:
             turns=self._turns,
             saver=self._saver,
             account=self._account,
+            rows=self._rows,
             recorder=self._parts.recorder,
         )
         training = asyncio.create_task(self._train(consumer, producer), name="consumer")
@@ -218,10 +229,25 @@ class Controller:
             await self._await_save(training)
             raise _error_of(failed)
         finally:
-            await _cancel([training, *others])
-            await producer.close()
-            await self._evaluator.close()
-            await self._account.close()
+            await _to_the_end(self._close([training, *others], producer))
+
+    async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await producer.close()
+        await self._evaluator.close()
+        await self._account.close()
+
+    def _keep_turn(
+        self, rollout_id: str, index: int, turn: Turn, env_state: EnvState | None
+    ) -> None:
+        try:
+            self._parts.journals.append(rollout_id, index, turn, env_state)
+        except JournalError as error:
+            self._parts.recorder.say(
+                f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"
+            )
 
     async def _await_save(self, training: asyncio.Task[None]) -> None:
         """Another loop failed: let the trainer end its step and save."""
@@ -284,7 +310,15 @@ def _error_of(task: asyncio.Task[None]) -> BaseException:
     return error or RuntimeError(f"{task.get_name()} ended by itself")
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """All of it, even where this call is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

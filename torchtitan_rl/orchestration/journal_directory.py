@@ -32,6 +32,7 @@ class JournalDirectory:
         self.path = path
         self._journal: Journal | None = None
         self._lineage: int | None = None  # of what this process writes
+        self._has_failed = False
         self.passed_over: list[str] = []
 
     def restore(
@@ -117,16 +118,26 @@ class JournalDirectory:
             self._lineage = 1 + max(known, default=-1)
         journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
         self.close()  # not before the new file is there: without it the old one goes on
-        self._journal = journal
+        self._journal, self._has_failed = journal, False
         return journal.mark
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
     ) -> None:
-        """As `Journal.append`; an ``on_turn`` of `Rollouter.run_group`."""
+        """As `Journal.append`. After a failure, which is raised once, turns are not kept until a
+        new file is begun.
+
+        Raises:
+            JournalError: it could not be written.
+        """
         if self._journal is None:
             raise JournalError(f"{self.path}: no journal was begun")
-        self._journal.append(rollout_id, turn_index, turn, env_state)
+        if not self._has_failed:
+            try:
+                self._journal.append(rollout_id, turn_index, turn, env_state)
+            except JournalError:
+                self._has_failed = True
+                raise
 
     def forget(self, group_id: str) -> None:
         """As `Journal.forget`: the group has ended."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.errors import CheckpointError, OutputError
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import Recorder
@@ -22,6 +22,7 @@ from torchtitan_rl.orchestration.recovery import (
     groups_to_bytes,
 )
 from torchtitan_rl.orchestration.resume_choice import GROUPS, JOURNAL_MARK
+from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -53,6 +54,7 @@ class RunSaver:
         router: GeneratorRouter,
         checkpoints: CheckpointDirectory,
         journals: JournalDirectory,
+        rows: Rows,
         recorder: Recorder,
         identity: Mapping[str, Any],
         keep: int,
@@ -65,6 +67,7 @@ class RunSaver:
         self._router = router
         self._checkpoints = checkpoints
         self._journals = journals
+        self._rows = rows
         self._recorder = recorder
         self._identity = identity
         self._keep = keep
@@ -153,9 +156,10 @@ class RunSaver:
             # One moment, from here to the call of the trainer: no await.
             document, groups = self._document(), self._groups(partials)
             try:
+                self._rows.flush()
                 document[JOURNAL_MARK] = self._journals.begin(step, version=document["version"])
-            except JournalError as error:
-                raise CheckpointError(f"no journal for checkpoint {step}: {error}") from error
+            except (OutputError, JournalError) as error:
+                raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._trainer.save_checkpoint(
                 self._checkpoints.path(step),
                 document,

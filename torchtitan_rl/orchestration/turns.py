@@ -75,6 +75,11 @@ class Turns:
         return self._is_trainers and not self._is_let_go
 
     @property
+    def trainer_is_ready(self) -> bool:
+        """It can save: on shared devices a step without an update leaves them to the replicas."""
+        return self.is_trainers or not self.devices_are_shared
+
+    @property
     def engines_are_empty(self) -> bool:
         """Requests that run have no part on any engine, and get none before the next weights."""
         return self._engines_are_empty

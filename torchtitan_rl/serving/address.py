@@ -36,7 +36,7 @@ def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
         try:
             listen(endpoint.host, endpoint.port).close()
         except EndpointLostError as error:
-            mistakes.append(str(error))
+            return [*mistakes, str(error)]  # who may reach it is not known then
     return mistakes + _key_mistakes(endpoint.host, keys)
 
 

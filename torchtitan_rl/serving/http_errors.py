@@ -20,6 +20,8 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from torchtitan_rl.serving.http_stalls import ClientStalledError
+
 logger = logging.getLogger(__name__)
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -80,6 +82,8 @@ class OpenAIErrors:
             if answer.has_begun:
                 raise  # a mistake of a layer: it refuses only what it has not answered
             await send_error(send, error)
+        except ClientStalledError:
+            raise  # there is no one to be told
         except Exception:
             # Frameworks re-raise what their own handler has answered: then it is only logged.
             incident = answer.incident

@@ -1,9 +1,10 @@
 """Everything between the HTTP server and the app that answers: one call builds it.
 
-From outside in: errors (`http_errors`), who asks (`http_auth`), the body and its limits
-(`http_body`, `http_limits`), retries (`http_retries`), places (`http_admission`), the app with the
-routes of sessions and administration (`http_routes`). Plain ASGI throughout, so streams pass
-chunk by chunk and a client's disconnect reaches the app's handlers.
+From outside in: clients that do not read (`http_stalls`), errors (`http_errors`), who asks
+(`http_auth`), the body and its limits (`http_body`, `http_limits`, `http_text_only`), retries
+(`http_retries`), places (`http_admission`), what is closed at the end (`http_closings`), the app
+with the routes of sessions and administration (`http_routes`). Plain ASGI throughout, so streams
+pass chunk by chunk and a client's disconnect reaches the app's handlers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from starlette.types import Receive, Scope, Send
 from torchtitan_rl.serving.http_admission import Admission
 from torchtitan_rl.serving.http_auth import Authentication
 from torchtitan_rl.serving.http_body import BufferedBody
+from torchtitan_rl.serving.http_closings import Closings
 from torchtitan_rl.serving.http_errors import OpenAIErrors
 from torchtitan_rl.serving.http_limits import RequestLimits
 from torchtitan_rl.serving.http_retries import Retries, RetryOptions
 from torchtitan_rl.serving.http_routes import Commands, add_routes
+from torchtitan_rl.serving.http_stalls import StalledClients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class ShellOptions:
     max_concurrent_requests: int = 256
     max_queued_requests: int = 1024
     body_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0  # for a client to read what was sent
     retries: RetryOptions = field(default_factory=RetryOptions)
 
 
@@ -54,16 +58,17 @@ class HttpShell:
     def __init__(self, app: FastAPI, options: ShellOptions) -> None:
         self._app = app
         self._admission = Admission(
-            app,
+            Closings(app),
             max_running=options.max_concurrent_requests,
             max_queued=options.max_queued_requests,
         )
         self._retries = Retries(OpenAIErrors(self._admission), options.retries)
         body = BufferedBody(self._retries, limits=options.limits, timeout_s=options.body_timeout_s)
-        self._shell = OpenAIErrors(
-            Authentication(
-                body, host=options.host, api_key=options.api_key, admin_key=options.admin_key
-            )
+        authentication = Authentication(
+            body, host=options.host, api_key=options.api_key, admin_key=options.admin_key
+        )
+        self._shell = StalledClients(
+            OpenAIErrors(authentication), timeout_s=options.stall_timeout_s
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +90,7 @@ class HttpShell:
             "http_requests_queued": self._admission.num_queued,
             "http_requests_refused_total": self._admission.num_refused,
             "http_requests_replayed_total": self._retries.num_replayed,
+            "http_clients_stalled_total": self._shell.num_stalled,
             "http_answers_kept": self._retries.num_kept,
             "http_requests_remembered": self._retries.num_known,
         }

@@ -23,15 +23,15 @@ def _corrections(config: LossConfig, staleness: int) -> list[str]:
             f"trainer.loss.weight is {config.weight}: with anchor behaviour the ratio already is "
             "policy / behaviour, and a weight would correct twice; give none, or anchor recomputed"
         )
-    if config.anchor != "behaviour" and config.weight == "none":
-        mistakes.append(
-            f"trainer.loss.anchor is {config.anchor}: without a weight nothing corrects for the "
-            "policy that sampled the tokens; give weight token or sequence, or anchor behaviour"
-        )
     if config.anchor == "interpolated" and staleness == 0:
         mistakes.append(
             "trainer.loss.anchor is interpolated: with schedule.staleness 0 no version lies "
             "between behaviour and policy; give recomputed or behaviour"
+        )
+    elif config.anchor != "behaviour" and config.weight == "none":
+        mistakes.append(
+            f"trainer.loss.anchor is {config.anchor}: without a weight nothing corrects for the "
+            "policy that sampled the tokens; give weight token or sequence, or anchor behaviour"
         )
     if config.anchor == "recomputed" and config.ratio == "sequence":
         mistakes.append(
@@ -44,12 +44,13 @@ def _corrections(config: LossConfig, staleness: int) -> list[str]:
 def _lengths(config: LossConfig) -> list[str]:
     if config.aggregation == "constant" and config.constant_length < 1:
         return [
-            f"trainer.loss.constant_length is {config.constant_length}: aggregation constant "
-            "divides by it; give the longest response in tokens, rollout.max_total_tokens for one"
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            "trainer.loss.aggregation constant divides by it; give the longest response in tokens, "
+            "rollout.max_total_tokens for one"
         ]
     if config.aggregation != "constant" and config.constant_length != 0:
         return [
-            f"trainer.loss.constant_length is {config.constant_length}: aggregation "
-            f"{config.aggregation} does not read it; give 0, or aggregation constant"
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            f"trainer.loss.aggregation {config.aggregation} does not read it; give 0, or constant"
         ]
     return []
