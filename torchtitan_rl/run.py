@@ -177,6 +177,7 @@ def _controller(
                 environment=environment,
                 config=config.rollout,
                 rubric=config.task.rubric(),
+                active_time=router.active_time,
             ),
             batcher=EpisodeBatcher(
                 advantage=config.rollout.advantage,

@@ -56,6 +56,7 @@ class FarReplica:
         self._steps: asyncio.Task[None] | None = None
         self._loss: ReplicaError | None = None
         self.dropped_ends = 0  # so many ends that come next are lost on the way
+        self.resumed: list[bool] = []  # of each request it was given: it has tokens already
         self.is_closed = False
         self._exchange = Exchange(name, submit=self._submit, collect=self._collect)
 
@@ -148,6 +149,7 @@ class FarReplica:
         for submission in batch.requests:
             request = submission.request
             self._versions.admit(request.request_id)
+            self.resumed.append(request.num_resumed > 0)
             if submission.hears:
                 self._listening[request.request_id] = 0
             self.engine.add_request(Admission(request=request, arrival_s=0.0))

@@ -87,6 +87,7 @@ class Simulation:
             generate=self.router.generate,
             environment=lambda problem: SimEnv(problem, plan, chance, self.answered),
             config=self.config,
+            active_time=self.router.active_time,
         )
         self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")

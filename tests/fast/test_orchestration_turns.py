@@ -271,3 +271,12 @@ def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
     simulation, sampled = run_virtually(work())
     assert sampled == [0] * 8
     assert simulation.trainer.version == 8
+
+
+@pytest.mark.parametrize("chance", range(3))
+def test_validation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: int) -> None:
+    plan = Plan(num_steps=6, staleness=1, during_step="aborted", chance=chance)
+    plan = replace(plan, validate_every=1, validation_problems=8, train_s=4.0)
+    simulation = run(plan, tmp_path)
+    assert len(simulation.recorder.validations) == 7
+    assert not any("#" in name for name in simulation.requested if "validation" in name)

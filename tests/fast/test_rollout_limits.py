@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from tests.fast.rollouts import (
+    PROBLEM,
     SCRIPT,
     CountingEnv,
     Factory,
     ScriptedGenerate,
+    complete,
+    config,
     only,
     run_rollouts,
 )
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
 
@@ -80,3 +86,27 @@ def test_a_rollout_out_of_time_interrupts_generation_and_has_no_reward():
     assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, None)
     assert len(rollout.turns) == 1
     assert factory.made[0].calls[-2:] == ["finish rollout_timeout", "close"]
+
+
+def test_a_pause_does_not_count_against_the_rollouts_time():
+    async def scenario():
+        clock = ActiveTime()
+
+        async def paused_generate(request):
+            clock.pause()
+            await asyncio.sleep(100.0)
+            clock.resume()
+            await asyncio.sleep(3.0)
+            return complete(request, (11,))
+
+        rollouter = Rollouter(
+            generate=paused_generate,
+            environment=Factory(CountingEnv),
+            config=config(rollout_timeout_s=4.0, step_timeout_s=1.0),
+            active_time=clock,
+        )
+        return await rollouter.run_group("g", PROBLEM, size=1, seed=0)
+
+    (rollout,) = run_virtually(scenario()).rollouts
+    assert rollout.status is RolloutStatus.ROLLOUT_TIMEOUT
+    assert len(rollout.turns) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -246,6 +247,33 @@ def test_an_abort_that_has_not_left_does_not_meet_a_later_request_of_that_id() -
         await asyncio.gather(again, blocker)
 
     virtually(scenario)
+
+
+@pytest.mark.parametrize("end", ["closed", "lost", "by an end"])
+def test_a_loss_that_only_reaches_calls_whose_callers_are_gone_is_not_printed(end: str) -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def scenario(wire: Wire) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: complaints.append(said))
+        call, reading = wire.call("a"), asyncio.create_task(wire.exchange.read())
+        await asyncio.sleep(2)
+        for task in (call, reading):
+            task.cancel()
+        await asyncio.wait({call, reading})
+        if end == "closed":
+            await wire.exchange.close()
+        elif end == "lost":
+            wire.news.put_nowait(ReplicaError("it died"))
+        else:
+            error = LoopClosedError("engine loop of far was closed")
+            wire.news.put_nowait(News(ends=(End(request_id="a", error=error),)))
+        await settle()
+        del call, reading, task
+        gc.collect()
+
+    virtually(scenario)
+    gc.collect()
+    assert complaints == []
 
 
 def test_an_id_that_is_outstanding_is_refused() -> None:

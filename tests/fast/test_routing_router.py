@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fast.replicas import GatedReplica, handle, request, settle
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     DeadlineError,
     GenerationError,
@@ -310,16 +311,34 @@ def test_a_drain_waits_while_requests_are_frozen():
     asyncio.run(scenario())
 
 
-def test_a_request_that_waits_for_a_paused_router_times_out_and_says_so():
+@pytest.mark.parametrize("stop", ["keep", "abort", "sleep"])
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_deadline_counts_only_time_in_which_the_request_could_run(stop, is_running):
     async def scenario():
-        replica = GatedReplica("r")
-        router = GeneratorRouter([replica], request_timeout_s=0.01)
-        await router.pause(mode="keep")
-        with pytest.raises(GenerationTimeoutError, match="waited for the router to resume"):
-            await router.generate(request("a"))
-        assert replica.served == []
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica], request_timeout_s=10.0)
+        if is_running:
+            call = asyncio.create_task(router.generate(request("a")))
+            await asyncio.sleep(4.0)
+        await (router.sleep() if stop == "sleep" else router.pause(mode=stop))
+        if not is_running:
+            call = asyncio.create_task(router.generate(request("a")))
+            await settle()
+        await asyncio.sleep(5000.0)
+        assert not call.done()
+        if stop == "sleep":
+            await router.wake_up()
+            await router.sync_weights(handle(1), mode="hot_swap")
+        await router.resume()
+        resumed_s = asyncio.get_running_loop().time()
+        with pytest.raises(
+            GenerationTimeoutError, match=r"within its 10 s \(and 5000 s of pauses\)"
+        ):
+            await call
+        took_s = asyncio.get_running_loop().time() - resumed_s
+        assert took_s == pytest.approx(6.0 if is_running else 10.0)
 
-    asyncio.run(scenario())
+    run_virtually(scenario())
 
 
 def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():

@@ -171,6 +171,7 @@ class MonarchTrainer:
         await self._call(self._ranks.save_checkpoint.call(path, state, version), what)
         # One wait for all who ask: the ranks tell a failure once.
         self._writing = asyncio.ensure_future(self._write(what))
+        self._writing.add_done_callback(_retrieve)
 
     async def finish_checkpoint(self) -> None:
         writing = self._writing
@@ -225,3 +226,9 @@ class MonarchTrainer:
     async def _call_for_first(self, answers: Any, what: str) -> Any:
         """Rank 0's answer; the others' are the same, or None."""
         return (await self._call(answers, what)).item(ranks=0)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Whoever asks for its end is told of its failure; where nobody does any more, nobody is."""
+    if not task.cancelled():
+        task.exception()

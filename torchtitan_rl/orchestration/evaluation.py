@@ -135,6 +135,7 @@ class Evaluator:
                         seed=self._settings.seed,
                         temperature=self._settings.temperature,
                         generate=lease.generate,
+                        active_time=lease.active_time,
                     )
                 )
                 for problem in self._problems

@@ -99,7 +99,7 @@ class Turns:
             self._is_let_go = False
             async with self._change:
                 # Validation goes on, so that its seeded answers do not depend on the moment.
-                await self._router.pause("abort")
+                await self._router.pause("abort", leased=False)
                 self._engines_are_empty = True
         await self.take_devices()
 

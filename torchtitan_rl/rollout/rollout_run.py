@@ -8,8 +8,10 @@ All limits of a rollout are enforced here, whatever kind of environment it is:
   left of it, ``max_tokens_per_turn`` and the observation's own; a completion that was cut at its
   budget is stepped with like any other;
 - ``step_timeout_s``: one call of the environment;
-- ``rollout_timeout_s``: interrupts generation, but not an environment's call, which has a limit of
-  its own: an environment is never called while it is still in a call (`close` excepted).
+- ``rollout_timeout_s``, of the time in which it could run (no pause counts): interrupts generation,
+  but not an environment's call, which has a limit of its own: an environment is never called while
+  it is still in a call (`close` excepted). Such a rollout has failed: how far it got depends on the
+  machine, so its reward would, too.
 
 Invariants: a rollout ends once, with one status; `close` is called exactly once on every path, of
 every environment that was made; an error of the environment or the generator becomes a status with
@@ -37,6 +39,7 @@ from torchtitan_rl.rollout.env_calls import EnvCalls, RolloutEnded
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import plain
 from torchtitan_rl.rollout.seeds import request_seed
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -90,6 +93,7 @@ class RolloutRun:
         config: RolloutConfig,
         seed: int,
         temperature: float,
+        active_time: ActiveTime,
         attempt: int = 0,
         min_version: int = 0,
         recorded: RecordedRollout | None = None,
@@ -104,6 +108,7 @@ class RolloutRun:
         self._config = config
         self._seed = seed
         self._temperature = temperature
+        self._active_time = active_time
         self._attempt = attempt
         self._min_version = min_version
         self._on_turn = on_turn
@@ -181,7 +186,7 @@ class RolloutRun:
             asyncio.CancelledError: only where the task is cancelled; the environment is closed.
             Exception: only what ``on_turn`` or ``on_discard`` raised.
         """
-        self._deadline_s = asyncio.get_running_loop().time() + self._config.rollout_timeout_s
+        self._deadline_s = self._active_time.now_s() + self._config.rollout_timeout_s
         self._tell_discarded(ROLLED_BACK, self._num_foreign)
         ended = self._over()
         if ended is None:
@@ -303,7 +308,7 @@ class RolloutRun:
             return RolloutStatus.MAX_TURNS
         if len(observation.prompt_token_ids) >= self._config.max_total_tokens:
             return RolloutStatus.MAX_TOKENS
-        if asyncio.get_running_loop().time() >= self._deadline_s:
+        if self._active_time.now_s() >= self._deadline_s:
             return RolloutStatus.ROLLOUT_TIMEOUT
         return None
 
@@ -317,7 +322,7 @@ class RolloutRun:
         request = self._request(observation, partial)
         self.enter(Phase.GENERATION, request.request_id)
         try:
-            async with asyncio.timeout_at(self._deadline_s) as limit:
+            async with self._active_time.timeout_at(self._deadline_s) as limit:
                 completion = await self._generate_fn(request)
             self._check_completion(request, completion)
         except asyncio.CancelledError as error:

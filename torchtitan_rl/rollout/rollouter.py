@@ -29,6 +29,7 @@ from torchtitan_rl.rollout.rubric import (
     score_whole_group,
     with_score,
 )
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
     Completion,
     GenerateFn,
@@ -46,6 +47,7 @@ class Rollouter:
 
     ``environment`` is called on the event loop and must be quick; slow set-up belongs into the
     environment's ``reset``. Without a ``rubric`` the environment's reward is the rollout's.
+    ``active_time`` (the router's, say) stands still while no rollout can generate.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Rollouter:
         environment: EnvironmentFactory,
         config: RolloutConfig,
         rubric: Rubric | None = None,
+        active_time: ActiveTime | None = None,
     ) -> None:
         self._generate = generate
+        self._active_time = active_time or ActiveTime()
         self._environment = environment
         self._config = config
         self._rubric = rubric
@@ -97,6 +101,7 @@ class Rollouter:
         on_turn: OnTurn | None = None,
         on_discard: OnDiscard | None = None,
         generate: GenerateFn | None = None,
+        active_time: ActiveTime | None = None,
     ) -> RolloutGroup:
         """Roll one problem out ``size`` times; siblings are ``{group_id}/r0``, ``/r1``, ...
 
@@ -110,7 +115,7 @@ class Rollouter:
         ``on_turn`` is called once for each turn that the environment has answered, recorded ones
         excepted. ``on_discard`` is told of tokens that no rollout of the group holds: recorded ones
         that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that was
-        refused. ``generate`` replaces the usual one for this call.
+        refused. ``generate`` replaces the usual one for this call, with its ``active_time``.
 
         Raises:
             asyncio.CancelledError: cancelled from outside; all environments are closed by then.
@@ -129,6 +134,7 @@ class Rollouter:
                 temperature=self._config.sampling.temperature
                 if temperature is None
                 else temperature,
+                active_time=active_time or self._active_time,
                 attempt=attempt,
                 min_version=min_version,
                 recorded=(recorded or {}).get(f"{group_id}/r{i}"),

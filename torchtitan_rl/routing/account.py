@@ -49,7 +49,7 @@ async def read_slot(slots: Slots, slot: Slot, on_reading: OnReading) -> None:
     """
     try:
         async with asyncio.timeout(_READING_TIMEOUT_S):
-            await slot.replica.read(on_reading)
+            await slots.answer(slot, slot.replica.read(on_reading))
     except ReplicaError as error:
         slots.bury(slot, error)
     except (TimeoutError, DeadlineError):

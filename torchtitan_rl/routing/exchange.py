@@ -40,6 +40,7 @@ class _Call:
     def end(self, completion: Completion | None, error: BaseException | None) -> None:
         if error is not None:
             self.future.set_exception(error)
+            self.future.exception()  # retrieved: where the caller is gone nobody else does it
         elif completion is not None:
             self.future.set_result(completion)
         else:

@@ -16,6 +16,7 @@ from torchtitan_rl.errors import (
     ReplicaError,
     WeightSyncError,
 )
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import WeightSync
@@ -23,6 +24,7 @@ from torchtitan_rl.types import Completion, GenerationRequest
 from torchtitan_rl.weights.handle import WeightHandle
 
 CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
+"""Complete a request on this slot or not at all."""
 
 
 class Lease:
@@ -42,6 +44,11 @@ class Lease:
     def version(self) -> int:
         """What every token is sampled under."""
         return self._version
+
+    @property
+    def active_time(self) -> ActiveTime:
+        """The clock of its requests' deadlines: it stands still while the replica is stopped."""
+        return self._slot.active_time
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """A `GenerateFn` on this replica alone. Its calls are over before the lease ends.

@@ -1,14 +1,16 @@
-"""Stops all replicas between two steps, puts them to sleep, and lets them go on.
+"""Stops replicas between two steps, puts them to sleep, and lets them go on.
 
-Invariants: from the moment a pause is asked for no request is given to a replica; what was on its
-way then queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No
-weights are swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
+Invariants: from the moment a pause is asked for no request is given to a replica that it stops, and
+no request but its lease's to one that it leaves to a lease; what was on its way to a stopped one
+queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No weights are
+swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
@@ -17,12 +19,22 @@ from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 
 _RESUME_TIMEOUT_S = 60.0
 
+Cut = Callable[[Slot], Awaitable[None]]
+"""Takes from a slot all requests but those of its lease, which go on when they can."""
 
-async def pause_replicas(slots: Slots, mode: PauseMode, *, timeout_s: float) -> None:
+
+async def pause_replicas(
+    slots: Slots, mode: PauseMode, *, leased: bool, cut: Cut, timeout_s: float
+) -> None:
     """See `GeneratorRouter.pause`; ``timeout_s`` limits a ``wait``, and all others generously."""
-    slots.is_paused = True
-    slots.notify()
-    await asyncio.gather(*(_pause(slots, slot, mode, timeout_s) for slot in slots.live()))
+    if not leased and mode != "abort":
+        raise ValueError(f"a pause by {mode} stops leased replicas, too: only an abort can not")
+    spared = [] if leased else [slot for slot in slots.live() if slot.is_leased]
+    stopped = [slot for slot in slots.live() if slot not in spared]
+    _stop(slots, stopped)
+    await asyncio.gather(
+        *(_pause(slots, slot, mode, timeout_s) for slot in stopped), *map(cut, spared)
+    )
 
 
 async def resume_replicas(slots: Slots) -> None:
@@ -39,17 +51,17 @@ async def resume_replicas(slots: Slots) -> None:
     )
     for slot in slots.all:
         slot.is_emptied = False
-    slots.is_paused = False
+        slot.active_time.resume()
+    slots.active_time.resume()
     await asyncio.gather(*(_resume(slots, slot) for slot in slots.live()))
     slots.notify()
 
 
 async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
     """See `GeneratorRouter.sleep`; ``timeout_s`` is that of one replica."""
-    slots.is_paused = True
     for slot in slots.live():
         slot.is_asleep = True  # from here on it starts no swap
-    slots.notify()
+    _stop(slots, slots.live())
     await asyncio.gather(*(_put_to_sleep(slots, slot, timeout_s) for slot in slots.live()))
 
 
@@ -58,6 +70,13 @@ async def wake_up(slots: Slots, *, timeout_s: float) -> None:
     await asyncio.gather(
         *(_wake_up(slots, slot, timeout_s) for slot in slots.live() if slot.is_asleep)
     )
+
+
+def _stop(slots: Slots, stopped: list[Slot]) -> None:
+    slots.active_time.pause()
+    for slot in stopped:
+        slot.active_time.pause()
+    slots.notify()
 
 
 async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
@@ -76,12 +95,12 @@ async def _wake_up(slots: Slots, slot: Slot, timeout_s: float) -> None:
 
 
 async def _in_time(
-    slots: Slots, slot: Slot, work: Awaitable[None], what: str, timeout_s: float
+    slots: Slots, slot: Slot, work: Coroutine[Any, Any, None], what: str, timeout_s: float
 ) -> bool:
     """False where the slot could not do it, and is dead."""
     try:
         async with asyncio.timeout(timeout_s):
-            await work
+            await slots.answer(slot, work)
     except ReplicaError as error:
         slots.bury(slot, error)
     except (TimeoutError, DeadlineError) as error:

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.lease import Lease, lease_replica, restore_leased
 from torchtitan_rl.routing.pausing import (
     pause_replicas,
@@ -24,7 +25,7 @@ from torchtitan_rl.routing.pausing import (
     wake_up,
 )
 from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.running import OnEnded, RunningRequests
+from torchtitan_rl.routing.running import OnEnded, Route, RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
@@ -40,9 +41,9 @@ class GeneratorRouter:
     """Spreads requests over replicas and brings new weights to them.
 
     ``reserved`` names replicas that only leases use. ``request_timeout_s`` is the deadline of one
-    request with all its pieces, pauses included; ``sync_timeout_s`` that of one fetch, or one swap,
-    of weights by one replica. ``on_ended`` hears of each request that was not refused here, leases'
-    ones too, when it ends, however it does.
+    request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
+    swap, of weights by one replica. ``on_ended`` hears of each request that was not refused here,
+    leases' ones too, when it ends, however it does.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class GeneratorRouter:
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left.
         """
-        return await self._requests.complete(request, self._choose, on_progress)
+        return await self._requests.complete(request, self._route(request), on_progress)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
@@ -113,18 +114,25 @@ class GeneratorRouter:
         """Those of `received_tokens` whose requests still run."""
         return self._requests.held_tokens()
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop all replicas, leased ones too; returns once each rank is between two steps.
+    async def pause(self, mode: PauseMode = "keep", *, leased: bool = True) -> None:
+        """Stop all replicas; returns once each rank is between two steps.
 
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
-        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; a pause
-        counts against the time-out of all of them. Weights can be pulled meanwhile. A replica that
-        does not stop is dead.
+        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; no pause
+        counts against a time-out. Weights can be pulled meanwhile. A replica that does not stop is
+        dead. Without ``leased`` (``abort`` alone) replicas that are leased now go on, with requests
+        of their leases; all others are cut there, too. A lease that begins later waits.
 
         Raises:
             GenerationError: `resume` was called before this was done.
         """
-        await pause_replicas(self._slots, mode, timeout_s=self._request_timeout_s)
+        await pause_replicas(
+            self._slots,
+            mode,
+            leased=leased,
+            cut=self._requests.cut,
+            timeout_s=self._request_timeout_s,
+        )
 
     async def resume(self) -> None:
         """Go on where a pause stopped; without one nothing happens."""
@@ -133,8 +141,9 @@ class GeneratorRouter:
     async def sleep(self) -> None:
         """Pause by abort and give the devices of all replicas back, leased ones' too.
 
-        Cut requests wait here, under their deadlines. A swap of weights that runs is finished
-        first, and none begins before `wake_up`. A replica that does not fall asleep is dead.
+        Cut requests wait here, which does not count against their time-outs. A swap of weights that
+        runs is finished first, and none begins before `wake_up`. A replica that does not fall
+        asleep is dead.
         """
         await put_to_sleep(self._slots, timeout_s=self._sync_timeout_s)
 
@@ -187,6 +196,12 @@ class GeneratorRouter:
         )
 
     @property
+    def active_time(self) -> ActiveTime:
+        """The clock of requests' deadlines: it stands still while the router is paused or its
+        replicas sleep."""
+        return self._slots.active_time
+
+    @property
     def newest_version(self) -> int:
         """The newest version that a sync was asked for, 0 before the first."""
         newest = self._weights.newest
@@ -208,9 +223,10 @@ class GeneratorRouter:
             self.require_live()
             return any(slot.version >= version for slot in self._slots.serving())
 
-        if not await self._slots.wait_until(holds, timeout_s=timeout_s):
+        key = ("version", version)
+        if not await self._slots.wait_until(holds, timeout_s=timeout_s, key=key):
             raise DeadlineError(
-                f"no replica held version {version} within {timeout_s:.0f} s; "
+                f"no replica held version {version} within {timeout_s} s; "
                 f"versions: {self.versions()}"
             )
 
@@ -223,7 +239,7 @@ class GeneratorRouter:
 
     async def _stats(self, slot: Slot) -> EngineStats | None:
         try:
-            stats = await slot.replica.stats()
+            stats = await self._slots.answer(slot, slot.replica.stats())
             slot.hear_of_sampled(stats.generated_tokens)
             return stats
         except ReplicaError as error:
@@ -256,8 +272,6 @@ class GeneratorRouter:
             )
 
     async def _complete_on(self, request: GenerationRequest, slot: Slot) -> Completion:
-        """Complete a request on this replica or not at all."""
-
         def choose(request: GenerationRequest) -> Slot | None:
             if not slot.is_live:
                 raise GenerationError(
@@ -266,7 +280,29 @@ class GeneratorRouter:
                 )
             return slot if slot.takes_requests else None
 
-        return await self._requests.complete(request, choose)
+        route = Route(
+            choose=choose,
+            may_go=lambda: (slot.takes_requests and not slot.is_stopped) or not slot.is_live,
+            key=("lease", slot.index),
+            active_time=slot.active_time,
+            is_leased=True,
+        )
+        return await self._requests.complete(request, route)
+
+    def _route(self, request: GenerationRequest) -> Route:
+        slots, version = self._slots, request.min_version
+
+        def may_go() -> bool:
+            if slots.is_paused:
+                return False
+            return slots.index.least(version) is not None or not slots.serving()
+
+        return Route(
+            choose=self._choose,
+            may_go=may_go,
+            key=("request", version),
+            active_time=slots.active_time,
+        )
 
     def _choose(self, request: GenerationRequest) -> Slot | None:
         index = self._strategy.choose(

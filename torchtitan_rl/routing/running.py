@@ -2,15 +2,16 @@
 
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
 continued unless its caller asked for the abort; a piece ends before its request does, cancelled or
-timed out or not, so that all its tokens are known; a lost replica costs the tokens since they were
-last heard of (every second, or at once where the caller streams) or read (`snapshot`); a request
-does not take all engines with it. Of each request that is not refused here `on_ended` hears once.
+timed out or not, so that all its tokens are known, and at once where its replica dies; a lost
+replica costs the tokens since they were last heard of (every second, or at once where the caller
+streams) or read (`snapshot`); a request does not take all engines with it; its deadline counts only
+time in which it could run. Of each request that is not refused here `on_ended` hears once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import (
@@ -22,11 +23,11 @@ from torchtitan_rl.errors import (
     ReplicaError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.futures import copy_of
 from torchtitan_rl.routing.account import read_slot
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
 from torchtitan_rl.routing.known import KnownTokens
-from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.slots import Slot, Slots, loss_of
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -36,11 +37,10 @@ from torchtitan_rl.types import (
 )
 
 _ABORT_TIMEOUT_S = 30.0  # until the replica knows
-_END_TIMEOUT_S = 120.0  # until an aborted piece has ended: a swap of weights goes first
+_END_TIMEOUT_S = (
+    900.0  # until it has ended what was aborted: swaps and stalls have their own limits
+)
 _MAX_ENGINE_FAILURES = 2  # under one request
-
-Choose = Callable[[GenerationRequest], Slot | None]
-"""A slot that may serve the request now, or None: ask again when something has changed."""
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
 """Hears of a request that has ended: all that is known of its completion, ``resume_from`` included,
@@ -48,38 +48,53 @@ and whether its caller is given that. Called right before the call returns or ra
 raise."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where a request may go. ``choose`` names a slot that may serve it now, or None: ask again
+    when ``may_go`` says so, which holds for all requests with this ``key`` alike. ``active_time``
+    is the clock of their deadlines."""
+
+    choose: Callable[[GenerationRequest], Slot | None]
+    may_go: Callable[[], bool]
+    key: Hashable
+    active_time: ActiveTime
+    is_leased: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
-    """``deadline`` is in the event loop's time; ``piece_id`` is the id on ``slot``'s engine, and
-    ``sampling`` what it is sampled by, which ``is_sent`` once the replica may have it."""
+    """``deadline_s`` is in the route's active time; ``piece_id`` is the id on ``slot``'s engine,
+    and ``sampling`` what it is sampled by, which ``is_sent`` once the replica may have it."""
 
     request: GenerationRequest
-    deadline: float
+    route: Route
+    deadline_s: float
+    paused_s: float  # before it began
     tokens: KnownTokens
     attempts: int = 0
     engine_failures: int = 0
     piece_id: str | None = None
     slot: Slot | None = None
     sampling: asyncio.Task[None] | None = None
+    waiting: asyncio.Future[None] | None = None  # for a slot
     is_sent: bool = False
     is_abort_asked: bool = False
 
 
 class RunningRequests:
-    """All requests of one router."""
+    """All requests of one router. ``timeout_s``: of each, in time in which it could run."""
 
     def __init__(self, slots: Slots, *, timeout_s: float, on_ended: OnEnded | None) -> None:
         self._slots = slots
-        self._slots.on_dead = self._leave
         self._timeout_s = timeout_s
         self._on_ended = on_ended
         self._running: dict[str, _Running] = {}
         self._is_closed = False
 
     async def complete(
-        self, request: GenerationRequest, choose: Choose, on_progress: OnProgress | None = None
+        self, request: GenerationRequest, route: Route, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete it on the slots that ``choose`` names; see `GeneratorRouter.generate`."""
+        """Complete it where ``route`` leads; see `GeneratorRouter.generate`."""
         request_id = request.request_id
         if request_id in self._running:
             raise InvalidRequestError(
@@ -87,12 +102,13 @@ class RunningRequests:
                 "request, or use another id"
             )
         check_resumable(request)
-        tokens = KnownTokens(request, on_progress)
-        running = _Running(request, _now() + self._timeout_s, tokens)
+        tokens, clock = KnownTokens(request, on_progress), route.active_time
+        deadline_s = clock.now_s() + self._timeout_s
+        running = _Running(request, route, deadline_s, clock.paused_s(), tokens)
         self._running[request_id] = running
         done: Completion | None = None
         try:
-            done = await self._all_pieces(running, choose)
+            done = await self._all_pieces(running)
             return done
         finally:
             del self._running[request_id]
@@ -104,8 +120,16 @@ class RunningRequests:
         asked = [self._running[name] for name in request_ids if name in self._running]
         for running in asked:
             running.is_abort_asked = True
-        self._slots.notify()
+            if running.waiting is not None and not running.waiting.done():
+                running.waiting.set_result(None)
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
+
+    async def cut(self, slot: Slot) -> None:
+        """End the pieces on this slot of all requests but its lease's; they go on when they may."""
+        cut = [
+            one for one in self._running.values() if one.slot is slot and not one.route.is_leased
+        ]
+        await asyncio.gather(*(self._abort_and_wait(running) for running in cut))
 
     async def snapshot(self) -> dict[str, Completion]:
         """The tokens so far of every request that runs, by id.
@@ -124,13 +148,13 @@ class RunningRequests:
         self._is_closed = True
         self._slots.notify()
 
-    async def _all_pieces(self, running: _Running, choose: Choose) -> Completion:
+    async def _all_pieces(self, running: _Running) -> Completion:
         tokens = running.tokens
         while True:
             piece = remaining_request(running.request, tokens.so_far, attempt=running.attempts)
             if piece is None:
                 return used_up(tokens.so_far)
-            slot = await self._slot_for(running, choose)
+            slot = await self._slot_for(running)
             if slot is None:
                 return tokens.so_far
             running.attempts += 1
@@ -153,32 +177,37 @@ class RunningRequests:
                 f"while they had it, so no other is given it; the last: {error}"
             ) from error
 
-    async def _slot_for(self, running: _Running, choose: Choose) -> Slot | None:
+    async def _slot_for(self, running: _Running) -> Slot | None:
         """The replica that is to serve the next piece, once there is one; None: abort instead."""
-        request = running.request
-        chosen: Slot | None = None
-
-        def find() -> bool:
-            nonlocal chosen
-            if self._is_closed:
-                raise GenerationError(f"request {request.request_id}: the router is closed")
-            if running.is_abort_asked:
-                return True
-            chosen = None if self._slots.is_paused else choose(request)
-            return chosen is not None
-
-        if not await self._slots.wait_until(find, timeout_s=running.deadline - _now()):
-            what = (
-                "the router to resume"
-                if self._slots.is_paused
-                else f"a replica that takes requests at version {request.min_version} or newer"
-            )
+        request, route = running.request, running.route
+        try:
+            async with route.active_time.timeout_at(running.deadline_s):
+                while True:
+                    if self._is_closed:
+                        raise GenerationError(f"request {request.request_id}: the router is closed")
+                    if running.is_abort_asked:
+                        return None
+                    chosen = None if route.active_time.is_paused else route.choose(request)
+                    if chosen is not None:
+                        return chosen
+                    running.waiting = asyncio.get_running_loop().create_future()
+                    await self._slots.wakeups.once(
+                        lambda: self._is_closed or route.may_go(), route.key, running.waiting
+                    )
+        except TimeoutError as error:
             states = {slot.name: (slot.state.value, slot.version) for slot in self._slots.all}
             raise GenerationTimeoutError(
-                f"request {request.request_id} waited for {what} when its {self._timeout_s:.0f} s "
-                f"were over; (state, version) of replicas: {states}"
-            )
-        return chosen
+                f"request {request.request_id} waited for a replica that takes requests at version "
+                f"{request.min_version} or newer when {self._limit(running)} were over; (state, "
+                f"version) of replicas: {states}"
+            ) from error
+        finally:
+            running.waiting = None
+
+    def _limit(self, running: _Running) -> str:
+        paused_s = running.route.active_time.paused_s() - running.paused_s
+        pauses = f" (and {paused_s:.0f} s of pauses)" if paused_s else ""
+        return f"its {self._timeout_s:.0f} s{pauses}"
 
     async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
         """Have one piece sampled. However this ends, the piece has ended, too."""
@@ -190,8 +219,9 @@ class RunningRequests:
             self._sample(slot, piece, running), name=f"{piece.request_id} on {slot.name}"
         )
         running.sampling = sampling
+        slot.work.add(sampling)
         try:
-            async with asyncio.timeout_at(running.deadline):
+            async with running.route.active_time.timeout_at(running.deadline_s):
                 await asyncio.wait({sampling})
         except TimeoutError as error:
             await self._end_piece(running, slot, sampling)
@@ -199,21 +229,22 @@ class RunningRequests:
                 return  # by itself, meanwhile
             raise GenerationTimeoutError(
                 f"request {running.request.request_id} was not completed by replica {slot.name} "
-                f"within {self._timeout_s:.0f} s"
+                f"within {self._limit(running)}"
             ) from error
         except asyncio.CancelledError:
             await self._end_piece(running, slot, sampling)
             raise
         finally:
             running.slot = running.piece_id = running.sampling = None
+            slot.work.discard(sampling)
             self._slots.release_request(slot, num_tokens)
         if sampling.cancelled() and not slot.is_live:
-            raise _loss_of(slot)
+            raise loss_of(slot)
         sampling.result()
 
     async def _sample(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
         tokens = running.tokens
-        if running.is_abort_asked:
+        if running.is_abort_asked or running.route.active_time.is_paused:
             return
         running.is_sent = True
         try:
@@ -231,20 +262,24 @@ class RunningRequests:
     async def _end_piece(self, running: _Running, slot: Slot, sampling: asyncio.Task[None]) -> None:
         """Abort the piece and wait for what it has; whoever cancels meanwhile waits as well."""
         running.is_abort_asked = True
-        ending = asyncio.create_task(self._abort_and_wait(running, slot, sampling))
+        ending = asyncio.create_task(self._abort_and_wait(running))
         is_cancelled = False
         while not ending.done():
             try:
                 await asyncio.wait({ending})
             except asyncio.CancelledError:
                 is_cancelled = True
+        error = None if sampling.cancelled() or not sampling.done() else sampling.exception()
+        if isinstance(error, ReplicaError):
+            self._slots.bury(slot, error)
         if is_cancelled or ending.cancelled():
             raise asyncio.CancelledError
         ending.result()
 
-    async def _abort_and_wait(
-        self, running: _Running, slot: Slot, sampling: asyncio.Task[None]
-    ) -> None:
+    async def _abort_and_wait(self, running: _Running) -> None:
+        slot, sampling = running.slot, running.sampling
+        if slot is None or sampling is None:
+            return
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._abort_piece(running)
@@ -252,12 +287,7 @@ class RunningRequests:
         except TimeoutError:
             message = f"{slot.name} did not end an aborted request within {_END_TIMEOUT_S:.0f} s"
             self._slots.bury(slot, ReplicaError(message))
-        finally:
-            sampling.cancel()
-        await asyncio.wait({sampling})
-        error = None if sampling.cancelled() else sampling.exception()
-        if isinstance(error, ReplicaError):
-            self._slots.bury(slot, error)
+            await asyncio.wait({sampling})
 
     async def _abort_piece(self, running: _Running) -> None:
         """Free the replica of what it samples for a request that nobody waits for any more."""
@@ -266,18 +296,12 @@ class RunningRequests:
             return
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await slot.replica.abort((piece_id,))
+                await self._slots.answer(slot, slot.replica.abort((piece_id,)))
         except ReplicaError as error:
             self._slots.bury(slot, error)
         except (TimeoutError, DeadlineError):
             message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
             self._slots.bury(slot, ReplicaError(message))
-
-    def _leave(self, slot: Slot) -> None:
-        """Take the pieces of a dead replica from it, which may never end them."""
-        for running in self._running.values():
-            if running.slot is slot and running.sampling is not None:
-                running.sampling.cancel()
 
     async def _read(self, slot: Slot) -> None:
         def on_reading(reading: EngineReading) -> None:
@@ -288,13 +312,3 @@ class RunningRequests:
                     running.tokens.read(partial)
 
         await read_slot(self._slots, slot, on_reading)
-
-
-def _loss_of(slot: Slot) -> ReplicaError:
-    if isinstance(slot.failure, ReplicaError):
-        return copy_of(slot.failure)
-    return ReplicaError(f"{slot.name} is lost: {slot.failure}")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -1,20 +1,27 @@
 """What the router keeps about each replica, and how those who wait for a change hear of it.
 
-Invariants: everything here runs on one event loop and changes without awaiting, so what is read
-between two awaits is consistent and needs no lock; a dead replica stays dead, with its first cause;
-load, state and version of a slot change through `Slots` alone, which keeps `Slots.index` true.
+Invariants: what waits for a replica's answer ends at once when the replica dies; everything here
+runs on one event loop and changes without awaiting, so what is read between two awaits is
+consistent and needs no lock; a dead replica stays dead, with its first cause; load, state and
+version of a slot change through `Slots` alone, which keeps `Slots.index` true.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from torchtitan_rl.errors import ConfigError, GenerationError
+from torchtitan_rl.errors import ConfigError, GenerationError, ReplicaError
+from torchtitan_rl.generation.futures import copy_of
+from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.load_index import LoadIndex
 from torchtitan_rl.routing.replica import Replica, ReplicaState
+from torchtitan_rl.routing.wakeups import Wakeups
 from torchtitan_rl.weights.handle import WeightHandle
+
+_T = TypeVar("_T")
 
 NO_WEIGHTS = -1  # older than every version
 
@@ -24,6 +31,7 @@ class Slot:
     """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
 
     ``pinned``: the weights that a lease keeps it at, where they can be fetched again.
+    ``active_time`` stands still while its engine is stopped; ``work``: what waits for its answers.
     """
 
     replica: Replica
@@ -41,6 +49,8 @@ class Slot:
     received_tokens: int = 0  # all that its pieces brought; see `ReplicaAccount`
     sampled_tokens: int = 0  # by its own count, when it was heard last
     failure: BaseException | None = None
+    active_time: ActiveTime = field(default_factory=ActiveTime)
+    work: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -53,6 +63,11 @@ class Slot:
     @property
     def takes_requests(self) -> bool:
         return self.state in (ReplicaState.SERVING, ReplicaState.SYNCING)
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a pause or a sleep."""
+        return self.active_time.is_paused
 
     @property
     def is_swapping(self) -> bool:
@@ -78,9 +93,13 @@ class Slots:
         self.index = LoadIndex(len(self.all))  # of what ordinary requests may go to
         for slot in self.all:
             self._update(slot)
-        self.is_paused = False  # no request is given to any of them
-        self._changed = asyncio.Event()
-        self.on_dead: Callable[[Slot], None] = _ignore  # called once for each, when it dies
+        self.active_time = ActiveTime()  # of all requests but leases'
+        self.wakeups = Wakeups()
+
+    @property
+    def is_paused(self) -> bool:
+        """No request but those of leases is given to any of them."""
+        return self.active_time.is_paused
 
     def live(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live]
@@ -116,13 +135,36 @@ class Slots:
 
     def bury(self, slot: Slot, error: BaseException) -> None:
         """It gets no further request, and those that it has leave it."""
-        was_live = slot.is_live
         slot.state = ReplicaState.DEAD
         slot.failure = slot.failure or error
         self._update(slot)
-        if was_live:
-            self.on_dead(slot)
+        for future in slot.work:
+            future.cancel()
         self.notify()
+
+    async def answer(self, slot: Slot, work: Coroutine[Any, Any, _T]) -> _T:
+        """What the slot's replica answers.
+
+        Raises:
+            ReplicaError: the slot is dead, or dies meanwhile, whether or not that ends the work.
+        """
+        task = asyncio.ensure_future(work)
+        slot.work.add(task)
+        if not slot.is_live:
+            task.cancel()
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        finally:
+            slot.work.discard(task)
+            if task.done() and not task.cancelled():
+                task.exception()  # which a caller who was cancelled does not ask for
+        if task.cancelled() and not slot.is_live:
+            raise loss_of(slot)
+        return task.result()
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every cause, where no replica takes requests any more."""
@@ -137,21 +179,24 @@ class Slots:
         )
 
     def notify(self) -> None:
-        """Something has changed: everybody who waits looks again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Something has changed: who waits for that looks again."""
+        self.wakeups.notify()
 
     async def wait_until(
-        self, predicate: Callable[[], bool], *, timeout_s: float | None = None
+        self,
+        predicate: Callable[[], bool],
+        *,
+        timeout_s: float | None = None,
+        key: Hashable = None,
     ) -> bool:
         """True once ``predicate`` holds; False where it does not within ``timeout_s``.
 
-        The caller runs on without a break once it does, so that what it saw still is so.
+        The caller runs on without a break once it does, so that what it saw still is so. Those who
+        give the same ``key`` wait for the same thing.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not predicate():
-                    await self._changed.wait()
+                await self.wakeups.until(predicate, key=key)
         except TimeoutError:
             return predicate()
         return True
@@ -165,5 +210,10 @@ class Slots:
         )
 
 
-def _ignore(slot: Slot) -> None:
-    pass
+def loss_of(slot: Slot) -> ReplicaError:
+    """What those get who had something from a replica that is dead."""
+    if isinstance(slot.failure, ReplicaError):
+        return copy_of(slot.failure)
+    lost = ReplicaError(f"{slot.name} is lost: {slot.failure}")
+    lost.__cause__ = slot.failure
+    return lost

@@ -197,7 +197,7 @@ class WeightSync:
         """Fetch while decoding goes on; returns the seconds it took."""
         started = _now()
         async with asyncio.timeout(self._timeout_s):
-            await slot.replica.stage(handle)
+            await self._slots.answer(slot, slot.replica.stage(handle))
         return _now() - started
 
     async def _is_superseded(self, slot: Slot, handle: WeightHandle) -> bool:
@@ -234,7 +234,7 @@ class WeightSync:
             return
         self._slots.set_state(slot, ReplicaState.SYNCING)
         async with asyncio.timeout(self._timeout_s):
-            report = await slot.replica.pull(handle.version)
+            report = await self._slots.answer(slot, slot.replica.pull(handle.version))
         slot.is_lagging = False
         self._slots.set_version(slot, report.version)
         self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
