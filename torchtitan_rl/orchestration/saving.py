@@ -178,7 +178,7 @@ class RunSaver:
         try:
             await asyncio.to_thread(self._checkpoints.prune, self._keep)
             self._journals.prune(self._checkpoints.steps()[0])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._recorder.say(f"old checkpoints could not be removed: {error}")
 
     def _note_failure(self, step: int, error: CheckpointError) -> None:
