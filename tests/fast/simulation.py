@@ -55,7 +55,7 @@ class Plan(Habits):
 class Simulation:
     """A controller with all its parts in reach. Make it on the loop that runs it."""
 
-    def __init__(self, plan: Plan, root: Path) -> None:
+    def __init__(self, plan: Plan, root: Path, *, recorder: Memory | None = None) -> None:
         self.plan = plan
         chance = random.Random(plan.chance)
         self.trainer = SimTrainer(
@@ -71,7 +71,7 @@ class Simulation:
             request_timeout_s=5_000.0,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
-        self.recorder = Memory()
+        self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = SimDataset()
         self.config = RolloutConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.real.runs import Run, options, read_metrics
+from tests.real.runs import Run, options, read_metrics, require_audit
 
 
 def kill_after_the_first_step(run: Run, run_dir: Path, rank: str) -> None:
@@ -25,6 +25,7 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_i
     assert "replica1" in said
     (line,) = [line for line in said.splitlines() if "replica2 did not stop in order" in line]
     assert "were killed" in line
+    require_audit(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["sync/lost_replicas"] >= 1
