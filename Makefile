@@ -28,6 +28,9 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "not soak and not slow" tests/fast
 
 soak: setup
+	mkdir -p outputs
+	$(BIN)/python -m tests.fast.campaign --first 1000 --seconds 3600 --jobs $$(nproc) \
+		--out outputs/campaign.txt
 	$(BIN)/python -m pytest -m soak tests
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "not soak" tests/fast
 

@@ -6,7 +6,15 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fast.simulated_parts import Habits, Memory, SimDataset, SimEnv, SimReplica, SimTrainer
+from tests.fast.simulated_faults import Fate, Undisturbed
+from tests.fast.simulated_parts import (
+    ENVIRONMENTS,
+    Habits,
+    Memory,
+    SimDataset,
+    SimReplica,
+    SimTrainer,
+)
 from torchtitan_rl.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
@@ -15,10 +23,12 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import (
@@ -45,48 +55,81 @@ class Plan(Habits):
     validation_problems: int = 0
     reserves: bool = False  # the last replica, for validation
     checkpoint_every: int = 0
-    rollout_timeout_s: float = 2_000.0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
     max_empty_batches: int = 1000
     max_wait_s: float = 100_000.0
+    mode: str = "hot_swap"
+    env_kind: str = "replays"
+    problems: int = 7
+    token_s: float = 0.1
+    max_tokens: int = 12
+    checkpoint_s: float = 0.0  # writing one
+    request_timeout_s: float = 5_000.0
+    sync_timeout_s: float = 300.0
+    rollout_timeout_s: float = 2_000.0
+    env_timeout_s: float = 100.0
+    trainer_timeout_s: float = 1_000.0
+    parks_alone: bool = False  # complain of tokens sampled while a parked run takes a step
 
 
 class Simulation:
     """A controller with all its parts in reach. Make it on the loop that runs it."""
 
-    def __init__(self, plan: Plan, root: Path, *, recorder: Memory | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        root: Path,
+        *,
+        fate: Fate | None = None,
+        recorder: Recorder | None = None,
+        rubric: Rubric | None = None,
+    ) -> None:
         self.plan = plan
         chance = random.Random(plan.chance)
+        fate = fate or Undisturbed()
         self.trainer = SimTrainer(
-            chance=chance, step_s=plan.train_s, shares=plan.during_step == "asleep"
+            chance=chance,
+            step_s=plan.train_s,
+            shares=plan.during_step == "asleep",
+            write_s=plan.checkpoint_s,
+            timeout_s=plan.trainer_timeout_s,
+            waits_alone=plan.parks_alone and plan.during_step == "aborted",
+            fate=fate,
         )
         self.replicas = [
-            SimReplica(f"r{i}", chance=chance, trainer=self.trainer) for i in range(plan.replicas)
+            SimReplica(
+                f"r{i}", chance=chance, trainer=self.trainer, token_s=plan.token_s, fate=fate
+            )
+            for i in range(plan.replicas)
         ]
         self.sampled = SampledTokens()
         self.router = GeneratorRouter(
             self.replicas,
             on_ended=self.sampled.on_ended,
-            request_timeout_s=5_000.0,
+            request_timeout_s=plan.request_timeout_s,
+            sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
         self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
-        self.dataset = SimDataset()
+        self.dataset = SimDataset(plan.problems, fate)
         self.config = RolloutConfig(
             groups_per_step=plan.groups_per_step,
             group_size=plan.group_size,
             max_turns=plan.turns,
             max_total_tokens=200,
-            step_timeout_s=100.0,
+            step_timeout_s=plan.env_timeout_s,
             rollout_timeout_s=plan.rollout_timeout_s,
-            sampling=SamplingConfig(max_tokens_per_turn=12),
+            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens),
         )
         self.rollouter = Rollouter(
             generate=self.router.generate,
-            environment=lambda problem: SimEnv(problem, plan, chance, self.answered),
+            environment=lambda problem: ENVIRONMENTS[plan.env_kind](
+                problem, plan, chance, self.answered, fate
+            ),
             config=self.config,
+            rubric=rubric,
             active_time=self.router.active_time,
         )
         self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
@@ -103,7 +146,7 @@ class Simulation:
                 batcher=self.batcher,
                 trainer=self.trainer,
                 router=self.router,
-                recorder=self.recorder,
+                recorder=recorder or self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
                 sampled=self.sampled,
@@ -147,7 +190,7 @@ def settings(plan: Plan) -> ControllerSettings:
             capacity=capacity.buffer,
             checkpoint_every=plan.checkpoint_every,
             max_empty_batches=plan.max_empty_batches,
-            step_timeout_s=1_000.0,
+            step_timeout_s=plan.trainer_timeout_s,
         ),
         evaluation=EvaluationSettings(
             every=plan.validate_every,
@@ -158,7 +201,7 @@ def settings(plan: Plan) -> ControllerSettings:
             success_reward=1.0,
         ),
         feed=FeedSettings(
-            mode="hot_swap",
+            mode=plan.mode,  # type: ignore[arg-type]
             order=plan.order,  # type: ignore[arg-type]
             lag_timeout_s=30.0,
         ),

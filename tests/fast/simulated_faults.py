@@ -1,0 +1,28 @@
+"""What may go wrong with a simulated part, and who says when: nobody, unless a campaign does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """What happens to one call of a part; each part knows its own actions."""
+
+    action: str
+    seconds: float = 0.0
+
+
+class Fate(Protocol):
+    """Is asked at every call of every part."""
+
+    def at(self, point: str) -> Strike | None:
+        """``point`` names part and method: ``r0.pull``, ``trainer.publish``, ``env.step``."""
+
+
+class Undisturbed:
+    """Nothing goes wrong."""
+
+    def at(self, point: str) -> Strike | None:
+        return None
