@@ -1,7 +1,7 @@
 """The typed configuration of a run. Values only: no framework is imported, nothing is started.
 
 Every field can be overridden on the command line (``--generator.replicas 4``). The values that each
-field may have are in `validation_fields.py`; what must hold between fields is checked in
+field may have are in `validation_rules.py`; what must hold between fields is checked in
 `validation.py`.
 """
 
@@ -69,6 +69,7 @@ class GeneratorConfig:
     heartbeat_s: float = 60.0  # an idle replica's empty decision
     collective_timeout_s: float = 1800.0  # one exchange between a replica's ranks
     request_timeout_s: float | None = None  # None: rollout.rollout_timeout_s; serve: an hour
+    stall_timeout_s: float = 120.0  # a replica whose engine gets nothing done for so long is lost
     start_timeout_s: float = 300.0  # a replica's start, the loading of the model included
     threads: int = 1  # OMP threads of each rank
 

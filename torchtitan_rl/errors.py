@@ -54,6 +54,10 @@ class LoopFailedError(ReplicaError):
     """The engine loop ended by an error, its ``__cause__``; all its requests fail with it."""
 
 
+class LoopStalledError(LoopFailedError):
+    """The engine loop has requests to run and has got nowhere with them for too long."""
+
+
 class WeightSyncError(TorchtitanRLError):
     """Weights could not be published, fetched or swapped; carries version and replica."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_rl.config import GeneratorConfig, SamplingConfig
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.prompts_file import (
     PromptLine,
@@ -25,12 +26,27 @@ from torchtitan_rl.generation.prompts_file import (
     format_error,
     parse_line,
 )
+from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
 from torchtitan_rl.types import Completion, SamplingParams
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts
+from torchtitan_rl.validation_paths import cannot_write
+from torchtitan_rl.validation_rules import RULES, Bounds
 
 if TYPE_CHECKING:
     from torchtitan_rl.generation.loop import EngineLoop
 
 Device = Literal["cpu", "cuda"]
+
+_SHARED = (  # options that are a `GeneratorConfig`'s
+    "max_model_len",
+    "max_running_requests",
+    "kv_cache_bytes",
+    "gpu_memory_utilization",
+    "threads",
+    "max_steps_per_decision",
+    "collective_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +74,52 @@ class GenerateOptions:
     collective_timeout_s: float = 1800.0
 
     def mistakes(self) -> list[str]:
-        found = []
-        if not (self.model / "config.json").is_file():
-            found.append(f"model = {self.model} has no config.json: give a Hugging Face directory")
-        if not self.input.is_file():
-            found.append(f"input = {self.input} is not a file: give a JSONL file of prompts")
-        if not self.output.parent.is_dir():
-            found.append(f"output = {self.output}: make its directory first")
+        wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
+        found = list(wrong.values())
+        sound = with_defaults_for(self, wrong)
+        if "model" not in wrong:
+            found += but_about(wrong, _model_mistakes(sound))
+        if "input" not in wrong and not os.path.isfile(self.input):
+            found.append(f"input is {self.input}: it is not a file; give a JSONL file of prompts")
+        if "output" not in wrong:
+            if not os.path.isdir(self.output.parent):
+                found.append(f"output is {self.output}: make its directory first")
+            elif os.path.isdir(self.output):
+                found.append(f"output is {self.output}: that is a directory; give a file")
+            elif cause := cannot_write(self.output.parent, self.output.name):
+                found.append(f"output is {self.output}: {cause}; give another")
         return found
+
+
+_BOUNDS = {
+    **{name: RULES[GeneratorConfig][name] for name in _SHARED},
+    "max_tokens": RULES[SamplingConfig]["max_tokens_per_turn"],
+    "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),
+    "top_p": Bounds(least=0.0, most=1.0, above=True),
+    "top_k": Bounds(least=0, most=2**31 - 1),
+    "min_p": Bounds(least=0.0, most=1.0),
+    "seed": Bounds(least=-MAX_SEED, most=MAX_SEED),
+    "engine_seed": Bounds(least=0, most=2**32 - 1),
+}
+
+
+def _model_mistakes(options: GenerateOptions) -> list[str]:
+    """Of the model and of the lengths that it allows."""
+    if not os.path.isfile(options.model / "config.json"):
+        return [f"model is {options.model}: it has no config.json; give a Hugging Face directory"]
+    try:
+        policy = read_policy_facts(options.model)
+    except (OSError, ValueError) as error:
+        return [f"model is {options.model}: no usable Hugging Face checkpoint ({error})"]
+    generator = GeneratorConfig(
+        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
+        **{name: getattr(options, name) for name in _SHARED},
+    )
+    return [
+        mistake.removeprefix("generator.").replace(" generator.", " ")
+        for mistake in generator_mistakes(generator, policy, is_on_cpu=_device(options) == "cpu")
+        if "heartbeat_s" not in mistake  # which is chosen to fit
+    ]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -95,12 +149,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _prepare_environment(options: GenerateOptions) -> Device:
     """Must run before torch is imported; what the caller has set stays."""
-    from torchtitan_rl.adapters.vllm_cpu import engine_environment, installed_device
+    from torchtitan_rl.adapters.vllm_cpu import engine_environment
 
-    device = installed_device() if options.device == "auto" else options.device
+    device = _device(options)
     for name, value in engine_environment(options.threads, device).items():
         os.environ.setdefault(name, value)
     return device
+
+
+def _device(options: GenerateOptions) -> Device:
+    from torchtitan_rl.adapters.vllm_cpu import installed_device
+
+    return installed_device() if options.device == "auto" else options.device
 
 
 def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) -> EngineLoop:

@@ -26,7 +26,7 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def main() -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         print(
             f"error: WORLD_SIZE is {os.environ['WORLD_SIZE']}: launch one process with "
             "--nproc-per-node=1; it starts all the others",

@@ -25,11 +25,10 @@ from torchtitan_rl.types import Problem
 from torchtitan_rl.validation import (
     MachineFacts,
     PolicyFacts,
-    but_about,
     find_mistakes,
     read_policy_facts,
 )
-from torchtitan_rl.validation_fields import field_errors, with_defaults_for
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.validation_machine import (
     WeightRoom,
     free_bytes,

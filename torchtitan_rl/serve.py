@@ -4,8 +4,8 @@ When it is ready it prints the base URL, and nothing else, on stdout. SIGTERM or
 order: no new connection, a few seconds for running requests, then all processes; a second one ends
 it at once.
 
-Exit codes: 1 it did not start, or the endpoint's process or the last replica was lost; 2 the
-options are wrong; 128 + n ended by signal n.
+Exit codes: 1 it did not start, the endpoint failed, or its process or the last replica was lost;
+2 the options are wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -33,16 +33,11 @@ from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.validation import but_about
-from torchtitan_rl.validation_fields import (
-    MAX_SECONDS,
-    RULES,
-    Bounds,
-    field_errors,
-    with_defaults_for,
-)
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.validation_generator import generator_mistakes, read_policy_facts, room_mistakes
 from torchtitan_rl.validation_machine import machine_facts
+from torchtitan_rl.validation_paths import cannot_write
+from torchtitan_rl.validation_rules import MAX_SECONDS, RULES, Bounds
 
 _LOOK_S = 1.0  # between two looks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
@@ -114,6 +109,9 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     Raises:
         ConfigError: with all mistakes.
     """
+    wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
+    if "model" in wrong:
+        raise ConfigError(list(wrong.values()))
     model_dir = resolve_checkpoint(config.model, field="MODEL")
     try:
         policy = read_policy_facts(model_dir)
@@ -123,7 +121,6 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
             "directory with config.json, tokenizer.json and *.safetensors"
         ) from error
     machine, keys = machine_facts(), Keys.of()
-    wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
     sound = with_defaults_for(config, wrong)
     mistakes = [
         *wrong.values(),
@@ -135,7 +132,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
                 *endpoint_mistakes(sound.endpoint, keys),
             ],
         ),
-        *_path_mistakes(config),
+        *but_about(wrong, _path_mistakes(sound)),
     ]
     if mistakes:
         raise ConfigError(mistakes)
@@ -254,18 +251,16 @@ async def wait_until_no_replica(router: GeneratorRouter) -> None:
 
 
 def _path_mistakes(config: ServeConfig) -> list[str]:
-    paths = {"log_dir": config.log_dir}
-    if config.episodes_file is not None:
-        paths["episodes_file"] = config.episodes_file.parent
-        if config.episodes_file.is_dir():
-            return [f"episodes_file is {config.episodes_file}: that is a directory; give a file"]
     mistakes = []
-    for name, path in paths.items():
-        parent = path
-        while not parent.exists():
-            parent = parent.parent
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            mistakes.append(f"{name} is {path}: {parent} cannot be written to; give another")
-    if config.episodes_file is not None and not config.episodes_file.parent.is_dir():
-        mistakes.append(f"episodes_file is {config.episodes_file}: make its directory first")
+    if cause := cannot_write(config.log_dir):
+        mistakes.append(f"log_dir is {config.log_dir}: {cause}; give another")
+    file = config.episodes_file
+    if file is None:
+        return mistakes
+    if os.path.isdir(file):
+        mistakes.append(f"episodes_file is {file}: that is a directory; give a file")
+    elif not os.path.isdir(file.parent):
+        mistakes.append(f"episodes_file is {file}: make its directory first")
+    elif cause := cannot_write(file.parent, file.name):
+        mistakes.append(f"episodes_file is {file}: {cause}; give another")
     return mistakes

@@ -7,9 +7,6 @@ together. A relation with a field that is wrong by itself is not reported.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
-
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_mistakes
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -18,7 +15,7 @@ from torchtitan_rl.plan import needs_endpoint
 from torchtitan_rl.rollout.agent_task import AgentTask, agent_mistakes
 from torchtitan_rl.serving.address import Keys, endpoint_mistakes
 from torchtitan_rl.training.loss_mistakes import loss_mistakes
-from torchtitan_rl.validation_fields import field_errors, with_defaults_for
+from torchtitan_rl.validation_fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.validation_generator import (
     MachineFacts,
     PolicyFacts,
@@ -35,7 +32,7 @@ from torchtitan_rl.validation_machine import (
 from torchtitan_rl.validation_paths import path_errors
 from torchtitan_rl.validation_timeouts import timeout_errors
 
-__all__ = ["MachineFacts", "PolicyFacts", "but_about", "find_mistakes", "read_policy_facts"]
+__all__ = ["MachineFacts", "PolicyFacts", "find_mistakes", "read_policy_facts"]
 
 
 def find_mistakes(
@@ -60,13 +57,6 @@ def find_mistakes(
     if not any(name == "task" or name.startswith("task.") for name in wrong):
         errors += config.task.mistakes()
     return errors
-
-
-def but_about(wrong: Collection[str], errors: Iterable[str]) -> list[str]:
-    """Those that name none of these fields."""
-    names = "|".join(map(re.escape, wrong))
-    naming = re.compile(rf"(?<![\w.])(?:{names})(?!\w|\.\w)")
-    return [error for error in errors if not wrong or not naming.search(error)]
 
 
 def _relations(

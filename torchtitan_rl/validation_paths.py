@@ -29,8 +29,9 @@ def path_errors(config: RunConfig) -> list[str]:
     return []
 
 
-def cannot_write(directory: Path) -> str:
-    """Why files cannot be written into a directory, which need not exist; empty where they can.
+def cannot_write(directory: Path, name: str = "") -> str:
+    """Why files (or one with this name) cannot be written into a directory, which need not exist;
+    empty where they can.
 
     Permissions do not tell all (a read-only file system, /proc, names that are too long), so
     folders are made and removed again.
@@ -45,7 +46,8 @@ def cannot_write(directory: Path) -> str:
     except OSError as error:
         return f"{parent} cannot be written to ({error.strerror})"
     try:
-        (probe / directory.absolute().relative_to(parent)).mkdir(parents=True, exist_ok=True)
+        inner = probe / directory.absolute().relative_to(parent) / name
+        inner.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"it cannot be made in {parent} ({error.strerror})"
     finally:

@@ -10,7 +10,7 @@ from collections import deque
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.engine import Admission, EngineOutput
-from torchtitan_rl.generation.mailbox import Batch, End, News, Read
+from torchtitan_rl.generation.mailbox import Batch, End, News, Read, Submission
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.versions import VersionLedger
 from torchtitan_rl.routing.exchange import Exchange
@@ -43,6 +43,7 @@ class FarReplica:
         self.engine = engine or ScriptedEngine(eos_token_id=7, vocab_size=40)
         self.latency_s, self.step_s = latency_s, step_s
         self._versions = VersionLedger(self.engine.version)
+        self._inbox: list[Submission] = []
         self._listening: dict[str, int] = {}  # tokens told
         self._progress: list[Progress] = []
         self._ends: deque[End | Read] = deque()
@@ -64,14 +65,14 @@ class FarReplica:
     def name(self) -> str:
         return self._name
 
-    def kill(self) -> None:
-        self._loss = ReplicaError(f"{self.name} was killed")
+    def kill(self, loss: ReplicaError | None = None) -> None:
+        self._loss = loss or ReplicaError(f"{self.name} was killed")
         self._moves.set()
         self._answers.set()
         self._news.set()
 
     def hang(self) -> None:
-        """The engine makes no progress, and its process answers."""
+        """The engine makes no progress, and its process answers; no stall is noticed."""
         self._moves.clear()
 
     def freeze(self) -> None:
@@ -102,6 +103,7 @@ class FarReplica:
         await self._moves.wait()
         self._versions.pull(version, self.engine.generated_lengths())
         self.engine.swap_weights(version)
+        self._admit()
         await self._travel()
         return PullReport(version=version, stall_s=0.0, running_requests=0, recomputed=False)
 
@@ -118,14 +120,20 @@ class FarReplica:
     async def resume(self) -> None:
         await self._travel()
         self._runs.set()
+        self._admit()
         await self._travel()
 
     async def sleep(self) -> None:
-        await self.pause("abort")
+        await self._travel()
+        await self._moves.wait()
+        self._runs.clear()
+        self._end(self.engine.abort(tuple(self.engine.generated_lengths())))
         self.engine.sleep()
+        await self._travel()
 
     async def wake_up(self) -> None:
         await self._travel()
+        await self._moves.wait()
         self.engine.wake_up()
 
     async def stats(self) -> EngineStats:
@@ -146,13 +154,8 @@ class FarReplica:
 
     async def _submit(self, batch: Batch) -> None:
         await self._travel()
-        for submission in batch.requests:
-            request = submission.request
-            self._versions.admit(request.request_id)
-            self.resumed.append(request.num_resumed > 0)
-            if submission.hears:
-                self._listening[request.request_id] = 0
-            self.engine.add_request(Admission(request=request, arrival_s=0.0))
+        self._inbox += batch.requests
+        self._admit(batch.aborts)
         self._end(self.engine.abort(batch.aborts))
         if batch.reads:
             outputs = self.engine.partial_outputs()
@@ -167,6 +170,23 @@ class FarReplica:
         if self._steps is None:
             self._steps = asyncio.create_task(self._step_all(), name=f"steps of {self.name}")
         await asyncio.sleep(self.latency_s)
+
+    def _admit(self, also: tuple[str, ...] = ()) -> None:
+        """What came, where the engine is not stopped; those in ``also`` in any case."""
+        engine = self.engine
+        is_held = not self._runs.is_set() or engine.is_asleep or not engine.has_weights
+        kept = []
+        for submission in self._inbox:
+            request = submission.request
+            if is_held and request.request_id not in also:
+                kept.append(submission)
+                continue
+            self._versions.admit(request.request_id)
+            self.resumed.append(request.num_resumed > 0)
+            if submission.hears:
+                self._listening[request.request_id] = 0
+            engine.add_request(Admission(request=request, arrival_s=0.0))
+        self._inbox = kept
 
     async def _collect(self) -> News:
         while not (self._progress or self._ends):
@@ -194,6 +214,8 @@ class FarReplica:
             await self._runs.wait()
             await self._moves.wait()
             if self._loss is not None or not self.engine.num_unfinished():
+                continue
+            if self.engine.is_asleep or not self.engine.has_weights or not self._runs.is_set():
                 continue
             try:
                 ended = self.engine.step()

@@ -111,7 +111,7 @@ class Simulation:
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
         )
-        self.recorder = Memory()
+        self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = SimDataset(plan.problems, fate)
         self.config = RolloutConfig(

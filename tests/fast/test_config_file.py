@@ -47,3 +47,21 @@ def test_a_file_without_a_config_says_what_to_write(tmp_path):
     path.write_text("x = 1\n")
     with pytest.raises(ConfigError, match=r"config = RunConfig\("):
         load_config(path, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("x = 1\ny = 1 / 0\n", "line 2, ZeroDivisionError: division by zero"),
+        ("def\n", "SyntaxError"),
+        ("import no_such_module\n", "line 1, ModuleNotFoundError: No module named"),
+    ],
+)
+def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, [])
+    (mistake,) = refused.value.mistakes
+    assert cause in mistake
+    assert "\n" not in mistake

@@ -12,13 +12,16 @@ from typing import Any, get_type_hints
 import pytest
 
 import configs
+from experiments.alphabet_sort.task import POLICY_DIR
 from tests.fast.config_mutations import branches, leaves, values_for, with_value
 from torchtitan_rl import config as config_module
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config import EndpointConfig, RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.generate import GenerateOptions
 from torchtitan_rl.prepare import prepare_run
+from torchtitan_rl.serve import ServeConfig, prepare_serve
 from torchtitan_rl.validation import MachineFacts
-from torchtitan_rl.validation_fields import RULES
+from torchtitan_rl.validation_rules import RULES
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
 SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
@@ -89,6 +92,44 @@ def test_a_value_in_place_of_a_whole_part_is_refused(name: str, tmp_path: Path) 
         for value in (None, 3, "text", {}):
             (found, *_) = complaints(with_value(config, field, value), machine)
             assert found.startswith(f"{field} is ")
+
+
+def test_every_value_of_every_option_of_serve_starts_or_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    config = ServeConfig(
+        model=str(POLICY_DIR), log_dir=tmp_path / "logs", endpoint=EndpointConfig(port=0)
+    )
+    assert prepare_serve(config).describe()
+    names = {"model": "MODEL"}
+    for field, hint in leaves(config):
+        for value in values_for(hint):
+            found = []
+            try:
+                prepare_serve(with_value(config, field, value)).describe()
+            except ConfigError as error:
+                found = error.mistakes
+            case = f"{field} = {value!r}: {found}"
+            if found:
+                assert any(names.get(field, field) in one or field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_value_of_every_option_of_generate_is_taken_or_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.touch()
+    options = GenerateOptions(model=POLICY_DIR, input=prompts, output=tmp_path / "out.jsonl")
+    assert options.mistakes() == []
+    for field, hint in leaves(options):
+        for value in values_for(hint):
+            found = with_value(options, field, value).mistakes()
+            case = f"{field} = {value!r}: {found}"
+            assert not found or any(field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == [prompts]
 
 
 def test_every_number_of_every_configuration_has_a_rule_and_every_rule_a_field() -> None:

@@ -267,3 +267,48 @@ def test_without_checkpoints_a_journal_is_never_longer_than_what_one_version_sam
             size = (tmp_path / "step-000000.jsonl").stat().st_size
     assert (tmp_path / "step-000000.jsonl").stat().st_size == size
     assert list(JournalDirectory(tmp_path).restore(0, {})) == ["g0/r0"]
+
+
+def test_a_second_checkpoint_of_one_step_goes_on_from_its_own_mark(tmp_path):
+    """The turns before the mark are of the first: the second may hold their group as finished, or
+    not at all."""
+    one, two, three = sampled(0, 0), sampled(1, 0), sampled(2, 0)
+    journals = begun(tmp_path, 5)
+    journals.append("finished", 1, two, None)
+    journals.append("running", 0, one, None)
+    mark = journals.begin(5)
+    journals.append("running", 1, two, None)
+    base = {"running": RecordedRollout(rollout_id="running", turns=(one,))}
+    after = JournalDirectory(tmp_path)
+    found = after.restore(5, base, mark=mark)
+    assert found == {"running": RecordedRollout(rollout_id="running", turns=(one, two))}
+    assert after.passed_over == []
+    first = {"finished": RecordedRollout(rollout_id="finished", turns=(one,))}
+    assert after.restore(5, first)["finished"].turns == (one, two)
+    assert after.restore(5, first)["running"].turns == (one, two)
+
+    after.restart(5, found, base, mark=mark)
+    assert JournalDirectory(tmp_path).restore(5, base, mark=mark) == found
+    again = after.begin(5)
+    assert again > mark
+    after.append("running", 2, three, None)
+    assert JournalDirectory(tmp_path).restore(5, found, mark=again)["running"].turns == (
+        one,
+        two,
+        three,
+    )
+    assert len(JournalDirectory(tmp_path).restore(5, base, mark=mark)["running"].turns) == 3
+
+
+def test_a_second_checkpoint_of_one_step_needs_no_journal_that_can_be_written(tmp_path):
+    """All lines are of before it, and none comes after it."""
+    one, two = sampled(0, 0), sampled(1, 0)
+    journals = begun(tmp_path, 5)
+    journals.append("a", 1, two, None)
+    journals._journal._file.close()
+    with pytest.raises(JournalError, match="closed"):
+        journals.append("a", 2, sampled(2, 0), None)
+    mark = journals.begin(5)
+    found = JournalDirectory(tmp_path)
+    assert found.restore(5, record(one), mark=mark) == record(one)
+    assert found.restore(5, record(one)) == record(one, two)

@@ -36,9 +36,9 @@ class Served:
             clock=lambda: self.now_s,
             call_later=lambda _, end: self.ends_of_grace.append(end),
         )
-        body = BufferedBody(self.retries, limits=RequestLimits(), timeout_s=60.0)
+        self.body = BufferedBody(self.retries, limits=RequestLimits(), timeout_s=60.0)
         self.asgi = OpenAIErrors(
-            Authentication(body, host="127.0.0.1", api_key="", admin_key="chief")
+            Authentication(self.body, host="127.0.0.1", api_key="", admin_key="chief")
         )
 
     async def ask(self, headers: Mapping[str, str] = {}, **options: Any) -> Client:
@@ -537,6 +537,21 @@ def test_a_stream_of_many_pieces_is_kept_and_replayed_as_one() -> None:
         retry = await served.ask(KEY)
         assert retry.body == client.body == b"piece,piece,piece,end"
         assert len(retry.sent) == 2
+
+    asyncio.run(run())
+
+
+def test_the_body_of_a_run_counts_as_long_as_it_runs_though_its_client_has_left() -> None:
+    async def run() -> None:
+        served = Served()
+        clients = [await served.ask(KEY, body=b'{"a": 1}') for _ in range(2)]
+        assert served.body._held_bytes == 16
+        for client in clients:
+            await client.leave()
+        assert served.body._held_bytes == 8
+        served.app.calls[0].finish()
+        await settle()
+        assert served.body._held_bytes == 0
 
     asyncio.run(run())
 

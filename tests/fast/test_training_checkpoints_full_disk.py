@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.fast.simulation import Plan, Simulation
 from tests.fast.test_training_checkpoints import names
+from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training import checkpoint_files, checkpoints
 from torchtitan_rl.training.checkpoint_files import (
@@ -163,3 +165,31 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     found = directory.newest(checksums=True)
     assert found.step == 1
     assert "Input/output error" in found.passed_over[0]
+
+
+def test_a_run_goes_on_where_old_checkpoints_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = checkpoints.shutil.rmtree
+
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if path.name.startswith("step-000001"):
+            if not ignore_errors:
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", refuse)
+
+    async def run() -> list[str]:
+        simulation = Simulation(Plan(checkpoint_every=1, num_steps=5), tmp_path)
+        await simulation.run()
+        return simulation.recorder.said
+
+    said = run_virtually(run())
+    assert any("old checkpoints could not be removed" in text for text in said)
+    assert names(tmp_path / "checkpoints") == [
+        "step-000001.removed",
+        "step-000004",
+        "step-000005",
+    ]

@@ -61,6 +61,26 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
+def nobody_waits_for(number: int) -> GenerationRequest:
+    """A request that is cancelled."""
+    return GenerationRequest(
+        request_id=f"cancelled{number}",
+        prompt_token_ids=(40, 41, number),
+        sampling=SamplingParams(max_tokens=200, ignore_eos=True),
+    )
+
+
+class Ended:
+    """How many tokens ended requests had, and of how many of them nobody got any."""
+
+    def __init__(self) -> None:
+        self.tokens = self.not_returned = 0
+
+    def __call__(self, request: GenerationRequest, known: Completion, is_returned: bool) -> None:
+        self.tokens += len(known.token_ids)
+        self.not_returned += not is_returned
+
+
 class Heard:
     """What callers were told of their requests."""
 
@@ -98,10 +118,14 @@ async def disturbed(
     calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()]
     partials: dict[str, Completion] = {}
     lagging = 0
+    unaccounted: list[int | None] = []
     for version in range(1, NUM_PULLS + 1):
+        nobodys = asyncio.create_task(router.generate(nobody_waits_for(version)))
         await asyncio.sleep(0.05)
         handle = await asyncio.to_thread(publisher.publish, version, tensors)
         partials |= await router.partials()
+        nobodys.cancel()
+        unaccounted += [account.unaccounted for account in (await router.account()).values()]
         if version % 2:
             await router.pause(mode="abort")
         report = await router.sync_weights(
@@ -110,8 +134,10 @@ async def disturbed(
         lagging += len(report.lagging)
         await router.resume()
     done = {one.request_id: one for one in await asyncio.gather(*calls)}
+    unaccounted += [account.unaccounted for account in (await router.account()).values()]
     return {
         "done": done,
+        "unaccounted": unaccounted,
         "lagging": lagging,
         "num_boundaries": sum(len(one.version_runs) - 1 for one in done.values()),
         "partials_fit": all(
@@ -169,13 +195,15 @@ async def scenario(root: Path) -> dict[str, Any]:
     tensors = dict(hf_tensors(root / "model"))
     publisher = SharedMemoryPublisher("router-scenario", root)
     replicas = [await spawn(root, index) for index in range(2)]
-    router = GeneratorRouter(replicas, request_timeout_s=120.0)
+    ended = Ended()
+    router = GeneratorRouter(replicas, request_timeout_s=120.0, on_ended=ended)
     try:
         await asyncio.gather(*(replica.start() for replica in replicas))
         alone = await asyncio.gather(*(router.generate(item) for item in requests()))
         seen = await disturbed(router, publisher, tensors)
         done = seen.pop("done")
         lease = await leased(router, publisher, tensors)
+        accounts = (await router.account()).values()
         states = sorted(router.states().values())
         outstanding = sum(router.outstanding_tokens().values())
         return {
@@ -185,6 +213,9 @@ async def scenario(root: Path) -> dict[str, Any]:
             "replicas": sorted({one.replica for one in done.values()}),
             "states": states,
             "outstanding": outstanding,
+            "sampled": sum(account.sampled for account in accounts),
+            "known": ended.tokens,
+            "not_returned": ended.not_returned,
             "lease": lease,
             "killed": await killed(router, list(alone)),
         }

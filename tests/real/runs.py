@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from torchtitan_rl import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "alphabet_sort_tiny.py"
 TIMEOUT_S = 300.0
@@ -115,6 +117,11 @@ def printing_to(process: psutil.Process) -> str:
         return Path(f"/proc/{process.pid}/fd/1").readlink().name
     except OSError:
         return ""
+
+
+def require_audit(run_dir: Path) -> None:
+    """Everything that the run wrote adds up; run by hand, it says what does not."""
+    assert cli.main(["audit", str(run_dir)]) == 0, f"torchtitan-rl audit {run_dir}"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

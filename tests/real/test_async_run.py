@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.runs import ROOT, TIMEOUT_S, Run, options, read_metrics
+from tests.real.runs import ROOT, TIMEOUT_S, Run, options, read_metrics, require_audit
 
 ALL_ROLLOUTS = ("--metrics.rollouts-per-step", "100000")
 
@@ -112,6 +112,7 @@ def kill_and_resume(root: Path, after_s: float) -> None:
     run.wait()
     resumed = Run(options(root, "killed", *more, "--checkpoint.resume"), log=root / "resumed.log")
     require_success(resumed)
+    require_audit(root / "killed")
     groups = trained_groups(root / "killed")
     assert list(groups) == [1, 2, 3, 4, 5, 6]
     assert all(set(of_step.values()) == {4} and len(of_step) == 4 for of_step in groups.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.real.runs import Run, options, read_metrics
+from tests.real.runs import Run, options, read_metrics, require_audit
 
 
 def weights(run_dir: Path):
@@ -34,6 +34,7 @@ def whole(root) -> Path:
     run = Run(options(root, "whole", "--num-steps", "3"), log=root / "whole.log")
     assert run.wait() == 0, run.log.read_text()[-3000:]
     assert run.left_behind() == []
+    require_audit(root / "whole")
     return root / "whole"
 
 
@@ -77,6 +78,7 @@ def test_a_terminated_run_leaves_no_process_and_resumes_to_the_same_weights(root
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.log.read_text()[-3000:]
     assert run.left_behind() == []
+    require_audit(root / "stopped")
 
     resumed = Run(
         options(root, "stopped", "--num-steps", "3", "--checkpoint.resume"),
@@ -84,6 +86,7 @@ def test_a_terminated_run_leaves_no_process_and_resumes_to_the_same_weights(root
     )
     assert resumed.wait() == 0, resumed.log.read_text()[-3000:]
     assert "resumed after step" in resumed.log.read_text()
+    require_audit(root / "stopped")
     expected, actual = weights(whole), weights(root / "stopped")
     assert expected.keys() == actual.keys()
     assert all(expected[name].equal(actual[name]) for name in expected)
@@ -150,5 +153,6 @@ def test_trap_28_a_run_that_was_killed_resumes_to_the_same_weights(root, whole):
     resumed = Run(options(root, "killed-step", *again), log=root / "killed-step-resumed.log")
     assert resumed.wait() == 0, resumed.log.read_text()[-3000:]
     assert [row["step"] for row in read_metrics(root / "killed-step")] == [0, 1, 2, 3]
+    require_audit(root / "killed-step")
     for name, tensor in weights(whole).items():
         assert tensor.equal(weights(root / "killed-step")[name])

@@ -33,6 +33,9 @@ def test_no_pull_no_pause_and_no_kill_changes_loses_or_repeats_a_streamed_greedy
     assert seen["replicas"] == ["replica0", "replica1"]
     assert seen["states"] == ["serving", "serving"]
     assert (seen["outstanding"], seen["lagging"]) == (0, 0)
+    assert set(seen["unaccounted"]) == {0}  # aborts, cancels and pulls lose no sampled token
+    assert seen["known"] == seen["sampled"] > 64 * 100
+    assert seen["not_returned"] == 20
     lease = seen["lease"]
     assert lease["sampled_under"] == [lease["version"]]
     assert lease["is_held"]

@@ -186,7 +186,8 @@ def test_trap_11_answers_are_whole_and_greedy_ones_right_when_a_replica_is_kille
         server.run.process_of("replica1-rank0").send_signal(signal.SIGKILL)
 
     assert asyncio.run(complete_all(server, kill_one)) == undisturbed
-    assert server.gauge("replicas_live") == 1
+    # The status is read once a second.
+    server.wait_until(lambda: server.gauge("replicas_live") == 1, "one replica left")
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 

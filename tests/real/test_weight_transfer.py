@@ -14,7 +14,8 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from torchtitan_rl.adapters.monarch_rdma import MonarchRdmaPublisher, MonarchRdmaReader
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.shared_memory import SHARED_MEMORY_ROOT, SharedMemoryPublisher
+from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 from torchtitan_rl.weights.transport import Transport, WeightPublisher
 

@@ -14,7 +14,7 @@ from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.mailbox import Mailbox
+from torchtitan_rl.generation.mailbox import IDLE_S, Mailbox
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.observability.traced_engine import TracedEngine
 from torchtitan_rl.routing.loop_replica import LoopReplica
@@ -33,7 +33,12 @@ class GeneratorRank:
         with self._tracer.span("start"):
             self._loop = self._build_loop()
         self.replica = LoopReplica(spec.name, self._loop, self.staging)
-        self.mailbox = Mailbox(self._loop, interval_s=spec.stream_interval_s)
+        self.mailbox = Mailbox(
+            self._loop,
+            interval_s=spec.stream_interval_s,
+            idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
+            stall_timeout_s=spec.generator.stall_timeout_s,
+        )
         # What is here by now stays: going through it again would only hold the engine up.
         gc.collect()
         gc.freeze()

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monarch.actor import Actor, ProcMesh, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.adapters.monarch_runtime import (
     ProcessLostError,
+    ProcessMesh,
     call,
     process_environment,
     spawn_processes,
@@ -84,7 +85,7 @@ def _start(spec: EndpointSpec) -> EndpointProcess:
 class MonarchEndpoint:
     """The endpoint's process, seen from the controller; see `Endpoint`."""
 
-    def __init__(self, mesh: ProcMesh, spec: EndpointSpec) -> None:
+    def __init__(self, mesh: ProcessMesh, spec: EndpointSpec) -> None:
         self._mesh = mesh
         self._spec = spec
         self._actor: Any = mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)

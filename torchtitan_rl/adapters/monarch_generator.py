@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from torchtitan_rl.adapters.monarch_runtime import (
     ProcessLostError,
+    ProcessMesh,
     call,
     host_name,
     process_environment,
@@ -27,7 +28,7 @@ from torchtitan_rl.adapters.monarch_runtime import (
 from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.generation.mailbox import IDLE_S, Batch, News
+from torchtitan_rl.generation.mailbox import Batch, News
 from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.routing.exchange import Exchange
 from torchtitan_rl.types import (
@@ -42,7 +43,7 @@ from torchtitan_rl.types import (
 from torchtitan_rl.weights.handle import WeightHandle
 
 _QUICK_CALL_S = 60.0  # deadline of calls that only ask
-_NEWS_TIMEOUT_S = IDLE_S + 120.0  # a process that is silent for so long is as good as dead
+_LOST_CLOSE_S = 2.0  # one that is lost is asked all the same: other ranks may be well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ class GeneratorActor(Actor):
 class MonarchReplica:
     """A replica behind Monarch; see `Replica`. Errors arrive as this package's own."""
 
-    def __init__(self, group: ProcessGroup, mesh: ProcMesh, spec: GeneratorSpec) -> None:
+    def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
         self._group = group
         self._mesh = mesh
         self._spec = spec
@@ -144,7 +145,8 @@ class MonarchReplica:
             collect=lambda: call(
                 self._leader.collect.call_one(),
                 what=f"news of {self.name}",
-                timeout_s=_NEWS_TIMEOUT_S,
+                # A process that is silent for so long is as good as dead.
+                timeout_s=2 * spec.generator.stall_timeout_s,
             ),
         )
 
@@ -217,16 +219,16 @@ class MonarchReplica:
         await call(self._leader.wake_up.call_one(), what=f"wake-up of {self.name}")
 
     async def stats(self) -> EngineStats:
+        self._exchange.require_replica()  # its process may answer all the same
         return await call(
             self._leader.stats.call_one(), what=f"stats of {self.name}", timeout_s=_QUICK_CALL_S
         )
 
     async def close(self) -> None:
         """End the loop in order, then the processes in any case."""
+        timeout_s = _LOST_CLOSE_S if self._exchange.is_lost else _QUICK_CALL_S
         try:
-            await call(
-                self._ranks.close.call(), what=f"close of {self.name}", timeout_s=_QUICK_CALL_S
-            )
+            await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
         except (ProcessLostError, DeadlineError, WeightSyncError):
             pass  # the processes end below, whatever state they are in
         finally:

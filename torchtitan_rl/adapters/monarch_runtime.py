@@ -12,14 +12,23 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError, ProcMesh, current_rank, this_host
+from monarch.actor import (
+    Actor,
+    ActorError,
+    ProcMesh,
+    concurrent_endpoint,
+    current_rank,
+    this_host,
+)
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.adapters.processes import Processes
 from torchtitan_rl.cpu_cores import stay_on_cores
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.plan import ProcessGroup
@@ -28,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_STOP_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 15.0  # of what Monarch does to end a mesh
+_EXIT_TIMEOUT_S = 5.0  # until its processes have exited
+_ASK_TIMEOUT_S = 60.0
 
 ACTOR_NAMES = ("generator", "trainer", "endpoint")  # as our meshes are named
 
@@ -61,9 +72,27 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
     return environment
 
 
+class _PidActor(Actor):
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMesh:
+    """A mesh whose processes can be ended in any case."""
+
+    name: str
+    mesh: ProcMesh
+    processes: Processes
+
+    def spawn(self, name: str, actor: type[Any], *arguments: Any) -> Any:
+        return self.mesh.spawn(name, actor, *arguments)
+
+
 async def spawn_processes(
     group: ProcessGroup, environment: Mapping[str, str], *, log_dir: Path
-) -> ProcMesh:
+) -> ProcessMesh:
     """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set.
 
     What they print goes to ``log_dir``, which exists, a file each.
@@ -75,7 +104,11 @@ async def spawn_processes(
         name=group.name,
     )
     await setup_torch_elastic_env_async(mesh, *_free_endpoint())
-    return mesh
+    pids: Any = mesh.spawn("pid", _PidActor)
+    answers = await call(
+        pids.pid.call(), what=f"start of the processes of {group.name}", timeout_s=_ASK_TIMEOUT_S
+    )
+    return ProcessMesh(name=group.name, mesh=mesh, processes=Processes(answers.values()))
 
 
 def _prepare_process(environment: dict[str, str], log_file: str, cores: tuple[int, ...]) -> None:
@@ -108,13 +141,16 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
     Raises:
         TorchtitanRLError: what the actor raised, if it was one of ours.
         ProcessLostError: the process is gone, or the actor raised something else.
-        DeadlineError: no answer within ``timeout_s``.
+        DeadlineError: no answer within ``timeout_s``, or what carries it gave up.
     """
+    deadline = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with deadline:
             return await awaitable
     except TimeoutError as error:
-        raise DeadlineError(f"{what} did not end within {timeout_s:.0f} s") from error
+        if deadline.expired():
+            raise DeadlineError(f"{what} did not end within {timeout_s} s") from error
+        raise DeadlineError(f"{what} timed out: {first_line(error)}") from error
     except ActorError as error:
         if isinstance(error.exception, TorchtitanRLError):
             raise error.exception from error
@@ -133,10 +169,25 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
-async def stop_processes(mesh: ProcMesh) -> None:
-    """End a mesh's processes; one that is dead already is no error."""
+async def stop_processes(mesh: ProcessMesh) -> None:
+    """End a mesh's processes, by a kill where they do not end in order; one that is dead already is
+    no error. One line says what was not in order."""
+    complaint = ""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await mesh.stop()
+            await mesh.mesh.stop()
     except (SupervisionError, RuntimeError, TimeoutError) as error:
-        logger.warning("a mesh did not stop in order: %s", str(error).splitlines()[0])
+        complaint = first_line(error)
+    if not await mesh.processes.wait(_EXIT_TIMEOUT_S):
+        killed = mesh.processes.kill()
+        complaint = f"processes {killed} were killed, for they did not end by themselves"
+        await mesh.processes.wait(_EXIT_TIMEOUT_S)
+    mesh.processes.close()
+    if complaint:
+        logger.warning("%s did not stop in order: %s", mesh.name, complaint)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, also where it says nothing."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

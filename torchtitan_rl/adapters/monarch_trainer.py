@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from torchtitan_rl.adapters.monarch_runtime import (
     ProcessLostError,
+    ProcessMesh,
     call,
     host_name,
     process_environment,
@@ -127,7 +128,7 @@ class TrainerActor(Actor):
 class MonarchTrainer:
     """All trainer ranks behind Monarch; see `Trainer`."""
 
-    def __init__(self, group: ProcessGroup, mesh: ProcMesh, spec: TrainerSpec) -> None:
+    def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: TrainerSpec) -> None:
         self._group = group
         self._mesh = mesh
         self._timeout_s = spec.trainer.step_timeout_s

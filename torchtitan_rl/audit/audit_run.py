@@ -21,7 +21,7 @@ from torchtitan_rl.observability.jsonl import read_rows
 from torchtitan_rl.orchestration.journal import read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
-from torchtitan_rl.orchestration.resume_choice import GROUPS
+from torchtitan_rl.orchestration.resume_choice import GROUPS, JOURNAL_MARK
 from torchtitan_rl.training.checkpoint_files import (
     check_contents,
     load_attachment,
@@ -60,6 +60,11 @@ class _Saved:
         self.path = path
         self.document: Mapping[str, Any] = marker.get("extra", marker)
         self.groups: SavedGroups = groups_from_bytes(load_attachment(path, GROUPS))
+
+    @property
+    def mark(self) -> int:
+        """From which line on the journal goes on from it."""
+        return int(self.document.get(JOURNAL_MARK, 0))
 
     @property
     def finished(self) -> frozenset[str]:
@@ -133,6 +138,7 @@ def _audit_journals(folder: Path, saved: Mapping[int, _Saved]) -> list[Check]:
                     version=None if of_step is None else of_step.document["version"],
                     finished=frozenset() if of_step is None else of_step.finished,
                     is_first=step == 0,
+                    mark=0 if of_step is None else of_step.mark,
                 )
             )
         except _MISTAKES as error:
@@ -143,7 +149,7 @@ def _audit_journals(folder: Path, saved: Mapping[int, _Saved]) -> list[Check]:
         restored.looked_at += 1
         journals = JournalDirectory(folder)
         try:
-            journals.restore(step, one.groups.rollouts)
+            journals.restore(step, one.groups.rollouts, mark=one.mark)
             restored.violations += journals.passed_over
         except _MISTAKES as error:
             restored.violations.append(f"{one.path.name}: {type(error).__name__}: {error}")
@@ -172,8 +178,9 @@ def _audit_end(
         newest <= rows.last_step,
         f"the newest checkpoint is of step {newest}, the last row of step {rows.last_step}",
     )
-    if rules.num_steps is None or newest < rules.num_steps:
-        return check
+    is_validated = not rows.validated or newest in rows.validated
+    if rules.num_steps is None or newest < rules.num_steps or not is_validated:
+        return check  # it was stopped or killed, and goes on
     check.looked_at = 1
     check.require(
         rows.last_step == newest,

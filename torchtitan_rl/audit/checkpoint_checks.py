@@ -148,17 +148,20 @@ def check_journal(
     version: int | None,
     finished: frozenset[str],
     is_first: bool,
+    mark: int = 0,
 ) -> Check:
     """The lines of one journal.
 
     Args:
         version: of its checkpoint; None where there is none.
         finished: groups that its checkpoint holds as finished.
+        mark: from which line on it goes on from its checkpoint.
         is_first: no file before it is read with it, so that no turn may be missing, but those of
             rollouts that the checkpoint holds.
     """
     check = Check(name=f"journal {name}", what="turns")
     newest: int | None = None
+    position = 0
     known: dict[str, int] = {}  # turns of each rollout that began in this file
     for number, row in enumerate(rows, start=1):
         where = f"journal {name}, line {number}"
@@ -168,6 +171,8 @@ def check_journal(
                 newest is None or version is None or newest == version,
                 f"{where}: begun at version {newest}; its checkpoint has version {version}",
             )
+        if "rollout_id" not in row:
+            position = row.get("mark", 0)
             continue
         rollout_id, index = row["rollout_id"], row["index"]
         if row["turn"] is None:
@@ -175,7 +180,7 @@ def check_journal(
             continue
         check.looked_at += 1
         check.require(
-            newest is None or group_of(rollout_id) not in finished,
+            newest is None or position < mark or group_of(rollout_id) not in finished,
             f"{where}: a turn of group {group_of(rollout_id)}, which its checkpoint holds as "
             "finished",
         )

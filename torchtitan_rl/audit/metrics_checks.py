@@ -30,7 +30,7 @@ class MetricsChecks:
         self._account = Check(name="metrics: account against replicas", what="rows with it")
         self._validations = Check(name="metrics: validations", what="validations")
         self._last: Row | None = None
-        self._validated: set[int] = set()
+        self.validated: set[int] = set()  # steps
         self.totals: dict[int, LedgerTotals] = {}  # by step
         self.versions: dict[int, int] = {}
         self.last_step = 0
@@ -65,12 +65,12 @@ class MetricsChecks:
     def _take_validation(self, where: str, row: Row) -> None:
         check, step = self._validations, row["step"]
         check.looked_at += 1
-        check.require(step not in self._validated, f"{where}: step {step} is validated again")
+        check.require(step not in self.validated, f"{where}: step {step} is validated again")
         check.require(
             step <= self.last_step + is_step_row(row),
             f"{where}: a validation of step {step} before that step",
         )
-        self._validated.add(step)
+        self.validated.add(step)
         groups = row.get("validation/groups")
         if groups is not None:
             self.problems = max(self.problems or 0, int(groups))

@@ -190,6 +190,10 @@ class Inbox:
         with self._changed:
             return self._has_news(is_idle=False)
 
+    def is_stopped(self) -> bool:
+        with self._changed:
+            return self._queued.is_stopped
+
     def num_admissions(self) -> int:
         with self._changed:
             return len(self._admissions)

@@ -42,18 +42,18 @@ from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
 from torchtitan_rl.generation.loop_config import LoopConfig
 from torchtitan_rl.generation.progress import Listener, ProgressBook
+from torchtitan_rl.generation.stall import Pulse
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
     EngineStats,
+    FinishReason,
     GenerationRequest,
     PullReport,
 )
 
 __all__ = ["EngineLoop", "LoopConfig"]
-
-_STATS_INTERVAL_S = 0.2
 
 
 class EngineLoop:
@@ -90,6 +90,8 @@ class EngineLoop:
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
         self._is_asleep = False
+        self._num_done = 0  # grows with what the loop's thread gets done
+        self._is_busy = False
         self._stats = engine.stats()
         self._stats_s = time.monotonic()
         self._thread = threading.Thread(
@@ -188,6 +190,10 @@ class EngineLoop:
         """A reading at most a few steps old; requests still in the inbox count as waiting."""
         return replace(self._stats, waiting=self._stats.waiting + self._inbox.num_admissions())
 
+    def pulse(self) -> Pulse:
+        """What its thread has got done: whether it is stuck shows here, and nowhere else."""
+        return Pulse(count=self._num_done, is_busy=self._is_busy)
+
     def close(self, timeout_s: float = 60.0) -> None:
         """End the loop and everything in it. Followers end when the leader's close reaches them.
 
@@ -229,6 +235,8 @@ class EngineLoop:
         self._answer_readers()
         is_idle = self._engine.num_unfinished() == 0
         self._read_stats(is_due=is_idle)
+        if is_idle or self._inbox.is_stopped():
+            self._is_busy = False
         is_solo = self._channel.world_size == 1
         decision, waiters = self._inbox.next_decision(
             is_idle=is_idle,
@@ -244,10 +252,14 @@ class EngineLoop:
 
     def _apply(self, decision: LoopDecision) -> bool:
         """Apply one decision; False ends the loop."""
+        is_step = decision.action is Action.STEP
+        self._num_done += not is_step
+        self._is_busy = is_step and decision.num_steps > 0
         if decision.action is Action.CLOSE:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
+            self._is_busy = decision.num_steps > 0
             self._run_steps(decision.num_steps)
         elif decision.action is Action.STEP:
             self._step(decision)
@@ -269,6 +281,7 @@ class EngineLoop:
             if in_flight == 0:
                 break
             self._resolve(self._engine.step(), in_flight)
+            self._read_stats(is_due=False)
             self._tell_progress()
             if self._channel.world_size == 1 and self._inbox.has_news():
                 break
@@ -359,6 +372,7 @@ class EngineLoop:
             future.set_result(result)
 
     def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
+        self._num_done += any(one.finish_reason is not FinishReason.ABORT for one in outputs)
         if not outputs or not self._is_leader:
             return
         with self._lock:
@@ -377,8 +391,10 @@ class EngineLoop:
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()
-        if is_due or now_s - self._stats_s >= _STATS_INTERVAL_S:
+        if is_due or now_s - self._stats_s >= self._config.stats_interval_s:
+            before = self._stats.generated_tokens
             self._stats, self._stats_s = self._engine.stats(), now_s
+            self._num_done += self._stats.generated_tokens != before
 
     def _end(self, error: ReplicaError) -> None:
         """Refuse everything from now on and fail everything outstanding; the first cause stays."""

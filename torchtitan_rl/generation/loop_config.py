@@ -22,3 +22,4 @@ class LoopConfig:
     version: int = 0
     stream_interval_s: float = 0.02
     progress_interval_s: float = 1.0
+    stats_interval_s: float = 0.2  # between two readings of the engine's counters

@@ -2,8 +2,9 @@
 
 Invariants: each submitted request has exactly one end, whatever happens to the loop, and it comes
 after all progress of that request; a reading leaves behind the ends that came before it, and before
-all others; what was put here leaves once, and while requests run at most
-once per interval; the event loop is woken twice at most for each reply, however much it holds.
+all others; a loop that is stuck is no replica any more; what was put here leaves once, and while
+requests run at most once per interval; the event loop is woken twice at most for each reply,
+however much it holds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.generation.stall import StallWatch
 from torchtitan_rl.types import Completion, EngineReading, GenerationRequest, Progress
 
 IDLE_S = 30.0  # without any news a reply is given after so long
@@ -71,12 +73,19 @@ class News:
 
 class Mailbox:
     """``interval_s``: between two replies, as long as requests run, whose news can be gathered; one
-    without any news is given after ``idle_s``."""
+    without any news is given after ``idle_s``. ``stall_timeout_s``: when a loop without progress
+    counts as stuck (None: never)."""
 
     def __init__(
-        self, loop: EngineLoop, *, interval_s: float = 0.02, idle_s: float = IDLE_S
+        self,
+        loop: EngineLoop,
+        *,
+        interval_s: float = 0.02,
+        idle_s: float = IDLE_S,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self._loop = loop
+        self._watch = None if stall_timeout_s is None else StallWatch(stall_timeout_s)
         self._interval_s = interval_s
         self._idle_s = idle_s
         self._next_reply_s = 0.0  # in the event loop's time
@@ -108,7 +117,11 @@ class Mailbox:
 
     async def collect(self) -> News:
         """What happened since the last reply, as soon as there is something and the interval has
-        passed or no request runs. One call at a time."""
+        passed or no request runs. One call at a time.
+
+        Raises:
+            LoopStalledError: the loop has made no progress for too long.
+        """
         now = asyncio.get_running_loop().time
         await self._wait_until(lambda: bool(self._progress or self._ends), self._idle_s)
         await self._wait_until(lambda: self._num_running == 0, self._next_reply_s - now())
@@ -125,18 +138,36 @@ class Mailbox:
         return News(progress=progress, ends=tuple(ends))
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Or until the time is over."""
+        """Or until the time is over. Meanwhile the loop has to get on with its work."""
+        now = asyncio.get_running_loop().time
+        deadline_s = now() + timeout_s
+        while True:
+            self._require_progress(now())
+            left_s = deadline_s - now()
+            look_s = left_s if self._watch is None else min(left_s, self._watch.timeout_s / 8)
+            if await self._is_reached(condition, look_s) or look_s >= left_s:
+                return
+
+    def _require_progress(self, now_s: float) -> None:
+        if self._watch is None or self._ends or not self._watch.is_stuck(self._loop.pulse(), now_s):
+            return
+        raise LoopStalledError(
+            f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests to run"
+        )
+
+    async def _is_reached(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         reached = asyncio.Event()
         with self._lock:
             if timeout_s <= 0 or condition():
-                return
+                return True
             self._is_awaited = condition
             self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, reached.set)
         try:
             async with asyncio.timeout(timeout_s):
                 await reached.wait()
+                return True
         except TimeoutError:
-            pass  # the reply says so
+            return False
         finally:
             with self._lock:
                 self._wake = None

@@ -267,8 +267,15 @@ def _index(path: Path, file: Path) -> int:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    line = json.dumps(_finite(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return line.encode(errors="backslashreplace") + b"\n"
+    try:
+        text = _dumps(row)
+    except (ValueError, TypeError):  # a number that is not finite, or a mapping of another kind
+        text = _dumps(_finite(row))
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def _dumps(row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

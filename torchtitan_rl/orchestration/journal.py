@@ -16,6 +16,7 @@ after 30,000 of a new prompt. Memory: less than 300 bytes for each unfinished ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,6 +62,7 @@ class Journal:
     Args:
         version: of the checkpoint that the file belongs to; None leaves no turn out.
         cut_off: rollouts of which the file before this one left turns out.
+        mark: which checkpoint of the step its first lines come after, see `next_mark`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Journal:
         lineage: int = 0,
         version: int | None = None,
         cut_off: Iterable[str] = (),
+        mark: int = 0,
     ) -> None:
         self.path = path
         self._version = version
@@ -79,8 +82,15 @@ class Journal:
             self._file = FileIO(path, "w")
         except OSError as error:
             raise JournalError(f"{path}: {error}") from error
+        self.mark = mark
         self._write(
-            {"format": FORMAT, "lineage": lineage, "version": version, "cut_off": sorted(cut_off)}
+            {
+                "format": FORMAT,
+                "lineage": lineage,
+                "version": version,
+                "cut_off": sorted(cut_off),
+                "mark": mark,
+            }
         )
 
     def append(
@@ -121,6 +131,14 @@ class Journal:
         """
         self._known.get(group_of(rollout_id), {}).pop(rollout_id, None)
         self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
+
+    def next_mark(self) -> int:
+        """Turns from here on come after one more checkpoint of the same step, which knows those
+        before; returns its mark. Where it cannot be written no turn comes after it either."""
+        self.mark += 1
+        with contextlib.suppress(JournalError):
+            self._write({"mark": self.mark})
+        return self.mark
 
     def renamed(self, path: Path) -> Journal:
         """Put the file at ``path``, in the place of what is there, and go on writing to it.
@@ -172,15 +190,18 @@ class Journal:
 
 
 def read_journals(
-    paths: Iterable[Path], base: Mapping[str, RecordedRollout] | None = None
+    paths: Iterable[Path],
+    base: Mapping[str, RecordedRollout] | None = None,
+    *,
+    mark: int = 0,
 ) -> dict[str, RecordedRollout]:
     """The rollouts of a checkpoint (``base``) with the turns that came after it.
 
     ``paths`` are in the order they were written in. A turn that comes again replaces the one from
     before and all behind that: the rollout had begun anew. A rollout that was dropped is gone.
-    Where two checkpoints of one step share a file, its first lines may be older than ``base``, and
-    may be of rollouts that had ended before it. A later file goes on with rollouts of which the
-    file before it left turns out: such turns are of no use.
+    Where two checkpoints of one step share the first file, the lines before that of ``mark`` are
+    older than ``base`` and passed over. A later file goes on with rollouts of which the file before
+    it left turns out: such turns are of no use.
 
     Raises:
         JournalError: a line other than a file's last is damaged, or a turn is missing.
@@ -190,10 +211,15 @@ def read_journals(
     dropped: set[str] = set()
     out_of_order: dict[str, JournalError] = {}  # unless the rollout begins anew behind it
     cut_off: set[str] = set()
+    position = 0
     for order, path in enumerate(paths):
         for number, row in enumerate(read_lines(path), start=1):
             if number == 1:
                 cut_off |= set(row.get("cut_off", ()) if order else ())
+            if "rollout_id" not in row:
+                position = row.get("mark", 0)
+                continue
+            if order == 0 and position < mark:
                 continue
             rollout_id, index = row["rollout_id"], row["index"]
             if index == 0:

@@ -35,7 +35,9 @@ class JournalDirectory:
         self._has_failed = False
         self.passed_over: list[str] = []
 
-    def restore(self, step: int, base: Mapping[str, RecordedRollout]) -> dict[str, RecordedRollout]:
+    def restore(
+        self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
+    ) -> dict[str, RecordedRollout]:
         """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
         those that began after it. A missing journal has none. A damaged file is left out, with
         those after it, and `passed_over` says why: their turns cost less than an older checkpoint.
@@ -54,7 +56,7 @@ class JournalDirectory:
         for path in (path for s, path in sorted(files.items()) if s >= step):
             try:
                 if _lineage(path) == lineage:
-                    found = read_journals([*paths, path], base)
+                    found = read_journals([*paths, path], base, mark=mark)
                     paths.append(path)
             except JournalError as error:
                 self.passed_over.append(f"{error}; turns from there on are sampled again")
@@ -68,6 +70,7 @@ class JournalDirectory:
         base: Mapping[str, RecordedRollout],
         *,
         version: int | None = None,
+        mark: int = 0,
     ) -> None:
         """Begin a new lineage behind the checkpoint of ``step``, which holds ``base``, with what
         is kept of the ``rollouts`` that `restore` gave. Later files of older lineages are deleted.
@@ -80,7 +83,9 @@ class JournalDirectory:
         found = [_lineage(path) for path in files.values()]
         self._lineage = 1 + max((lineage for lineage in found if lineage is not None), default=-1)
         final = self._file(step)
-        journal = Journal(final.with_suffix(".tmp"), lineage=self._lineage, version=version)
+        journal = Journal(
+            final.with_suffix(".tmp"), lineage=self._lineage, version=version, mark=mark
+        )
         going_on = {name for name, known in base.items() if _continues(rollouts.get(name), known)}
         for name in base.keys() - going_on:
             journal.drop(name)
@@ -94,17 +99,18 @@ class JournalDirectory:
             if later > step:
                 files[later].unlink()
 
-    def begin(self, step: int, *, version: int | None = None) -> None:
+    def begin(self, step: int, *, version: int | None = None) -> int:
         """From now on turns come after the checkpoint of ``step``, whose content is being taken
         and whose weights are ``version``.
 
-        For a second checkpoint of one step the file goes on: the first may be all there is.
+        For a second checkpoint of one step the file goes on: the first may be all there is. The
+        mark that is returned tells them apart, and is to be given again with the checkpoint.
 
         Raises:
             JournalError: it cannot be written.
         """
         if self._journal is not None and self._journal.path == self._file(step):
-            return
+            return self._journal.next_mark()
         cut_off = self._journal.cut_off() if self._journal is not None else []
         if self._lineage is None:
             found = [_lineage(path) for path in self._files().values()]
@@ -113,6 +119,7 @@ class JournalDirectory:
         journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
         self.close()  # not before the new file is there: without it the old one goes on
         self._journal, self._has_failed = journal, False
+        return journal.mark
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None

@@ -19,6 +19,9 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckp
 GROUPS = "groups.jsonl"
 """The attachment of a checkpoint that holds its groups."""
 
+JOURNAL_MARK = "journal_mark"
+"""Where the document says from which line on the journal of its step goes on from it."""
+
 
 def choose_checkpoint(
     checkpoints: CheckpointDirectory, journals: JournalDirectory, *, checksums: bool = True
@@ -54,7 +57,7 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
             return f"its document is of step {document['step']}"
         TokenLedger().load_state_dict(document["ledger"])
         groups = groups_from_bytes(load_attachment(path, GROUPS))
-        journals.restore(step, groups.rollouts)
+        journals.restore(step, groups.rollouts, mark=document.get(JOURNAL_MARK, 0))
     except (TorchtitanRLError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     except (ValueError, KeyError, TypeError, IndexError) as error:

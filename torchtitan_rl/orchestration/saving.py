@@ -21,7 +21,7 @@ from torchtitan_rl.orchestration.recovery import (
     groups_from_bytes,
     groups_to_bytes,
 )
-from torchtitan_rl.orchestration.resume_choice import GROUPS
+from torchtitan_rl.orchestration.resume_choice import GROUPS, JOURNAL_MARK
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
@@ -83,9 +83,10 @@ class RunSaver:
         if resume_from is None:
             self._journals.begin(0, version=self._state.version)
             return self._recorded
-        groups = SavedGroups()
+        groups, mark = SavedGroups(), 0
         if resume_from.path is not None:
             document = await self._trainer.load_checkpoint(resume_from.path)
+            mark = document.get(JOURNAL_MARK, 0)
             groups = groups_from_bytes(
                 await asyncio.to_thread(load_attachment, resume_from.path, GROUPS)
             )
@@ -93,12 +94,16 @@ class RunSaver:
             self._recorder.say(f"resumed after step {self._state.step} from {resume_from.path}")
         step = self._state.step
         self._recorded = RecordedGroups(
-            self._journals.restore(step, groups.rollouts),
+            self._journals.restore(step, groups.rollouts, mark=mark),
             restored_version=self._state.version,
             admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
         )
         self._journals.restart(
-            step, self._recorded.rollouts, groups.rollouts, version=self._state.version
+            step,
+            self._recorded.rollouts,
+            groups.rollouts,
+            version=self._state.version,
+            mark=mark,
         )
         return self._recorded
 
@@ -152,7 +157,7 @@ class RunSaver:
             document, groups = self._document(), self._groups(partials)
             try:
                 self._rows.flush()
-                self._journals.begin(step, version=document["version"])
+                document[JOURNAL_MARK] = self._journals.begin(step, version=document["version"])
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._trainer.save_checkpoint(
@@ -173,7 +178,7 @@ class RunSaver:
         try:
             await asyncio.to_thread(self._checkpoints.prune, self._keep)
             self._journals.prune(self._checkpoints.steps()[0])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._recorder.say(f"old checkpoints could not be removed: {error}")
 
     def _note_failure(self, step: int, error: CheckpointError) -> None:

@@ -42,6 +42,10 @@ class Task:
     """Base of a task's configuration; a subclass overrides the factories."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
+        """A problem's id is unique in the validation set, and within an epoch of the training set.
+
+        Also called before the run starts, to look at the first problems; that one is thrown away.
+        """
         raise NotImplementedError
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:

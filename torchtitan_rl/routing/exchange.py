@@ -98,7 +98,7 @@ class Exchange:
     ) -> Completion:
         """See `Replica.generate`."""
         request_id = request.request_id
-        self._require_replica()
+        self.require_replica()
         while (earlier := self._calls.get(request_id)) is not None:
             if not earlier.is_given_up:
                 raise InvalidRequestError(
@@ -106,7 +106,7 @@ class Exchange:
                     f"{self._name}: wait for that request, or use another id"
                 )
             await asyncio.wait({earlier.future})
-            self._require_replica()
+            self.require_replica()
         call = self._calls[request_id] = _Call(on_progress)
         self._requests[request_id] = Submission(
             request=request, hears=on_progress is not None, streams=streams
@@ -128,17 +128,17 @@ class Exchange:
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         """End these requests with the tokens they have; returns when the replica knows. Unknown
         and ended ids are ignored."""
-        self._require_replica()
+        self.require_replica()
         outstanding = [name for name in request_ids if name in self._calls]
         if not outstanding:
             return
         self._aborts |= dict.fromkeys(outstanding)
         await asyncio.shield(self._start())
-        self._require_replica()
+        self.require_replica()
 
     async def read(self, on_reading: OnReading | None = None) -> EngineReading:
         """See `Replica.read`."""
-        self._require_replica()
+        self.require_replica()
         reader = _Reader(on_reading)
         self._readers.append(reader)
         self._start()
@@ -151,7 +151,12 @@ class Exchange:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _require_replica(self) -> None:
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    def require_replica(self) -> None:
+        """Raises `ReplicaError` where it is lost."""
         if self._lost is not None:
             raise copy_of(self._lost)
 

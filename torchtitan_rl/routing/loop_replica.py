@@ -25,13 +25,19 @@ class LoopReplica:
     """Awaits on an event loop what `EngineLoop` answers from its own thread; see `Replica`."""
 
     def __init__(
-        self, name: str, loop: EngineLoop, staging: WeightStaging, *, close_timeout_s: float = 30.0
+        self,
+        name: str,
+        loop: EngineLoop,
+        staging: WeightStaging,
+        *,
+        close_timeout_s: float = 30.0,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self._name = name
         self._loop = loop
         self._staging = staging
         self._close_timeout_s = close_timeout_s
-        mailbox = Mailbox(loop, interval_s=0.0)
+        mailbox = Mailbox(loop, interval_s=0.0, stall_timeout_s=stall_timeout_s)
 
         async def submit(batch: Batch) -> None:
             mailbox.submit(batch)

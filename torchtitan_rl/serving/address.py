@@ -27,7 +27,7 @@ class Keys:
 
 
 def endpoint_mistakes(endpoint: EndpointConfig, keys: Keys) -> list[str]:
-    """One message per mistake in address, files and keys (amounts: `validation_fields`). A port is
+    """One message per mistake in address, files and keys (amounts: `validation_rules`). A port is
     tried out, and given back."""
     mistakes = [*_files(endpoint), *_parsers(endpoint)]
     if not 0 <= endpoint.port <= 65535:

@@ -75,6 +75,8 @@ class Admission:
             )
             if not (place.done() or leaves.done()):
                 raise self._refusal("queue_timeout")
+            if leaves.done():
+                leaves.result()
             is_in = place.done() and not leaves.done()
             return is_in
         finally:

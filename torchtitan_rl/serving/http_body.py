@@ -23,12 +23,32 @@ _MAX_HELD_BODIES = 64  # of the largest size, all requests together
 _MAX_EXCESS = 4  # bodies that are read and dropped so that the client gets to read the refusal
 
 
-class BufferedRequest:
-    """A request's body, usable as an ASGI ``receive``; ``gone`` returns once nobody waits."""
+class HeldBody:
+    """The bytes of one body, counted among those of all until its last user has released it."""
 
-    def __init__(self, body: bytes, gone: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._num_users = 1
+
+    def hold(self) -> None:
+        self._num_users += 1
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._release()
+
+
+class BufferedRequest:
+    """A request's body, usable as an ASGI ``receive``; ``gone`` returns once no client waits.
+    Who keeps the body for longer than the client's request holds ``held``, and releases it."""
+
+    def __init__(
+        self, body: bytes, gone: Callable[[], Awaitable[None]], held: HeldBody | None = None
+    ) -> None:
         self.body = body
         self.gone = gone
+        self.held = held or HeldBody(lambda: None)
         self._is_given = False
 
     async def __call__(self) -> Message:
@@ -56,15 +76,21 @@ class BufferedBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         chunks: list[bytes] = []
+
+        def release() -> None:
+            self._held_bytes -= sum(map(len, chunks))
+
+        held = HeldBody(release)
         try:
             if not await self._read(scope, receive, chunks):
                 return  # the client left in the middle of it
             chunks[:] = [b"".join(chunks)]
             if chunks[0]:
                 check_request(chunks[0], self._limits)
-            await self._handler(scope, BufferedRequest(chunks[0], _until_gone(receive)), send)
+            request = BufferedRequest(chunks[0], _until_gone(receive), held)
+            await self._handler(scope, request, send)
         finally:
-            self._held_bytes -= sum(map(len, chunks))
+            held.release()
 
     async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> bool:
         """Whether the client stayed until the end of it."""

@@ -104,7 +104,7 @@ class Retries:
             if not await _stays(request, attempt):
                 return
         if attempt is None:
-            attempt = self._start(identity, scope, request.body)
+            attempt = self._start(identity, scope, request)
             await self._follow(attempt, request, send, headers=[])
             return
         attempt.num_retries += 1
@@ -154,7 +154,7 @@ class Retries:
             return None
         return meant
 
-    def _start(self, identity: Identity, scope: Scope, body: bytes) -> Attempt:
+    def _start(self, identity: Identity, scope: Scope, request: BufferedRequest) -> Attempt:
         """Raises:
         HttpError: 429, more identities cannot be remembered.
         """
@@ -170,7 +170,9 @@ class Retries:
         for key in _all_keys(identity):
             self._by_key.setdefault(key, []).append(attempt)
         # A task of its own, so that it outlives its client; it inherits the session's id.
-        attempt.task = asyncio.create_task(self._run(attempt, scope, body))
+        attempt.task = asyncio.create_task(self._run(attempt, scope, request.body))
+        request.held.hold()
+        attempt.task.add_done_callback(lambda _: request.held.release())
         return attempt
 
     async def _run(self, attempt: Attempt, scope: Scope, body: bytes) -> None:
@@ -194,9 +196,13 @@ class Retries:
         leaves = asyncio.ensure_future(request.gone())
         try:
             await asyncio.wait({sends, leaves}, return_when=asyncio.FIRST_COMPLETED)
-            if sends.done():
-                sends.result()
-                self._note_delivered(attempt)
+            if not sends.done():
+                leaves.result()
+                return
+            sends.result()
+            if not attempt.has_begun:
+                raise HttpError(503, "The request was cancelled.", code="cancelled")
+            self._note_delivered(attempt)
         finally:
             sends.cancel()
             leaves.cancel()
@@ -286,6 +292,8 @@ async def _stays(request: BufferedRequest, attempt: Attempt) -> bool:
     ends, leaves = asyncio.ensure_future(attempt.ended()), asyncio.ensure_future(request.gone())
     try:
         await asyncio.wait({ends, leaves}, return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            leaves.result()
         return ends.done()
     finally:
         ends.cancel()

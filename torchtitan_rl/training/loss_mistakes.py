@@ -1,5 +1,5 @@
 """What does not go together in a `LossConfig`, above all what corrects twice for one thing.
-(What each field may be by itself is in `validation_fields`.)
+(What each field may be by itself is in `validation_rules`.)
 
 Three policies take part: behaviour (sampled the tokens), anchor (the ratio is taken against it),
 policy (is trained). policy / anchor is the ratio, anchor / behaviour the weight; each of the two

@@ -1,0 +1,32 @@
+"""Calls of actors and their deadlines; no process is started."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.adapters.monarch_runtime import call, first_line
+from torchtitan_rl.errors import DeadlineError
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_a_call_whose_own_transport_times_out_is_a_deadline_error_with_or_without_a_deadline(
+    timeout_s: float | None,
+) -> None:
+    async def gives_up() -> Any:
+        raise TimeoutError
+
+    with pytest.raises(DeadlineError, match="news of r timed out: TimeoutError"):
+        asyncio.run(call(gives_up(), what="news of r", timeout_s=timeout_s))
+
+
+def test_a_call_past_its_deadline_says_so() -> None:
+    with pytest.raises(DeadlineError, match=r"news of r did not end within 0.01 s"):
+        asyncio.run(call(asyncio.sleep(60), what="news of r", timeout_s=0.01))
+
+
+def test_an_error_without_words_has_a_first_line() -> None:
+    assert first_line(TimeoutError()) == "TimeoutError"
+    assert first_line(ValueError("a\nb")) == "a"

@@ -1,0 +1,59 @@
+"""Processes of this machine, ended for certain: stopped ones, too, which answer nothing.
+
+Invariant: no process is killed but those that were named here while they ran, whoever has their
+numbers by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from collections.abc import Iterable
+
+_POLL_S = 0.05
+
+
+class Processes:
+    """Children by their numbers, taken hold of while they run; each may lead a process group."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._handles = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def alive(self) -> list[int]:
+        return [pid for pid, handle in self._handles.items() if not _has_exited(handle)]
+
+    async def wait(self, timeout_s: float) -> bool:
+        """True once all have exited; False where one has not in ``timeout_s``."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while self.alive():
+            if asyncio.get_running_loop().time() >= deadline_s:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    def kill(self) -> list[int]:
+        """Kill those that are alive, with their process groups; returns their numbers."""
+        killed = self.alive()
+        for pid in killed:
+            try:
+                if os.getpgid(pid) == pid:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    signal.pidfd_send_signal(self._handles[pid], signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # by itself, just now
+        return killed
+
+    def close(self) -> None:
+        """Let go of them."""
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+
+def _has_exited(handle: int) -> bool:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))
