@@ -24,6 +24,7 @@ from torchtitan_rl.orchestration.recovery import (
 from torchtitan_rl.orchestration.resume_choice import GROUPS, JOURNAL_MARK
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.sampling import group_of
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -158,6 +159,7 @@ class RunSaver:
             try:
                 self._rows.flush()
                 document[JOURNAL_MARK] = self._journals.begin(step, version=document["version"])
+                self._keep_unclaimed()
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._trainer.save_checkpoint(
@@ -166,6 +168,14 @@ class RunSaver:
                 {GROUPS: groups},
                 version=document["version"],
             )
+
+    def _keep_unclaimed(self) -> None:
+        """Recorded turns of groups that have not been admitted again come after this checkpoint."""
+        for name, recorded in self._recorded.rollouts.items():
+            if group_of(name) not in self._state.buffer:
+                for index, turn in enumerate(recorded.turns):
+                    state = recorded.env_states.get(index + 1)
+                    self._journals.append(name, index, turn, state)
 
     async def _complete(self, step: int) -> None:
         try:

@@ -21,7 +21,11 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
-from torchtitan_rl.orchestration.resume_choice import choose_checkpoint, why_not_resumable
+from torchtitan_rl.orchestration.resume_choice import (
+    JOURNAL_MARK,
+    choose_checkpoint,
+    why_not_resumable,
+)
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoint_files import read_document
@@ -193,7 +197,8 @@ def look_at(root: Path) -> Start:
             path = directory.path(step)
             document = read_document(path)
             groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
-        rollouts = journals.restore(step or 0, groups.rollouts)
+        mark = document.get(JOURNAL_MARK, 0)
+        rollouts = journals.restore(step or 0, groups.rollouts, mark=mark)
     except (TorchtitanRLError, ValueError, KeyError) as error:
         return Start(step=step, document=document, groups=groups, unreadable=repr(error))
     recorded: dict[str, int] = {}
