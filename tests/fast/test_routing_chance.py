@@ -82,6 +82,8 @@ class Trial:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, said: self.complaints.append(said))
+        # So that a leased replica that slept can get its weights back.
+        await self.router.sync_weights(handle(0), mode="hot_swap")
         names = [f"q{n}" for n in range(self.case.num_requests)]
         callers = [asyncio.create_task(self.call(name)) for name in names]
         leased = asyncio.create_task(self.validate())

@@ -24,7 +24,10 @@ def test_leased_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
                 for n in range(4)
             ]
             await asyncio.sleep(1.05)
-            on_its_way = asyncio.create_task(router.generate(request("late", max_tokens=5)))
+            on_their_way = [
+                asyncio.create_task(router.generate(request(f"late{n}", max_tokens=200)))
+                for n in range(4)
+            ]
             await asyncio.sleep(0)
             await router.pause("abort", leased=False)
             left = [set(replica.engine.generated_lengths()) for replica in replicas]
@@ -36,10 +39,10 @@ def test_leased_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
             await asyncio.sleep(1000.0)
             assert lease.active_time.paused_s() == 0
             assert router.active_time.is_paused
-            assert not any(task.done() for task in [*ordinary, new, on_its_way])
+            assert not any(task.done() for task in [*ordinary, new, *on_their_way])
             await router.resume()
-            done = await asyncio.gather(*ordinary, new, on_its_way)
-            assert [len(one.token_ids) for one in done] == [60] * 4 + [5] * 2
+            done = await asyncio.gather(*ordinary, new, *on_their_way)
+            assert [len(one.token_ids) for one in done] == [60] * 4 + [5] + [200] * 4
         accounts = (await router.account()).values()
         assert [account.unaccounted for account in accounts] == [0, 0]
         for replica in replicas:

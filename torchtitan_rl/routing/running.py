@@ -244,7 +244,7 @@ class RunningRequests:
 
     async def _sample(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
         tokens = running.tokens
-        if running.is_abort_asked or running.route.active_time.is_paused:
+        if running.is_abort_asked:
             return
         running.is_sent = True
         try:
