@@ -329,6 +329,7 @@ class SimReplica:
         )
 
     async def close(self) -> None:
+        self.die()
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         for call in list(self._calls.values()):
             self._end(call, ReplicaError(f"{self._name} was closed"))

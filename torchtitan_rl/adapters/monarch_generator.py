@@ -136,6 +136,7 @@ class MonarchReplica:
         self._spec = spec
         self._ranks = mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
+        self._closing: asyncio.Task[None] | None = None
         # The router holds the deadlines of requests.
         self._exchange = Exchange(
             self.name,
@@ -225,7 +226,12 @@ class MonarchReplica:
         )
 
     async def close(self) -> None:
-        """End the loop in order, then the processes in any case."""
+        """End the loop, then the processes in any case; who calls again waits for the same."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close of {self.name}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         timeout_s = _LOST_CLOSE_S if self._exchange.is_lost else _QUICK_CALL_S
         try:
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)

@@ -30,6 +30,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.adapters.processes import Processes
 from torchtitan_rl.cpu_cores import stay_on_cores
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.plan import ProcessGroup
 
@@ -143,12 +144,12 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
         ProcessLostError: the process is gone, or the actor raised something else.
         DeadlineError: no answer within ``timeout_s``, or what carries it gave up.
     """
-    deadline = asyncio.timeout(timeout_s)
+    limit: asyncio.Timeout | None = None
     try:
-        async with deadline:
+        async with deadline(timeout_s) as limit:
             return await awaitable
     except TimeoutError as error:
-        if deadline.expired():
+        if limit is not None and limit.expired():
             raise DeadlineError(f"{what} did not end within {timeout_s} s") from error
         raise DeadlineError(f"{what} timed out: {first_line(error)}") from error
     except ActorError as error:

@@ -9,6 +9,7 @@ after a time-out or a cancellation it runs on, its result is dropped, and it is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import threading
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.rollout.abandoned import abandoned
 
 _T = TypeVar("_T")
@@ -122,7 +124,9 @@ async def within(timeout_s: float, work: Callable[..., Coroutine[Any, Any, _T]],
 
     task = asyncio.ensure_future(outcome())
     try:
-        await asyncio.wait({task}, timeout=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with deadline(timeout_s):
+                await asyncio.wait({task})
         if not task.done():
             raise CallTimeoutError(f"no answer after {timeout_s} s")
         result, error = task.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.types import EngineReading, OnReading
@@ -48,7 +49,7 @@ async def read_slot(slots: Slots, slot: Slot, on_reading: OnReading) -> None:
     Nothing is heard of one that does not answer in time, or is lost and hence dead.
     """
     try:
-        async with asyncio.timeout(_READING_TIMEOUT_S):
+        async with deadline(_READING_TIMEOUT_S):
             await slots.answer(slot, slot.replica.read(on_reading))
     except ReplicaError as error:
         slots.bury(slot, error)

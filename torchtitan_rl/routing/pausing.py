@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.replica import ReplicaState
@@ -63,6 +64,8 @@ async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
         slot.is_asleep = True  # from here on it starts no swap
     _stop(slots, slots.live())
     await asyncio.gather(*(_put_to_sleep(slots, slot, timeout_s) for slot in slots.live()))
+    # A dead one whose processes live on, and may go on at any moment, must not keep its devices.
+    await asyncio.gather(*(slot.replica.close() for slot in slots.all if not slot.is_live))
 
 
 async def wake_up(slots: Slots, *, timeout_s: float) -> None:
@@ -99,7 +102,7 @@ async def _in_time(
 ) -> bool:
     """False where the slot could not do it, and is dead."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with deadline(timeout_s):
             await slots.answer(slot, work)
     except ReplicaError as error:
         slots.bury(slot, error)

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import (
     DeadlineError,
     GenerationError,
@@ -281,7 +282,7 @@ class RunningRequests:
         if slot is None or sampling is None:
             return
         try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
+            async with deadline(_END_TIMEOUT_S):
                 await self._abort_piece(running)
                 await asyncio.wait({sampling})
         except TimeoutError:
@@ -295,7 +296,7 @@ class RunningRequests:
         if slot is None or piece_id is None or not running.is_sent:
             return
         try:
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            async with deadline(_ABORT_TIMEOUT_S):
                 await self._slots.answer(slot, slot.replica.abort((piece_id,)))
         except ReplicaError as error:
             self._slots.bury(slot, error)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import ConfigError, GenerationError, ReplicaError
 from torchtitan_rl.generation.futures import copy_of
 from torchtitan_rl.routing.active_time import ActiveTime
@@ -195,7 +196,7 @@ class Slots:
         give the same ``key`` wait for the same thing.
         """
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline(timeout_s):
                 await self.wakeups.until(predicate, key=key)
         except TimeoutError:
             return predicate()

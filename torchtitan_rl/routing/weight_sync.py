@@ -12,6 +12,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
@@ -196,7 +197,7 @@ class WeightSync:
     async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
         """Fetch while decoding goes on; returns the seconds it took."""
         started = _now()
-        async with asyncio.timeout(self._timeout_s):
+        async with deadline(self._timeout_s):
             await self._slots.answer(slot, slot.replica.stage(handle))
         return _now() - started
 
@@ -233,7 +234,7 @@ class WeightSync:
         if not slot.is_live:
             return
         self._slots.set_state(slot, ReplicaState.SYNCING)
-        async with asyncio.timeout(self._timeout_s):
+        async with deadline(self._timeout_s):
             report = await self._slots.answer(slot, slot.replica.pull(handle.version))
         slot.is_lagging = False
         self._slots.set_version(slot, report.version)

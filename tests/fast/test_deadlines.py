@@ -1,0 +1,64 @@
+"""Deadlines and processes that stand still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fast.virtual_clock import run_virtually
+from torchtitan_rl.deadlines import deadline
+
+
+def stand_still(seconds: float) -> None:
+    """Let the loop's clock jump, as that of a process that was stopped does."""
+    asyncio.get_running_loop()._clock.now += seconds  # type: ignore[attr-defined]
+
+
+def test_what_takes_longer_than_its_deadline_is_ended():
+    async def work() -> float:
+        with pytest.raises(TimeoutError):
+            async with deadline(10.0):
+                await asyncio.sleep(100.0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(work()) == pytest.approx(10.0)
+
+
+def test_no_deadline_lets_everything_take_its_time():
+    async def work() -> None:
+        async with deadline(None):
+            await asyncio.sleep(1e6)
+
+    run_virtually(work())
+
+
+def test_time_in_which_the_process_stood_still_does_not_count():
+    async def work() -> None:
+        async with deadline(10.0) as limit:
+            asyncio.get_running_loop().call_later(5.0, stand_still, 3_600.0)
+            await asyncio.sleep(6.0)
+            await asyncio.sleep(6.0)
+        assert not limit.expired()
+
+    run_virtually(work())
+
+
+def test_after_it_stood_still_the_deadline_counts_again():
+    async def work() -> float:
+        asyncio.get_running_loop().call_later(5.0, stand_still, 3_600.0)
+        with pytest.raises(TimeoutError):
+            async with deadline(10.0):
+                await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(work()) == pytest.approx(3_605.0 + 10.0)
+
+
+def test_the_error_of_the_work_itself_is_raised():
+    async def work() -> None:
+        async with deadline(10.0):
+            raise KeyError("own")
+
+    with pytest.raises(KeyError):
+        run_virtually(work())

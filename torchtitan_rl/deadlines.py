@@ -1,0 +1,45 @@
+"""Time-outs that do not count time in which this process itself stood still.
+
+A process that was stopped (Ctrl-Z, a debugger, a laptop that slept) finds all its deadlines over
+when it goes on, though the answers are there and only have to be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_STOOD_STILL_S = 5.0  # a timer that is later than this was not late by load alone
+
+
+@asynccontextmanager
+async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """As `asyncio.timeout`, but where the event loop gets to look at the deadline more than 5 s
+    after it was over, the time begins anew.
+
+    Raises:
+        TimeoutError: the block took longer than ``delay_s`` (None: it may take any time).
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def start() -> None:
+        nonlocal timer
+        if delay_s is not None:
+            due_s = loop.time() + delay_s
+            timer = loop.call_at(due_s, look, due_s)
+
+    def look(due_s: float) -> None:
+        if loop.time() - due_s > _STOOD_STILL_S:
+            start()
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        start()
+        try:
+            yield limit
+        finally:
+            if timer is not None:
+                timer.cancel()
