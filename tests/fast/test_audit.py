@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -214,6 +216,61 @@ def test_runs_of_all_kinds_add_up(
     assert audited(tmp_path, capsys)[::2] == (0, "")
     live(tmp_path, plan, resume=True)
     assert audited(tmp_path, capsys)[::2] == (0, "")
+
+
+def until_killed(run_dir: Path, plan: Plan, after_s: float, target: Path) -> bool:
+    """One life, whose files at that moment are what a kill -9 leaves, in ``target``; True where it
+    came to its end before."""
+
+    async def run() -> bool:
+        found = choose_checkpoint(
+            CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
+        )
+        assert found.passed_over == ()
+        recorder = Files(run_dir, found.step)
+        simulation = Simulation(plan, run_dir, recorder=recorder)
+        task = asyncio.create_task(simulation.controller.run(resume_from=found))
+        done, _ = await asyncio.wait({task}, timeout=after_s)
+        if done:
+            task.result()
+            return True
+        shutil.copytree(run_dir, target)
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    return bool(run_virtually(run()))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_is_killed_at_any_moments_adds_up_after_each_and_in_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    chance = random.Random(seed)
+    changes = {
+        "staleness": seed % 3,
+        "checkpoint_every": chance.choice([0, 1, 2]),
+        "zero_variance": chance.choice(["train", "resample"]),
+        "reward_levels": 2,
+        "env_fails": 0.1,
+        "chance": seed,
+    }
+    plan = Plan(**{**vars(PLAN), **changes})
+    run_dir = tmp_path / "0"
+    run_dir.mkdir()
+    identity = IDENTITY | {"schedule.staleness": plan.staleness, "checkpoint.export_hf": False}
+    (run_dir / "identity.json").write_text(json.dumps(identity))
+    for life in range(1, 5):
+        target = tmp_path / str(life)
+        if until_killed(run_dir, plan, chance.uniform(1.0, 40.0), target):
+            break
+        run_dir = target
+        assert audited(run_dir, capsys)[0] in (0, 2)  # 2: before anything was written
+    else:
+        assert until_killed(run_dir, plan, 1e9, tmp_path / "none")
+    code, out, err = audited(run_dir, capsys)
+    assert (code, err) == (0, "")
+    assert "metrics: steps: ok (4 steps)" in out
 
 
 def copied(source: Path, target: Path) -> Path:

@@ -276,23 +276,27 @@ def test_a_second_checkpoint_of_one_step_goes_on_from_its_own_mark(tmp_path):
     journals = begun(tmp_path, 5)
     journals.append("finished", 1, two, None)
     journals.append("running", 0, one, None)
+    journals.append("sampled again", 1, two, None)  # as another attempt, which has no turn yet
+    journals.append("began and finished", 0, one, None)
     mark = journals.begin(5)
     journals.append("running", 1, two, None)
-    base = {"running": RecordedRollout(rollout_id="running", turns=(one,))}
+    again = {"sampled again": RecordedRollout(rollout_id="sampled again")}
+    base = {"running": RecordedRollout(rollout_id="running", turns=(one,)), **again}
     after = JournalDirectory(tmp_path)
     found = after.restore(5, base, mark=mark)
-    assert found == {"running": RecordedRollout(rollout_id="running", turns=(one, two))}
+    assert found == {"running": RecordedRollout(rollout_id="running", turns=(one, two)), **again}
     assert after.passed_over == []
-    first = {"finished": RecordedRollout(rollout_id="finished", turns=(one,))}
+    names_of_first = ("finished", "sampled again")
+    first = {name: RecordedRollout(rollout_id=name, turns=(one,)) for name in names_of_first}
     assert after.restore(5, first)["finished"].turns == (one, two)
     assert after.restore(5, first)["running"].turns == (one, two)
 
     after.restart(5, found, base, mark=mark)
     assert JournalDirectory(tmp_path).restore(5, base, mark=mark) == found
-    again = after.begin(5)
-    assert again > mark
+    third = after.begin(5)
+    assert third > mark
     after.append("running", 2, three, None)
-    assert JournalDirectory(tmp_path).restore(5, found, mark=again)["running"].turns == (
+    assert JournalDirectory(tmp_path).restore(5, found, mark=third)["running"].turns == (
         one,
         two,
         three,
