@@ -111,8 +111,9 @@ class GeneratorRouter:
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
         (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; no pause
         counts against a time-out but the wait for those that finish first. Weights can be pulled
-        meanwhile. A replica that does not stop is dead. Without ``leased`` (``abort`` alone) replicas that are leased now go on, with requests
-        of their leases; all others are cut there, too. A lease that begins later waits.
+        meanwhile. A replica that does not stop is dead. Without ``leased`` (``abort`` alone)
+        replicas that are leased now go on, with requests of their leases; all others are cut there,
+        too. A lease that begins later waits.
 
         Raises:
             GenerationError: `resume` was called before this was done.
