@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fast.far_replica import FarReplica
 from tests.fast.replicas import GatedReplica, handle, request, settle
 from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
@@ -309,6 +310,22 @@ def test_a_drain_waits_while_requests_are_frozen():
         await router.wait_for_version(1)
 
     asyncio.run(scenario())
+
+
+def test_a_pause_that_waits_waits_for_deadlines_and_loses_no_replica():
+    async def scenario():
+        router = GeneratorRouter([FarReplica("r", step_s=1.0)], request_timeout_s=10.0)
+        call = asyncio.create_task(router.generate(request("a", max_tokens=400)))
+        await asyncio.sleep(0.5)
+        await router.pause(mode="wait")
+        with pytest.raises(GenerationTimeoutError, match="within its 10 s"):
+            await call
+        assert router.states() == {"r": ReplicaState.SERVING}
+        await router.resume()
+        await router.generate(request("b"))
+        await router.close()
+
+    run_virtually(scenario())
 
 
 @pytest.mark.parametrize("stop", ["keep", "abort", "sleep"])

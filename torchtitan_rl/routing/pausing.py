@@ -19,6 +19,7 @@ from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 
 _RESUME_TIMEOUT_S = 60.0
+_WAIT_GRACE_S = 60.0
 
 Cut = Callable[[Slot], Awaitable[None]]
 """Takes from a slot all requests but those of its lease, which go on when they can."""
@@ -32,10 +33,13 @@ async def pause_replicas(
         raise ValueError(f"a pause by {mode} stops leased replicas, too: only an abort can not")
     spared = [] if leased else [slot for slot in slots.live() if slot.is_leased]
     stopped = [slot for slot in slots.live() if slot not in spared]
-    _stop(slots, stopped)
+    _stop(slots, stopped, stops_clock=mode != "wait")
+    grace_s = _WAIT_GRACE_S if mode == "wait" else 0.0  # for those that end by their deadlines
     await asyncio.gather(
-        *(_pause(slots, slot, mode, timeout_s) for slot in stopped), *map(cut, spared)
+        *(_pause(slots, slot, mode, timeout_s + grace_s) for slot in stopped), *map(cut, spared)
     )
+    if slots.is_paused:
+        _stop(slots, [slot for slot in stopped if slot.is_stopped])
 
 
 async def resume_replicas(slots: Slots) -> None:
@@ -51,8 +55,9 @@ async def resume_replicas(slots: Slots) -> None:
         )
     )
     for slot in slots.all:
-        slot.is_emptied = False
+        slot.is_emptied = slot.is_stopped = False
         slot.active_time.resume()
+    slots.is_paused = False
     slots.active_time.resume()
     await asyncio.gather(*(_resume(slots, slot) for slot in slots.live()))
     slots.notify()
@@ -75,10 +80,14 @@ async def wake_up(slots: Slots, *, timeout_s: float) -> None:
     )
 
 
-def _stop(slots: Slots, stopped: list[Slot]) -> None:
-    slots.active_time.pause()
+def _stop(slots: Slots, stopped: list[Slot], *, stops_clock: bool = True) -> None:
+    """Give them no more requests; the clock goes on while those that they have go on."""
+    slots.is_paused = True
     for slot in stopped:
-        slot.active_time.pause()
+        slot.is_stopped = True
+    if stops_clock:
+        for clock in (slots.active_time, *(slot.active_time for slot in stopped)):
+            clock.pause()
     slots.notify()
 
 

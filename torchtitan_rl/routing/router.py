@@ -119,9 +119,10 @@ class GeneratorRouter:
 
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
         (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; no pause
-        counts against a time-out. Weights can be pulled meanwhile. A replica that does not stop is
-        dead. Without ``leased`` (``abort`` alone) replicas that are leased now go on, with requests
-        of their leases; all others are cut there, too. A lease that begins later waits.
+        counts against a time-out but the wait for those that finish first. Weights can be pulled
+        meanwhile. A replica that does not stop is dead. Without ``leased`` (``abort`` alone)
+        replicas that are leased now go on, with requests of their leases; all others are cut there,
+        too. A lease that begins later waits.
 
         Raises:
             GenerationError: `resume` was called before this was done.
@@ -278,7 +279,7 @@ class GeneratorRouter:
                     f"request {request.request_id}: {slot.name}, which was leased for it, is "
                     f"lost: {slot.failure}"
                 )
-            return slot if slot.takes_requests else None
+            return slot if slot.takes_requests and not slot.is_stopped else None
 
         route = Route(
             choose=choose,
@@ -305,6 +306,8 @@ class GeneratorRouter:
         )
 
     def _choose(self, request: GenerationRequest) -> Slot | None:
+        if self._slots.is_paused:
+            return None
         index = self._strategy.choose(
             self._slots.index, self._home(request.session_id), request.min_version
         )

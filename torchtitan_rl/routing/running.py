@@ -188,7 +188,7 @@ class RunningRequests:
                         raise GenerationError(f"request {request.request_id}: the router is closed")
                     if running.is_abort_asked:
                         return None
-                    chosen = None if route.active_time.is_paused else route.choose(request)
+                    chosen = route.choose(request)
                     if chosen is not None:
                         return chosen
                     running.waiting = asyncio.get_running_loop().create_future()

@@ -42,6 +42,7 @@ class Slot:
     version: int = 0
     is_leased: bool = False  # kept out of pulls
     pinned: WeightHandle | None = None
+    is_stopped: bool = False  # or about to be, by a pause or a sleep
     is_asleep: bool = False  # or about to be
     is_emptied: bool = False  # by a pause; what it is given waits in its inbox
     is_lagging: bool = False  # a sync returned without it, and it still follows
@@ -64,11 +65,6 @@ class Slot:
     @property
     def takes_requests(self) -> bool:
         return self.state in (ReplicaState.SERVING, ReplicaState.SYNCING)
-
-    @property
-    def is_stopped(self) -> bool:
-        """By a pause or a sleep."""
-        return self.active_time.is_paused
 
     @property
     def is_swapping(self) -> bool:
@@ -94,13 +90,9 @@ class Slots:
         self.index = LoadIndex(len(self.all))  # of what ordinary requests may go to
         for slot in self.all:
             self._update(slot)
+        self.is_paused = False  # no request but those of leases is given to any of them
         self.active_time = ActiveTime()  # of all requests but leases'
         self.wakeups = Wakeups()
-
-    @property
-    def is_paused(self) -> bool:
-        """No request but those of leases is given to any of them."""
-        return self.active_time.is_paused
 
     def live(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live]
