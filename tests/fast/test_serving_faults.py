@@ -45,7 +45,7 @@ class TokenReplica(GatedReplica):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.sampled: dict[str, int] = {}
+        self.sampled_in: dict[str, int] = {}
 
     async def generate(
         self,
@@ -62,7 +62,7 @@ class TokenReplica(GatedReplica):
                 await asyncio.sleep(0.1)
                 number += 1
                 session = request.session_id or ""
-                self.sampled[session] = self.sampled.get(session, 0) + 1
+                self.sampled_in[session] = self.sampled_in.get(session, 0) + 1
                 if on_progress is not None:
                     on_progress(_tokens(request, known + number - 1, 1, Progress))
         finally:
@@ -302,7 +302,7 @@ def check(outcome: Outcome, faults: Faults) -> None:
     assert outcome.shell.counts()["http_requests_queued"] == 0
     counts = sessions.counts()
     assert counts["sessions_open"] == counts["session_tokens_held"] == 0
-    sampled = sum(n for session, n in outcome.replica.sampled.items() if session)
+    sampled = sum(n for session, n in outcome.replica.sampled_in.items() if session)
     assert counts["session_tokens_generated"] == sampled
     parts = ("trained", "masked", "discarded")
     assert sum(counts[f"session_tokens_{part}"] for part in parts) == sampled
