@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import Journal, JournalError
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
@@ -85,6 +87,19 @@ def raise_in_call(number: int, error: BaseException, *, after: bool = False) -> 
         return wrapped
 
     return wrap
+
+
+def end_dataset(simulation: Simulation, *, after: int) -> None:
+    """Let it end after so many problems."""
+    original, left = simulation.dataset.next, [after]
+
+    def ends() -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StopIteration
+        return original()
+
+    simulation.dataset.next = ends  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -163,19 +178,7 @@ def test_a_step_that_ends_after_its_deadline_is_not_saved_with_the_state_before_
 
 def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None:
     plan = replace(PLAN, staleness=1, checkpoint_every=0)
-
-    def prepare(simulation: Simulation) -> None:
-        original, left = simulation.dataset.next, [11]
-
-        def ends() -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise StopIteration
-            return original()
-
-        simulation.dataset.next = ends  # type: ignore[method-assign]
-
-    first, error = live(plan, tmp_path, prepare=prepare)
+    first, error = live(plan, tmp_path, prepare=partial(end_dataset, after=11))
     assert isinstance(error, TorchtitanRLError)
     assert "the dataset ended" in str(error)
     assert any(group["rollouts"] for group in newest(first)[1])
@@ -286,3 +289,40 @@ def test_a_stop_whose_checkpoint_fails_is_a_failure(tmp_path: Path) -> None:
     plan = replace(PLAN, checkpoint_every=0)
     _, error = live(plan, tmp_path, prepare=prepare, stop_after=8.0)
     assert isinstance(error, CheckpointError)
+
+
+def test_a_failure_elsewhere_waits_for_the_step_under_way_however_long_it_takes(
+    tmp_path: Path,
+) -> None:
+    """The wait was 120 s, whatever a step takes."""
+    plan = replace(PLAN, staleness=1, train_s=300.0, checkpoint_every=0)
+    first, error = live(plan, tmp_path, prepare=partial(end_dataset, after=8))
+    assert isinstance(error, TorchtitanRLError)
+    assert newest(first)[0]["step"] == len(first.trainer.batches) > 0
+
+
+def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_checkpoint(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, staleness=2, checkpoint_every=0)
+
+    async def killed() -> None:
+        simulation = Simulation(plan, tmp_path)
+        running = asyncio.create_task(simulation.run())
+        await asyncio.wait({running}, timeout=6.0)
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(killed())
+    journals = JournalDirectory(tmp_path / "journal")
+    before = journals.restore(0, {})
+    # The next life admits three groups only, and saves at the same step.
+    second, error = live(plan, tmp_path, resume=True, prepare=partial(end_dataset, after=3))
+    assert "the dataset ended" in str(error)
+    document, groups = newest(second)
+    held = {group["group_id"] for group in groups}
+    later = [name for name in before if name.rsplit("/", 1)[0] not in held]
+    assert later
+    assert document["step"] == 0
+    found = journals.restore(0, {}, mark=document["journal_mark"])
+    assert {name: found[name].turns for name in later} == {n: before[n].turns for n in later}

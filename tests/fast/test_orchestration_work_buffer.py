@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.orchestration.capacity import capacity_mistakes, derive_capacity
-from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError, WorkBuffer
+from torchtitan_rl.orchestration.work_buffer import (
+    Entry,
+    GroupState,
+    StalenessError,
+    WorkBuffer,
+)
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -208,3 +213,37 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
         live = sum(counts[state] for state in list(GroupState)[:4])
         assert live == len(work)
         assert work.admitted == live + work.trained + work.discarded.total()
+
+
+def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
+    def compared(one: Entry, other: object) -> bool:
+        raise AssertionError("P groups looked for among P others are P * P comparisons")
+
+    work = buffer(groups_per_step=64, staleness=1, window=0.5)
+    names = fill(work)
+    for name in names[8:]:
+        work.finish(group(name))
+    monkeypatch.setattr(Entry, "__eq__", compared)
+    batch = taken(work)
+    assert batch is None  # 8 groups may be overtaken by 32 others at most
+    for name in names[4:8]:
+        work.finish(group(name))
+    for name in names[:4]:
+        work.finish(group(name))
+    assert taken(work) == names[:64]
+
+
+def test_a_batch_that_was_put_back_is_taken_again_and_nothing_was_overtaken():
+    work = buffer(groups_per_step=4, staleness=1, window=0.5)
+    names = fill(work)
+    for name in names[1:]:
+        work.finish(group(name))
+    assert taken(work) is None
+    work.finish(group(names[0]))
+    before = [(entry.group_id, entry.overtaken) for entry in work.entries]
+    batch = taken(work)
+    assert batch == names[:4]
+    work.put_back()
+    assert [(entry.group_id, entry.overtaken) for entry in work.entries] == before
+    assert work.counts()[GroupState.FINISHED] == len(names)
+    assert taken(work) == batch

@@ -28,6 +28,7 @@ from monarch.actor import (
 )
 from monarch.spmd import setup_torch_elastic_env_async
 
+from torchtitan_rl.adapters.ports import free_port
 from torchtitan_rl.adapters.processes import Processes
 from torchtitan_rl.cpu_cores import stay_on_cores
 from torchtitan_rl.deadlines import deadline
@@ -104,7 +105,7 @@ async def spawn_processes(
         bootstrap=functools.partial(_prepare_process, dict(environment), log_file, group.cores),
         name=group.name,
     )
-    await setup_torch_elastic_env_async(mesh, *_free_endpoint())
+    await setup_torch_elastic_env_async(mesh, "127.0.0.1", free_port())
     pids: Any = mesh.spawn("pid", _PidActor)
     answers = await call(
         pids.pid.call(), what=f"start of the processes of {group.name}", timeout_s=_ASK_TIMEOUT_S
@@ -123,12 +124,6 @@ def _prepare_process(environment: dict[str, str], log_file: str, cores: tuple[in
     for standard in (1, 2):
         os.dup2(log, standard)
     os.close(log)
-
-
-def _free_endpoint() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
 
 
 def host_name() -> str:

@@ -270,6 +270,7 @@ _RUN = [
     _row("total/groups_buffered", "groups", "last", "not trained yet"),
     _row("controller/loop_lag_ms_mean", "ms", "mean", "lateness of the controller's event loop"),
     _row("controller/loop_lag_ms_max", "ms", "max", "the same"),
+    _row("controller/hanging_calls", "calls", "last", "of environments, given up and running on"),
 ]
 
 METRICS: dict[str, Metric] = {

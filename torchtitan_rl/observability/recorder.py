@@ -23,6 +23,7 @@ from torchtitan_rl.observability.step_metrics import (
 )
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.rollout.abandoned import abandoned
 
 
 class RunRecorder:
@@ -89,6 +90,7 @@ class RunRecorder:
         metrics = step_metrics(record) | {
             "controller/loop_lag_ms_mean": lag.mean_ms,
             "controller/loop_lag_ms_max": lag.max_ms,
+            "controller/hanging_calls": float(abandoned.num_running),
         }
         if self._engines is not None:
             metrics |= self._engines.take()

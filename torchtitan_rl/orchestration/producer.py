@@ -141,6 +141,11 @@ class Producer:
 
     def _admit(self, problem: Problem) -> None:
         group_id = f"e{self._dataset.epoch}/{problem.problem_id}"
+        if group_id in self._state.buffer:
+            raise TorchtitanRLError(
+                f"the dataset gave problem {problem.problem_id} twice in epoch "
+                f"{self._dataset.epoch}, while its first group is under way; ids must be unique"
+            )
         entry = self._state.buffer.admit(group_id, problem, version=self._state.version)
         self._ledger.admit(group_id)
         self._launch(entry)
