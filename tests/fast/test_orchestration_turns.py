@@ -255,6 +255,8 @@ def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
         # Batches are ready before the trainer is, so that pulls end within its steps.
         plan = Plan(num_steps=8, staleness=3, during_step="aborted", turns=1, chance=chance)
         simulation = Simulation(replace(plan, train_s=20.0), tmp_path)
+        for replica in simulation.replicas:
+            replica.pull_s = 4.0  # so that the next step may begin within a pull
         sampled: list[int] = []
         step = simulation.trainer.train_step
 
