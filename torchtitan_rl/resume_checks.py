@@ -2,7 +2,7 @@
 
 A checkpoint and the run's folder hold `run_identity`. A resumed run is compared with it: fields
 that shape the data or the meaning of what is saved must be the same; all others may change, and
-what changed is said. A field that nobody sorted counts as one that must be the same.
+what changed is said. A field in neither list counts as one that must be the same.
 
 The README's section on outputs has the table of both kinds.
 """

@@ -166,8 +166,8 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def stop_processes(mesh: ProcessMesh) -> None:
-    """End a mesh's processes, by a kill where they do not end in order; one that is dead already is
-    no error. One line says what was not in order."""
+    """End a mesh's processes, by a kill where they do not end by themselves; one that is dead
+    already is no error. One line says what went wrong."""
     complaint = ""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):

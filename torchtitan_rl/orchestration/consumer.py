@@ -171,7 +171,7 @@ class Consumer:
         output: StepOutput | None,
         buffered: BufferStates,
     ) -> None:
-        """The step has been taken. No await: whoever saves the run sees all of it or nothing."""
+        """The step has been taken. No await: a checkpoint has all of it or nothing."""
         state = self._state
         state.ledger.train(
             [group.group_id for group in groups],

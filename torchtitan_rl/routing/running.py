@@ -261,7 +261,7 @@ class RunningRequests:
         tokens.end_piece(done)
 
     async def _end_piece(self, running: _Running, slot: Slot, sampling: asyncio.Task[None]) -> None:
-        """Abort the piece and wait for what it has; whoever cancels meanwhile waits as well."""
+        """Abort the piece and wait for what it has, even where this call is cancelled meanwhile."""
         running.is_abort_asked = True
         ending = asyncio.create_task(self._abort_and_wait(running))
         is_cancelled = False
@@ -291,7 +291,7 @@ class RunningRequests:
             await asyncio.wait({sampling})
 
     async def _abort_piece(self, running: _Running) -> None:
-        """Free the replica of what it samples for a request that nobody waits for any more."""
+        """End what the replica samples for a request whose caller no longer waits."""
         slot, piece_id = running.slot, running.piece_id
         if slot is None or piece_id is None or not running.is_sent:
             return

@@ -77,7 +77,7 @@ class FolderGuard:
 
 
 _guards: list[FolderGuard] = []
-"""Kept, since a `Popen` that nobody holds is a warning."""
+"""Kept, since a `Popen` without a reference is a warning."""
 
 
 def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
