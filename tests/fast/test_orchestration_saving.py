@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import Journal, JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.types import RolloutGroup
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
 
@@ -326,3 +329,31 @@ def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_
     assert document["step"] == 0
     found = journals.restore(0, {}, mark=document["journal_mark"])
     assert {name: found[name].turns for name in later} == {n: before[n].turns for n in later}
+
+
+class NothingToTrain:
+    """A batcher that finds no token to train on, without an await of the consumer's."""
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[None, TokenCounts]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        number = sum(rollout.num_sampled_tokens for rollout in rollouts)
+        return None, TokenCounts(generated=number, trained=0, discarded={"env_error": number})
+
+
+def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_once(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, window=0.67, checkpoint_every=0)
+
+    def fails(simulation: Simulation) -> None:
+        fault = raise_in_call(1, GenerationError("the step failed"))
+        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
+
+    live(plan, tmp_path, prepare=fails)  # leaves a finished batch behind
+
+    def empties(simulation: Simulation) -> None:
+        object.__setattr__(simulation.controller._parts, "batcher", NothingToTrain())
+
+    simulation, error = live(plan, tmp_path, resume=True, prepare=empties)
+    assert error is None
+    assert simulation.controller.step == plan.num_steps

@@ -21,37 +21,43 @@ def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
     return FinishedStep(step=step, handle=handle)
 
 
+def make_feed(root: Path) -> tuple[Simulation, WeightFeed]:
+    """A feed over simulated parts, of which nothing evaluates; version 1 to 3 are readable."""
+    plan = Plan()
+    parts = Simulation(plan, root)
+    parts.trainer.readable |= {1, 2, 3}
+    state = RunState(settings(plan).capacity)
+    evaluator = Evaluator(
+        settings(plan).evaluation,
+        state,
+        problems=(),
+        rollouter=parts.rollouter,
+        router=parts.router,
+        rows=Rows(parts.recorder),
+        recorder=parts.recorder,
+    )
+    feed = WeightFeed(
+        settings(plan).feed,
+        state,
+        router=parts.router,
+        evaluator=evaluator,
+        turns=Turns(
+            DuringStep.BESIDE,
+            state,
+            router=parts.router,
+            trainer=parts.trainer,
+            recorder=parts.recorder,
+        ),
+        recorder=parts.recorder,
+    )
+    return parts, feed
+
+
 def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:
     """What the replicas hold when all steps, queued at once, are closed; and the pulls done."""
 
     async def work() -> tuple[set[int], list[int]]:
-        plan = Plan()
-        parts = Simulation(plan, root)
-        parts.trainer.readable |= {1, 2, 3}
-        state = RunState(settings(plan).capacity)
-        evaluator = Evaluator(
-            settings(plan).evaluation,
-            state,
-            problems=(),
-            rollouter=parts.rollouter,
-            router=parts.router,
-            rows=Rows(parts.recorder),
-            recorder=parts.recorder,
-        )
-        feed = WeightFeed(
-            settings(plan).feed,
-            state,
-            router=parts.router,
-            evaluator=evaluator,
-            turns=Turns(
-                DuringStep.BESIDE,
-                state,
-                router=parts.router,
-                trainer=parts.trainer,
-                recorder=parts.recorder,
-            ),
-            recorder=parts.recorder,
-        )
+        parts, feed = make_feed(root)
         for step in steps:
             feed.put(step)
         running = asyncio.create_task(feed.run())
@@ -95,3 +101,20 @@ def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
         return most
 
     assert run_virtually(work()) <= 3  # the newest, the one before, and one that is being fetched
+
+
+def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_replica(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        _, feed = make_feed(tmp_path)
+        handle = SharedMemoryHandle(version=2, path="", num_bytes=0)
+        await feed.resume(handle)
+        assert feed.needed_versions == {2}
+        running = asyncio.create_task(feed.run())
+        await asyncio.sleep(1.0)
+        assert not feed.needed_versions
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(work())

@@ -195,7 +195,7 @@ class Controller:
         if self._state.version > 0 or self._turns.engines_are_empty:
             handle = await self._parts.trainer.publish()
             self._turns.let_go()
-            await self._feed.sync(handle)
+            await self._feed.resume(handle)
         return recorded
 
     async def _run_loops(self, producer: Producer) -> None:

@@ -77,7 +77,7 @@ class Producer:
         """
         if not self._is_over():
             for entry in self._state.buffer.entries:
-                if entry.state is GroupState.WAITING:
+                if entry.state is GroupState.WAITING and entry.group_id not in self._running:
                     self._launch(entry)
         while True:
             await self._state.until(

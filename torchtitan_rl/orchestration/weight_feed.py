@@ -60,6 +60,7 @@ class WeightFeed:
         self._lost_replicas: set[str] = set()
         self._published = PublishedVersions()
         self._releases: dict[int, Callable[[], None]] = {}  # of queued versions
+        self._begins_with: FinishedStep | None = None
         self._queued: FinishedStep | None = None  # the newest with a handle, until it is synced
         self._syncs: list[SyncReport] = []  # since they were last taken
 
@@ -85,12 +86,20 @@ class WeightFeed:
         """Queue a step whose weights, if any, have just been published."""
         self._unfinished += 1
         if step.handle is not None:
-            self._published.advance(step.handle.version)
-            self._releases[step.handle.version] = self._published.pin(step.handle.version)
+            self._keep_readable(step.handle)
             if self._queued is not None and not self.is_evaluated(self._queued.step):
                 self._release(self._queued)
             self._queued = step
         self._queue.put_nowait(step)
+
+    async def resume(self, handle: WeightHandle) -> None:
+        """Bring the weights that a resumed run begins with to the replicas.
+
+        They stay readable until the evaluation of their step, if it is due, has its replica.
+        """
+        self._keep_readable(handle)
+        self._begins_with = FinishedStep(step=self._state.step, handle=handle)
+        await self.sync(handle)
 
     async def run(self) -> None:
         """Until cancelled.
@@ -101,6 +110,8 @@ class WeightFeed:
         try:
             if self._evaluator.is_due(self._state.step):
                 await self._evaluator.start(self._state.step)
+            if self._begins_with is not None:
+                self._release(self._begins_with)
             while True:
                 self._unfinished -= 1
                 self._state.changed()
@@ -130,6 +141,10 @@ class WeightFeed:
         if is_evaluated:
             await self._evaluator.start(finished.step)
         self._release(finished)
+
+    def _keep_readable(self, handle: WeightHandle) -> None:
+        self._published.advance(handle.version)
+        self._releases[handle.version] = self._published.pin(handle.version)
 
     def _release(self, finished: FinishedStep) -> None:
         """Its version need not stay readable for the replicas any more."""

@@ -29,7 +29,7 @@ from torchtitan_rl.orchestration.resume_choice import (
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoint_files import read_document
-from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment, step_of
 from torchtitan_rl.types import Problem, Rollout
 
 LIMIT_S = 60_000.0  # of virtual time; a run that takes longer hangs
@@ -188,13 +188,19 @@ def look_at(root: Path) -> Start:
         CheckpointDirectory(root / "checkpoints"),
         JournalDirectory(root / "journal"),
     )
-    complete = directory.steps()
-    steps = [s for s in complete if why_not_resumable(directory.path(s), journals) is None]
+    # Where a kill came between the two renames of a second checkpoint, the first one is taken.
+    paths = {
+        step_of(path.with_suffix("")): path
+        for path in directory.root.glob("step-*.replaced")
+        if not path.with_suffix("").exists()
+    } | {step: directory.path(step) for step in directory.steps()}
+    complete = sorted(paths)
+    steps = [s for s in complete if _is_resumable(paths[s], journals)]
     step = (steps or complete or [None])[-1]
     groups, document = SavedGroups(), {}
     try:
         if step is not None:
-            path = directory.path(step)
+            path = paths[step]
             document = read_document(path)
             groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
         mark = document.get(JOURNAL_MARK, 0)
@@ -206,6 +212,10 @@ def look_at(root: Path) -> Start:
         group_id = name.rpartition("/")[0]
         recorded[group_id] = recorded.get(group_id, 0) + rollout.num_tokens
     return Start(step=step, document=document, groups=groups, recorded=recorded)
+
+
+def _is_resumable(path: Path, journals: JournalDirectory) -> bool:
+    return path.suffix == ".replaced" or why_not_resumable(path, journals) is None
 
 
 def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:
