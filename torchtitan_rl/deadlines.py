@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_STOOD_STILL_S = 5.0  # a timer that is later than this was not late by load alone
+STOOD_STILL_S = 5.0  # a timer that is later than this was not late by load alone
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
             timer = loop.call_at(due_s, look, due_s)
 
     def look(due_s: float) -> None:
-        if loop.time() - due_s > _STOOD_STILL_S:
+        if loop.time() - due_s > STOOD_STILL_S:
             start()
         else:
             limit.reschedule(loop.time())

@@ -56,6 +56,12 @@ class _Signals:
     controller: Controller | None = None
     received: list[int] = field(default_factory=list)
 
+    def describe(self) -> str:
+        """Where a run was that a second signal ended."""
+        if self.controller is None:
+            return "stopped before the first step"
+        return f"stopped at once after step {self.controller.step}; see the newest checkpoint"
+
     def install(self) -> None:
         main = asyncio.current_task()
         if main is None:
@@ -79,7 +85,7 @@ async def _run(prepared: PreparedRun) -> int:
     except (StopRequested, asyncio.CancelledError) as error:
         if not signals.received:
             raise
-        print(str(error) or "stopped before the first step", file=sys.stderr)
+        print(str(error) or signals.describe(), file=sys.stderr)
         return 128 + signals.received[0]
     except TorchtitanRLError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.fast.simulated_faults import Fate, Undisturbed
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import (
     CheckpointError,
     DeadlineError,
@@ -215,7 +216,7 @@ class SimTrainer:
         )
         task.add_done_callback(_look)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with deadline(self._timeout_s):
                 return await asyncio.shield(task)
         except TimeoutError:
             message = f"trainer: {method} did not end within {self._timeout_s:.0f} s"

@@ -225,7 +225,7 @@ def test_a_row_that_cannot_be_written_waits_for_the_next_one(tmp_path: Path, kin
     assert error is None
     assert [record.step for record in simulation.recorder.steps] == [1, 2, 3, 4, 5, 6]
     assert [record.step for record in simulation.recorder.validations] == [0, 2, 4, 6]
-    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6, 6]
+    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6]
     assert any("1 rows could not be written" in text for text in simulation.recorder.said)
 
 
@@ -241,7 +241,7 @@ def test_no_checkpoint_is_taken_while_a_row_waits(tmp_path: Path) -> None:
         simulation.recorder.record_step = full  # type: ignore[method-assign]
 
     first, error = live(replace(PLAN, staleness=1), tmp_path, prepare=prepare)
-    assert isinstance(error, CheckpointError)
+    assert isinstance(error, OutputError)
     assert newest(first)[0]["step"] == 2
 
 
@@ -357,3 +357,25 @@ def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_onc
     simulation, error = live(plan, tmp_path, resume=True, prepare=empties)
     assert error is None
     assert simulation.controller.step == plan.num_steps
+
+
+def test_the_last_rows_and_the_last_evaluation_are_in_the_files_or_the_run_fails(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, checkpoint_every=1, validate_every=3, validation_problems=2)
+    simulation, error = live(plan, tmp_path / "sound")
+    assert error is None
+    assert newest(simulation)[0]["evaluated_step"] == plan.num_steps
+
+    def prepare(simulation: Simulation) -> None:
+        original = simulation.recorder.record_validation
+
+        def full(record: Any) -> None:
+            if record.step == plan.num_steps:
+                raise OutputError("no space")
+            original(record)
+
+        simulation.recorder.record_validation = full  # type: ignore[method-assign]
+
+    _, error = live(plan, tmp_path / "full", prepare=prepare)
+    assert isinstance(error, OutputError)

@@ -282,3 +282,15 @@ def test_validation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: i
     simulation = run(plan, tmp_path)
     assert len(simulation.recorder.validations) == 7
     assert not any("#" in name for name in simulation.requested if "validation" in name)
+
+
+def test_a_lease_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+    """One replica: its pull waits for the lease, and the resume for the pull."""
+
+    async def work() -> float:
+        plan = Plan(num_steps=6, staleness=3, during_step="aborted", replicas=1, turns=1)
+        plan = replace(plan, validate_every=1, validation_problems=2, train_s=0.5)
+        await Simulation(plan, tmp_path).run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(work()) < 30.0  # a pull that waits gives up after `lag_timeout_s`, 30 s

@@ -74,3 +74,22 @@ def test_a_deadline_that_is_over_before_a_pause_still_raises_and_one_that_is_lef
         await asyncio.sleep(5)
 
     run_virtually(scenario())
+
+
+def test_time_in_which_the_process_stood_still_does_not_count():
+    async def work() -> None:
+        clock, loop = ActiveTime(), asyncio.get_running_loop()
+
+        def stand_still() -> None:
+            loop._clock.now += 3_600.0  # type: ignore[attr-defined]
+
+        async with clock.timeout(10.0) as limit:
+            loop.call_later(5.0, stand_still)
+            await asyncio.sleep(8.0)
+            await asyncio.sleep(4.0)
+        assert not limit.expired()
+        with pytest.raises(TimeoutError):
+            async with clock.timeout(10.0):
+                await asyncio.sleep(12.0)
+
+    run_virtually(work())

@@ -95,7 +95,8 @@ class Consumer:
         self._since_last_row = _Times.start()
         while self._state.step < self._settings.num_steps:
             await self._one_step(await self._next_batch())
-            self._is_save_due |= _is_due(self._state.step, self._settings.checkpoint_every)
+            if self._state.step < self._settings.num_steps:  # the last one is saved at the end
+                self._is_save_due |= _is_due(self._state.step, self._settings.checkpoint_every)
             if self._is_save_due and self._turns.trainer_is_ready:
                 self._is_save_due = False
                 with self._since_last_row.of("save_s"):

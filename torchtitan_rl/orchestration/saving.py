@@ -75,6 +75,7 @@ class RunSaver:
         self._max_failures = max_failures
         self._recorded = RecordedGroups()
         self._saved_step: int | None = None  # of the newest complete checkpoint
+        self._saved_evaluation: int | None = None  # ``evaluated_step`` of it
         self._writing: asyncio.Task[None] | None = None
         self._failures: list[CheckpointError] = []  # in a row
 
@@ -124,7 +125,8 @@ class RunSaver:
         except CheckpointError as error:
             self._note_failure(step, error)
         else:
-            self._writing = asyncio.create_task(self._complete(step), name=f"checkpoint {step}")
+            complete = self._complete(step, self._state.evaluated_step)
+            self._writing = asyncio.create_task(complete, name=f"checkpoint {step}")
         self._require_writable()
 
     async def finish(self) -> None:
@@ -132,11 +134,13 @@ class RunSaver:
 
         Raises:
             CheckpointError: it could not be written.
+            OutputError: a row could not be written.
         """
         await self._until_written()
         self._failures.clear()
-        if self._state.buffer.entries:
-            self._saved_step = None  # what has been sampled since then is saved as well
+        self._rows.flush()
+        if self._state.buffer.entries or self._saved_evaluation != self._state.evaluated_step:
+            self._saved_step = None  # what has come since then is saved as well
         await self.save()
         await self._until_written()
         if self._failures:
@@ -177,13 +181,13 @@ class RunSaver:
                     state = recorded.env_states.get(index + 1)
                     self._journals.append(name, index, turn, state)
 
-    async def _complete(self, step: int) -> None:
+    async def _complete(self, step: int, evaluation: int | None) -> None:
         try:
             await self._trainer.finish_checkpoint()
         except CheckpointError as error:
             self._note_failure(step, error)
             return
-        self._saved_step = step
+        self._saved_step, self._saved_evaluation = step, evaluation
         self._failures.clear()
         try:
             await asyncio.to_thread(self._checkpoints.prune, self._keep)
@@ -235,7 +239,7 @@ class RunSaver:
         state = self._state
         state.step = self._saved_step = document["step"]
         state.version = document["version"]
-        state.evaluated_step = document["evaluated_step"]
+        state.evaluated_step = self._saved_evaluation = document["evaluated_step"]
         state.ledger.load_state_dict(document["ledger"])
         state.buffer.restore(
             groups.entries,

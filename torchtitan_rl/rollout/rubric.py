@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.rollout.calls import call, is_cancelled, summary
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
@@ -85,7 +86,7 @@ class Rubric:
     ) -> float | str:
         """The function's value, or what went wrong."""
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
+            async with deadline(self.timeout_s) as limit:
                 if function.blocking:
                     value = await call(function.function, rollout, problem)
                 else:
@@ -110,7 +111,7 @@ async def score_whole_group(
     scorable = [rollout for rollout in rollouts if not rollout.status.is_failure]
     scores: Sequence[Score]
     try:
-        async with asyncio.timeout(rubric.timeout_s):
+        async with deadline(rubric.timeout_s):
             scores = await rubric.score_group(scorable, problem)
         if len(scores) != len(scorable):
             raise ValueError(f"{len(scores)} scores for {len(scorable)} rollouts")

@@ -1,7 +1,8 @@
 """A clock that stands still while work is paused, and deadlines on it.
 
 Invariant: a deadline passes only after so many seconds in which the clock ran, however often and
-for how long it was paused in between.
+for how long it was paused in between. Time in which this process itself stood still, and a deadline
+passed, does not count either (see `deadlines.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from torchtitan_rl.deadlines import STOOD_STILL_S
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    limit: asyncio.Timeout
+    deadline_s: float  # in active seconds
+    timer: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class ActiveTime:
@@ -23,7 +38,7 @@ class ActiveTime:
     def __init__(self) -> None:
         self._paused_since_s: float | None = None
         self._paused_s = 0.0  # in pauses that are over
-        self._timeouts: dict[asyncio.Timeout, float] = {}  # deadlines of those that run
+        self._running: dict[_Running, None] = {}
 
     @property
     def is_paused(self) -> bool:
@@ -60,21 +75,36 @@ class ActiveTime:
     @asynccontextmanager
     async def timeout_at(self, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
         """As `asyncio.timeout_at`, on this clock: raises TimeoutError."""
-        async with asyncio.timeout_at(self._when(deadline_s)) as timeout:
-            self._timeouts[timeout] = deadline_s
+        async with asyncio.timeout(None) as limit:
+            running = _Running(limit, deadline_s)
+            self._running[running] = None
+            self._schedule(running)
             try:
-                yield timeout
+                yield limit
             finally:
-                del self._timeouts[timeout]
+                del self._running[running]
+                running.cancel()
 
-    def _when(self, deadline_s: float) -> float | None:
-        """In the event loop's time; None while the clock stands still."""
-        return None if self.is_paused else deadline_s + self._paused_s
+    def _schedule(self, running: _Running) -> None:
+        """Look at the deadline when it is due; while the clock stands still it never is."""
+        running.cancel()
+        if not self.is_paused:
+            due_s = running.deadline_s + self._paused_s
+            loop = asyncio.get_running_loop()
+            running.timer = loop.call_at(due_s, self._look, running, due_s)
+
+    def _look(self, running: _Running, due_s: float) -> None:
+        late_s = self._loop_s() - due_s
+        if late_s > STOOD_STILL_S:  # this process did: what was answered meanwhile comes first
+            self._paused_s += late_s + STOOD_STILL_S
+            self._reschedule()
+        else:
+            running.limit.reschedule(self._loop_s())
 
     def _reschedule(self) -> None:
-        for timeout, deadline_s in self._timeouts.items():
-            if not timeout.expired():
-                timeout.reschedule(self._when(deadline_s))
+        for running in self._running:
+            if not running.limit.expired():
+                self._schedule(running)
 
     @staticmethod
     def _loop_s() -> float:

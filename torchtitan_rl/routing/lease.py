@@ -17,6 +17,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.pausing import leave_to_lease
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import WeightSync
@@ -85,6 +86,7 @@ async def lease_replica(
     slot = await _take(slots, handle, timeout_s)
     lease: Lease | None = None
     try:
+        await leave_to_lease(slots, slot)
         await _prepare(slots, weights, slot, handle)
         lease = Lease(slot, complete_on)
         yield lease

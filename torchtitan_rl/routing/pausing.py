@@ -31,6 +31,7 @@ async def pause_replicas(
     """See `GeneratorRouter.pause`; ``timeout_s`` limits a ``wait``, and all others generously."""
     if not leased and mode != "abort":
         raise ValueError(f"a pause by {mode} stops leased replicas, too: only an abort can not")
+    slots.spares_leases = not leased
     spared = [] if leased else [slot for slot in slots.live() if slot.is_leased]
     stopped = [slot for slot in slots.live() if slot not in spared]
     _stop(slots, stopped, stops_clock=mode != "wait")
@@ -57,14 +58,30 @@ async def resume_replicas(slots: Slots) -> None:
     for slot in slots.all:
         slot.is_emptied = slot.is_stopped = False
         slot.active_time.resume()
-    slots.is_paused = False
+    slots.is_paused = slots.spares_leases = False
     slots.active_time.resume()
     await asyncio.gather(*(_resume(slots, slot) for slot in slots.live()))
     slots.notify()
 
 
+async def leave_to_lease(slots: Slots, slot: Slot) -> None:
+    """Let a replica that was leased after a pause began serve its lease, where the pause spares
+    leases: else a sync that waits for the lease to end would keep the pause from ending."""
+
+    def has_stopped() -> bool:
+        return slot.is_emptied or not slot.is_stopped or not slot.is_live
+
+    if slots.spares_leases and slot.is_stopped:
+        await slots.wait_until(has_stopped)
+    if slots.spares_leases and slot.is_stopped and slot.is_live:
+        slot.is_stopped = slot.is_emptied = False
+        slot.active_time.resume()
+        await _resume(slots, slot)
+
+
 async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
     """See `GeneratorRouter.sleep`; ``timeout_s`` is that of one replica."""
+    slots.spares_leases = False
     for slot in slots.live():
         slot.is_asleep = True  # from here on it starts no swap
     _stop(slots, slots.live())

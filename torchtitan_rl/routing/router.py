@@ -122,7 +122,8 @@ class GeneratorRouter:
         counts against a time-out but the wait for those that finish first. Weights can be pulled
         meanwhile. A replica that does not stop is dead. Without ``leased`` (``abort`` alone)
         replicas that are leased now go on, with requests of their leases; all others are cut there,
-        too. A lease that begins later waits.
+        too. A lease that begins
+        later has its replica go on, too.
 
         Raises:
             GenerationError: `resume` was called before this was done.

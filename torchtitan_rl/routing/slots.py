@@ -91,6 +91,7 @@ class Slots:
         for slot in self.all:
             self._update(slot)
         self.is_paused = False  # no request but those of leases is given to any of them
+        self.spares_leases = False  # the pause stops no replica that is leased
         self.active_time = ActiveTime()  # of all requests but leases'
         self.wakeups = Wakeups()
 
