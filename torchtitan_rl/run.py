@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class _Signals:
     """The first SIGINT or SIGTERM asks the run to stop in order, a second one ends it at once."""
 
     controller: Controller | None = None
+    say: Callable[[str], None] = print
     received: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
@@ -72,6 +74,7 @@ class _Signals:
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
         self.received.append(number)
         if self.controller is not None and len(self.received) == 1:
+            self.say("stopping after this step, with a checkpoint; a second signal ends at once")
             self.controller.request_stop()
         else:
             main.cancel()
@@ -142,7 +145,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                     checkpoints,
                     journals,
                 )
-                signals.controller = controller
+                signals.controller, signals.say = controller, recorder.say
                 training = controller.run(resume_from=found if is_resumed else None)
                 await (training if endpoint is None else endpoint.beside(training))
                 if config.checkpoint.export_hf:

@@ -225,7 +225,12 @@ _RUN = [
     _row("endpoint/refused/*", "completions", "sum", "not given, by the code of the error"),
     _row("endpoint/sessions/*", "sessions", "sum", "that ended, by how"),
     _row("endpoint/sessions_open", "sessions", "last", "at the end of the step"),
-    _row("account/sampled_tokens", "tokens", "last", "counted by the engines of this process"),
+    _row(
+        "account/sampled_tokens",
+        "tokens",
+        "last",
+        "counted by this process's engines",
+    ),
     _row("account/lost_tokens", "tokens", "last", "sampled by replicas that died, never heard of"),
     _row("account/unaccounted_tokens", "tokens", "last", "sampled and in no account: must be 0"),
     _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
@@ -320,6 +325,15 @@ def to_markdown() -> str:
         "describes the rollouts of a step, `validation/` those of the fixed problems, `trainer/` "
         "the optimizer step. A name that had nothing to describe is left out. A validation that "
         "ended after later steps has a line of its own, with the step whose weights it used.",
+        "",
+        "A line is written at the moment in which its optimizer step has ended. `sync/*` are "
+        "therefore of the weights that reached the replicas since the line before, usually those "
+        "of the step before; the first line has none. Of the times, `time/rollout_s` (waiting), "
+        "`time/train_s`, publishing and saving add up to `time/step_s`; `time/sync_s` runs "
+        "alongside them. `tokens/*` are of the groups in the step's batch; what was thrown away "
+        "elsewhere (restarted groups, cut requests) is in `total/*`. `account/*` is there at "
+        "checkpoints and at the end, and starts anew with each process: validation and clients of "
+        "the endpoint count, too.",
         "",
         "| name | unit | reduction | meaning |",
         "|---|---|---|---|",

@@ -124,7 +124,9 @@ class Consumer:
             )
         groups = None if state.is_stopping else state.buffer.take(state.version)
         if groups is None:
-            raise StopRequested(f"stopped on request after step {state.step}")
+            raise StopRequested(
+                f"stopped on request after step {state.step}; resume it by --checkpoint.resume"
+            )
         return groups
 
     def _may_train(self) -> bool:

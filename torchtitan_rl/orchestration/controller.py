@@ -20,7 +20,6 @@ from typing import Any
 from torchtitan_rl.errors import (
     CheckpointError,
     DivergedError,
-    TorchtitanRLError,
     TrainerLostError,
 )
 from torchtitan_rl.orchestration.account import AccountCheck
@@ -269,11 +268,11 @@ class Controller:
         except StopRequested:
             await self._save()
             raise
-        except TorchtitanRLError:
+        except Exception:
             try:
                 await self._save()
-            except TorchtitanRLError as error:
-                self._parts.recorder.say(f"no checkpoint: {error}")
+            except Exception as error:
+                self._parts.recorder.say(f"no checkpoint: {type(error).__name__}: {error}")
             raise
         await self._save()
 
