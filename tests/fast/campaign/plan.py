@@ -26,11 +26,14 @@ class CampaignPlan(Plan):
 
     @property
     def is_determined(self) -> bool:
-        """At S = 0 the data are the same, whatever is stopped, killed or slow."""
+        """At S = 0 the data are the same, whatever is stopped, killed or slow. Where groups are
+        skipped, a rollout that runs out of time decides which: no row tells of it."""
+        skips_by_time = self.zero_variance == "skip" and self.rollout_timeout_s < 100.0
         return (
             self.staleness == 0
             and int(self.window * self.groups_per_step) == 0
             and self.zero_variance != "resample"
+            and not skips_by_time
         )
 
     def describe(self) -> str:
