@@ -39,9 +39,14 @@ class StandInTrainer:
         )
 
     async def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes] | None = None
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
     ) -> None:
-        """Once, behind the last step; nobody reads it."""
+        """Once, after the last step; it is not read."""
         folder = temporary_path(path)
         folder.mkdir(parents=True)
         seal(folder, {}, {})
