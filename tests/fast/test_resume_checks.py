@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,24 @@ def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
     config = started(tmp_path)
     with claim_run(resumed(config)), pytest.raises(ConfigError, match="runs in"):
         resumed(config)
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_ends_with_one_line_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.run.stay_on_cores", lambda cores: None)
+    config = started(tmp_path)
+    for step in (4, 8):
+        (checkpoint(config, step, identity=identity(config)) / "data").write_bytes(b"tens")
+    metrics = config.run_dir / "metrics.jsonl"
+    metrics.write_text('{"step":8,"train/reward_mean":0.5}\n')
+    words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]
+    assert main(["train", TINY_FILE, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: CheckpointError: no checkpoint in ")
+    assert "step-000004 is not complete" in line
+    assert "step-000008 is not complete" in line
+    assert metrics.read_text() == '{"step":8,"train/reward_mean":0.5}\n'
+    saved = sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
+    assert saved == ["step-000004", "step-000008"]
+    assert "torchtitan_rl.adapters.monarch_run" not in sys.modules

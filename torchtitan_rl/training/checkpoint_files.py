@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +29,11 @@ REPLACED_SUFFIX = ".replaced"
 _ATTACHMENTS = "attachments"
 _FILES = "files"
 _CHUNK_BYTES = 4 << 20
+
+
+class CheckpointUnreadableError(CheckpointError):
+    """The system could not read a file of a checkpoint (EIO, EACCES): whether it is whole is not
+    known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +154,10 @@ def check_sizes(folder: Path) -> None:
 
     Raises:
         CheckpointError: a file is not there or not of its size, or there is no whole marker.
+        CheckpointUnreadableError: the system cannot tell.
     """
     for name, record in recorded_files(folder).items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        found = _size(folder, name)
         if found != record.num_bytes:
             raise CheckpointError(
                 f"checkpoint {folder} is not complete: {name} "
@@ -164,6 +170,7 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
 
     Raises:
         CheckpointError: one of them is not what was written.
+        CheckpointUnreadableError: one of them cannot be read.
     """
     check_sizes(folder)
     records = recorded_files(folder)
@@ -171,7 +178,7 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
         try:
             found = fingerprint(folder / name)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {error}") from error
+            raise _unreadable(folder, name, error) from error
         if found != records[name]:
             raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
 
@@ -181,15 +188,16 @@ def load_attachment(folder: Path, name: str) -> bytes:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+        CheckpointUnreadableError: it cannot be read.
     """
     key = f"{_ATTACHMENTS}/{name}"
     record = recorded_files(folder).get(key)
-    if record is None or not (folder / key).is_file():
+    if record is None or _size(folder, key) is None:
         raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
     try:
         content = (folder / key).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {key}: {error}") from error
+        raise _unreadable(folder, key, error) from error
     if FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) != record:
         raise CheckpointError(f"checkpoint {folder} is damaged: attachment {name}")
     return content
@@ -203,9 +211,24 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {MARKER}: {error}") from error
+        raise _unreadable(folder, MARKER, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
+
+
+def _size(folder: Path, name: str) -> int | None:
+    """In bytes; None where there is no such file."""
+    try:
+        found = (folder / name).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointUnreadableError:
+    return CheckpointUnreadableError(f"checkpoint {folder} cannot be read: {name}: {error}")
 
 
 def _sync_directory(directory: Path) -> None:
