@@ -1,7 +1,8 @@
 """One checkpoint's folder: data files, and a marker written last that vouches for them.
 
-The marker is a JSON document with the size and CRC-32 of every file, so that a checkpoint that was
-cut short or damaged is known as such. Files that it does not list may lie beside and do not count.
+The marker is a JSON document with the size and CRC-32 of every file and, in its last field, of
+itself, so that a checkpoint that was cut short or damaged is known as such. Files that it does not
+list may lie beside and do not count.
 
 Invariants: a marker is on disk only after everything that it lists; a folder has its final name
 only once its marker is on disk; where a step of writing fails and `discard` is called, what was
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import stat
 import zlib
@@ -28,6 +30,8 @@ TEMPORARY_SUFFIX = ".writing"
 REPLACED_SUFFIX = ".replaced"
 _ATTACHMENTS = "attachments"
 _FILES = "files"
+_CHECKSUM = "crc32"  # of the marker's text without this field, which older versions do not write
+_CHECKSUM_FIELD = re.compile(rb', "%s": (\d+)\}\s*$' % _CHECKSUM.encode())
 _CHUNK_BYTES = 4 << 20
 
 
@@ -95,8 +99,9 @@ def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileReco
     records = {name: asdict(record) for name, record in files.items()}
     for directory in {folder, *((folder / name).parent for name in files)}:
         _sync_directory(directory)  # the names of the files, before the marker's
-    text = json.dumps({**document, _FILES: records})
-    write_file(folder / MARKER, text.encode() + b"\n")
+    text = json.dumps({**document, _FILES: records}).encode()
+    checksum = b', "%s": %d}\n' % (_CHECKSUM.encode(), zlib.crc32(text))
+    write_file(folder / MARKER, text.removesuffix(b"}") + checksum)
     _sync_directory(folder)
 
 
@@ -135,7 +140,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     """What `seal` was given.
 
     Raises:
-        CheckpointError: there is no whole marker.
+        CheckpointError: there is no whole marker, or it is damaged.
     """
     return _read_marker(folder)[0]
 
@@ -205,7 +210,11 @@ def load_attachment(folder: Path, name: str) -> bytes:
 
 def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
     try:
-        document: dict[str, Any] = json.loads((folder / MARKER).read_bytes())
+        content = (folder / MARKER).read_bytes()
+        document: dict[str, Any] = json.loads(content)
+        if _CHECKSUM in document and not _is_intact(content):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
+        document.pop(_CHECKSUM, None)
         records = document.pop(_FILES)
         return document, {name: FileRecord(**record) for name, record in records.items()}
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -214,6 +223,12 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         raise _unreadable(folder, MARKER, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
+
+
+def _is_intact(marker: bytes) -> bool:
+    """Does its text have the checksum in it?"""
+    field = _CHECKSUM_FIELD.search(marker)
+    return field is not None and zlib.crc32(marker[: field.start()] + b"}") == int(field[1])
 
 
 def _size(folder: Path, name: str) -> int | None:
