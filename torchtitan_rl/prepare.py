@@ -19,7 +19,7 @@ from torchtitan_rl.plan import ProcessPlan, plan_processes
 from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.resume_checks import resume_changes, resume_errors, run_identity, step_errors
 from torchtitan_rl.run_folder import is_complete, read_saved_run, write_identity
-from torchtitan_rl.run_lock import hold_run, lock_errors
+from torchtitan_rl.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.types import Problem
 from torchtitan_rl.validation import (
@@ -133,13 +133,18 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
     """Hold the run's folder, made if need be, and write down what the run is.
 
     Raises:
-        ConfigError: another process holds it, or has had it since `prepare_run`.
+        ConfigError: another process holds it, or has had it since `prepare_run`, or it cannot be
+            written to.
     """
     run_dir = prepared.config.run_dir
     with hold_run(run_dir):
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
-        write_identity(run_dir, prepared.identity)
+        try:
+            write_identity(run_dir, prepared.identity)
+            prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(run_dir, error) from error
         yield
 
 

@@ -97,13 +97,13 @@ async def _run(prepared: PreparedRun) -> int:
 
 
 async def _train(prepared: PreparedRun, signals: _Signals) -> None:
-    from torchtitan_rl.adapters.monarch_run import run_processes
-
     config = prepared.config
     is_resumed = config.checkpoint.resume
     checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
     journals = JournalDirectory(config.run_dir.absolute() / "journal")
     found = choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint()
+    from torchtitan_rl.adapters.monarch_run import run_processes  # seconds
+
     recorder = RunRecorder(config, resume_step=found.step)
     try:
         async with recorder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,19 @@ def read_saved_run(run_dir: Path) -> SavedRun | None:
 
 
 def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
-    """All or nothing."""
+    """All or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = run_dir / f"{IDENTITY_FILE}.tmp"
-    write_file(temporary, json.dumps(identity, indent=2).encode() + b"\n")
-    temporary.replace(run_dir / IDENTITY_FILE)
+    try:
+        write_file(temporary, json.dumps(identity, indent=2).encode() + b"\n")
+        temporary.replace(run_dir / IDENTITY_FILE)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     descriptor = os.open(run_dir, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,23 +30,24 @@ def hold_run(run_dir: Path) -> Iterator[None]:
     """Make the folder and hold its lock. Processes that are started meanwhile do not hold it.
 
     Raises:
-        ConfigError: another process holds it, or the file cannot be made.
+        ConfigError: another process holds it, or the folder cannot be written to.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(
-            f"output_dir: {run_dir} cannot be written to ({error.strerror}); give another"
-        ) from error
+        raise unwritable(run_dir, error) from error
     held = os.fstat(file)
     os.register_at_fork(after_in_child=lambda: _close_copy(file, held))
     try:
-        if not _lock_patiently(file):
+        try:
+            is_free = _lock_patiently(file)
+            if is_free:
+                _write_holder(file)
+        except OSError as error:
+            raise unwritable(run_dir, error) from error
+        if not is_free:
             raise ConfigError(_in_use(run_dir))
-        about = {"pid": os.getpid(), "host": socket.gethostname()}
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(about).encode(), 0)
         yield
     finally:
         os.close(file)
@@ -60,8 +61,23 @@ def lock_errors(run_dir: Path) -> list[str]:
         return []
     try:
         return [] if _lock(file) else [_in_use(run_dir)]
+    except OSError as error:
+        return unwritable(run_dir, error).mistakes
     finally:
         os.close(file)
+
+
+def unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    """What to tell where a run cannot begin in its folder."""
+    return ConfigError(
+        f"output_dir: {run_dir} cannot be written to ({error.strerror}); make room, or give another"
+    )
+
+
+def _write_holder(file: int) -> None:
+    about = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, about, 0)
 
 
 def _lock_patiently(file: int) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.fast.test_line_files import files_of_at_most
 from torchtitan_rl.observability.trace import KEPT_FILES, BusyStretches, Tracer, merge_traces
 
 
@@ -121,3 +122,59 @@ def test_a_long_run_keeps_the_newest_spans_of_a_process_and_names_of_its_tracks(
     assert "step 0" not in spans(events)
     named = {event["pid"] for event in events if event["name"] == "thread_name"}
     assert len(named) == KEPT_FILES
+
+
+def test_a_full_disk_costs_events_and_no_span_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer")
+    with tracer.span("before"):
+        pass
+    with files_of_at_most(0):
+        with tracer.span("full"):
+            pass
+        with tracer.span("full too", track="another"):
+            pass
+    with tracer.span("after", track="another"):
+        pass
+    tracer.close()
+    events = merged_events(tmp_path / "traces")
+    assert list(spans(events)) == ["before", "after"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks[spans(events)["after"]["tid"]] == "another"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the trace of trainer has gaps: [Errno 27] File too large"
+    ]
+
+
+def test_a_tracer_that_begins_on_a_full_disk_records_once_there_is_space(tmp_path: Path) -> None:
+    with files_of_at_most(0):
+        tracer = Tracer(tmp_path / "traces", "trainer")
+        with tracer.span("full"):
+            pass
+    assert list((tmp_path / "traces").iterdir()) == []
+    with tracer.span("after"):
+        pass
+    assert list(spans(merged_events(tmp_path / "traces"))) == ["after"]
+
+
+def test_where_a_next_file_cannot_be_begun_the_full_one_stays(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer", max_bytes=100)
+    with tracer.span("before"):
+        pass
+    with files_of_at_most(0), tracer.span("full"):
+        pass
+    assert len(list((tmp_path / "traces").iterdir())) == 1
+    with tracer.span("after"):
+        pass
+    assert list(spans(merged_events(tmp_path / "traces"))) == ["before", "after"]
+
+
+def test_a_merge_that_fails_leaves_the_older_trace_and_no_half_of_one(tmp_path: Path) -> None:
+    with Tracer(tmp_path / "traces", "trainer").span("train"):
+        pass
+    before = merge_traces(tmp_path / "traces").read_bytes()
+    with files_of_at_most(10), pytest.raises(OSError, match="too large"):
+        merge_traces(tmp_path / "traces")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "traces"]
+    assert (tmp_path / "trace.json").read_bytes() == before

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +168,98 @@ def test_a_rejected_checkpoint_goes_when_a_newer_one_is_complete(run_dir: Path) 
     directory.prune(keep=1)
     assert not rejected.exists()
     assert json.loads((path / MARKER).read_text())["step"] == newest + 1
+
+
+def cut_short(path: Path) -> None:
+    file = path / "attachments" / GROUPS
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def without_marker(path: Path) -> None:
+    (path / MARKER).unlink()
+
+
+def put_aside(path: Path) -> None:
+    """As a run before this one did, which had an older one to go on from."""
+    path.rename(path.with_name(path.name + ".torn"))
+
+
+def tree(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [cut_short, without_marker, put_aside])
+def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_nothing_is_changed(
+    run_dir: Path, damage: Any
+) -> None:
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    for step in steps(run_dir):
+        damage(directory.path(step))
+    (directory.root / "step-000009.writing").mkdir()
+    (directory.root / "step-000009.writing" / "data").touch()
+    before = tree(run_dir)
+    with pytest.raises(CheckpointError) as refused:
+        chosen(run_dir)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert "step-000002" in message
+    assert "step-000003" in message
+    assert "were not changed" in message
+    assert "give another name" in message
+    assert tree(run_dir) == before
+
+
+def test_one_torn_and_one_that_does_not_fit_are_refused_together(run_dir: Path) -> None:
+    older, newest = steps(run_dir)
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    cut_short(directory.path(newest))
+    another_step(run_dir, directory.path(older))
+    before = tree(run_dir)
+    with pytest.raises(CheckpointError, match=r"groups\.jsonl has .* bytes; .*is of step 77"):
+        chosen(run_dir)
+    assert tree(run_dir) == before
+
+
+def test_a_run_killed_in_the_middle_of_its_first_checkpoint_goes_on_from_its_journal(
+    run_dir: Path,
+) -> None:
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    older, newest = steps(run_dir)
+    shutil.rmtree(directory.path(newest))
+    directory.path(older).rename(directory.root / "step-000001.writing")
+    assert chosen(run_dir) == (None, ())
+    assert list(directory.root.iterdir()) == []
+
+
+def test_the_one_before_a_torn_second_checkpoint_of_a_step_is_gone_on_from(run_dir: Path) -> None:
+    """Killed before what it replaces was removed, and its data were lost."""
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    _, newest = steps(run_dir)
+    path = directory.path(newest)
+    shutil.copytree(path, path.with_name(f"{path.name}.replaced"))
+    cut_short(path)
+    step, (message,) = chosen(run_dir)
+    assert step == newest
+    assert "groups.jsonl has" in message
+    assert directory.steps()[-1] == newest
+    assert path.with_name(f"{path.name}.torn").exists()
+
+
+def test_a_journal_that_cannot_be_read_just_now_is_refused_and_nothing_is_changed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, newest = steps(run_dir)
+    opened = Path.open
+
+    def broken(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == run_dir / "journal" / f"step-{newest:06d}.jsonl":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *arguments, **options)
+
+    before = tree(run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", broken)
+        with pytest.raises(CheckpointError, match=r"journal of .* cannot be read: .*Input/output"):
+            chosen(run_dir)
+    assert tree(run_dir) == before
+    assert chosen(run_dir) == (newest, ())

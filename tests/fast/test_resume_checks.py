@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from configs.alphabet_sort_tiny import config as TINY
 from experiments.calculator_agent.task import CalculatorAgentTask
 from tests.fast.config_mutations import leaves, with_value
+from tests.fast.test_line_files import files_of_at_most
 from torchtitan_rl.cli import main
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.errors import ConfigError
@@ -222,3 +224,48 @@ def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
     config = started(tmp_path)
     with claim_run(resumed(config)), pytest.raises(ConfigError, match="runs in"):
         resumed(config)
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_ends_with_one_line_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.run.stay_on_cores", lambda cores: None)
+    config = started(tmp_path)
+    for step in (4, 8):
+        (checkpoint(config, step, identity=identity(config)) / "data").write_bytes(b"tens")
+    metrics = config.run_dir / "metrics.jsonl"
+    metrics.write_text('{"step":8,"train/reward_mean":0.5}\n')
+    words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]
+    assert main(["train", TINY_FILE, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: CheckpointError: no checkpoint in ")
+    assert "step-000004 is not complete" in line
+    assert "step-000008 is not complete" in line
+    assert metrics.read_text() == '{"step":8,"train/reward_mean":0.5}\n'
+    saved = sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
+    assert saved == ["step-000004", "step-000008"]
+    assert "torchtitan_rl.adapters.monarch_run" not in sys.modules
+
+
+@pytest.mark.parametrize("room", [0, 100])  # neither the lock, nor what the run is
+def test_a_run_on_a_full_disk_ends_with_one_line_and_leaves_the_folder_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], room: int
+) -> None:
+    with files_of_at_most(room):
+        assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    folder = tmp_path / TINY.name
+    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File too large)")
+    assert [path.name for path in folder.iterdir()] == ["run.lock"]
+    started(tmp_path)
+
+
+def test_a_folder_for_logs_that_cannot_be_made_ends_the_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / TINY.name
+    folder.mkdir()
+    (folder / TINY.log_dir.name).touch()
+    assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File exists)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan_rl.policies import resolve_checkpoint
 from torchtitan_rl.training import checkpoint_files
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
+    check_sizes,
     fingerprint,
     list_files,
     load_attachment,
@@ -209,3 +211,35 @@ def test_a_checkpoint_that_is_no_directory_or_unknown_package_is_refused(tmp_pat
         resolve_checkpoint("package:llm_gpt")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:
+    """As with a disk that damaged it: a step of 6 for 7 is still JSON."""
+    folder = tmp_path / "step-000007"
+    folder.mkdir()
+    document = {"version": 7, "extra": {"step": 7, "name": "a \u00e9 b", "reward": 0.25}}
+    write_file(folder / "data", b"weights")
+    seal(folder, document, {"data": fingerprint(folder / "data")})
+    marker = folder / MARKER
+    content = marker.read_bytes()
+    assert read_document(folder) == document
+    for position in range(content.rindex(b", ")):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            marker.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=r"has another checksum|is not one of ours"):
+                read_document(folder)
+    marker.write_bytes(content.replace(b'"version": 7', b'"version": 6'))
+    with pytest.raises(CheckpointError, match=rf"{MARKER} has another checksum"):
+        check_sizes(folder)
+
+
+def test_a_document_of_an_older_version_without_a_checksum_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "step-000001")
+    marker = tmp_path / "step-000001" / MARKER
+    older = json.loads(marker.read_text())
+    del older["crc32"]
+    marker.write_text(json.dumps(older))
+    assert read_document(tmp_path / "step-000001") == {"version": 1}
+    assert CheckpointDirectory(tmp_path).newest(checksums=True).step == 1

@@ -17,6 +17,7 @@ from tests.fast.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training import checkpoint_files, checkpoints
 from torchtitan_rl.training.checkpoint_files import (
+    MARKER,
     discard,
     fingerprint,
     list_files,
@@ -148,23 +149,55 @@ def test_a_checkpoint_that_is_half_removed_is_not_taken_for_a_damaged_one(
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("file", ["data", MARKER, "attachments/groups"])
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
 ) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         write(directory.path(step), b"data")
+    temporary_path(directory.path(3)).mkdir()
+    before = names(tmp_path)
     opened = Path.open
 
     def broken(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path == directory.path(2) / "data":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if path == directory.path(2) / file:
+            raise OSError(number, os.strerror(number))
         return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", broken)
-    found = directory.newest(checksums=True)
-    assert found.step == 1
-    assert "Input/output error" in found.passed_over[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", broken)
+        with pytest.raises(CheckpointError, match=os.strerror(number)) as refused:
+            directory.newest(checksums=True)
+    assert "step-000002 cannot be read" in str(refused.value)
+    assert names(tmp_path) == before
+    assert directory.newest(checksums=True).step == 2
+
+
+@pytest.mark.parametrize("place", ["step-000002/data", ""])
+def test_a_checkpoint_of_which_the_size_cannot_be_asked_for_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(directory.path(step), b"data")
+    before = names(tmp_path)
+
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path == tmp_path / place:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(path, *arguments, **options)
+
+        return guarded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", broken(Path.stat))
+        patch.setattr(Path, "iterdir", broken(Path.iterdir))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            directory.newest()
+    assert names(tmp_path) == before
 
 
 def test_a_run_goes_on_where_old_checkpoints_cannot_be_removed(

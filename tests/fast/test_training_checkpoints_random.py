@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fast.test_training_checkpoints import names
+from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
     fingerprint,
     list_files,
@@ -20,7 +23,7 @@ from torchtitan_rl.training.checkpoint_files import (
     temporary_path,
     write_file,
 )
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 
 ACTIONS = ("save", "save", "save", "killed before seal", "killed before publish", "damage")
 
@@ -63,11 +66,20 @@ class Run:
             del self.good[step]
 
     def resume(self) -> None:
-        found = self.checkpoints.newest(checksums=True)
+        root = self.checkpoints.root
         if not self.good:
-            assert found.path is None
+            before = names(root)
+            if all(name.endswith((".writing", ".removed")) for name in before):
+                assert self.checkpoints.newest(checksums=True) == NewestCheckpoint()
+            else:
+                with pytest.raises(CheckpointError, match="were not changed"):
+                    self.checkpoints.newest(checksums=True)
+                assert names(root) == before
+                shutil.rmtree(root)  # as the message says
+                root.mkdir()
             self.step = 0
             return
+        found = self.checkpoints.newest(checksums=True)
         self.step = max(self.good)
         assert found.path == self.checkpoints.path(self.step)
         assert read_document(found.path) == {"write": self.good[self.step]}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from typing import Literal, Protocol, TextIO
 
@@ -106,7 +107,7 @@ class NoProgress:
     def validation_ended(self) -> None: ...
 
     def say(self, message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
+        _print(message, sys.stderr)
 
     def close(self) -> None: ...
 
@@ -127,9 +128,15 @@ class PlainProgress:
         self.say(_describe_validation(self._state))
 
     def say(self, message: str) -> None:
-        print(f"[{format_seconds(self._state.elapsed_s)}] {message}", file=self._stream, flush=True)
+        _print(f"[{format_seconds(self._state.elapsed_s)}] {message}", self._stream)
 
     def close(self) -> None: ...
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """A stream that goes to a file on a full disk must not end the run; the line may be lost."""
+    with suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 class RichProgress:

@@ -3,6 +3,7 @@ and the trace. Used in the controller's process, on its event loop."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from torchtitan_rl.observability.step_metrics import (
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.rollout.abandoned import abandoned
+
+logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -82,8 +85,15 @@ class RunRecorder:
         self._take_endpoint = take
 
     def merge_traces(self) -> Path | None:
-        """Make one trace of all processes' files; call it when they have ended."""
-        return None if self.trace_dir is None else merge_traces(self.trace_dir)
+        """Make one trace of all processes' files; call it when they have ended. None where there
+        is none, or it cannot be written, which is logged."""
+        if self.trace_dir is None:
+            return None
+        try:
+            return merge_traces(self.trace_dir)
+        except OSError as error:
+            logger.warning("the traces in %s are not merged: %s", self.trace_dir, error)
+            return None
 
     def record_step(self, record: StepRecord) -> None:
         lag = self._lag.read()

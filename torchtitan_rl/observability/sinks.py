@@ -3,18 +3,23 @@
 Invariants: only names of the metric table are written; what is recorded twice for one step (a
 training step and the validation after it) becomes one object, but for a validation that ended after
 later steps, which is an object of its own; both survive a crash, and a resumed
-run continues them from its step as if nothing had happened.
+run continues them from its step as if nothing had happened. ``metrics.jsonl`` has every row; what
+the disk does not take of TensorBoard's files is left out of them, which is logged once.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.observability.jsonl import JsonLines
 from torchtitan_rl.observability.metric_table import check_names
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -28,7 +33,7 @@ class MetricsLog:
         self._lines = JsonLines(
             run_dir / "metrics.jsonl", resume_step=resume_step, is_step=is_step_row
         )
-        self._writer = _open_tensorboard(run_dir, resume_step) if tensorboard else None
+        self._tensorboard = _TensorBoard(run_dir, resume_step) if tensorboard else None
 
     def record(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """Write now. A validation that a run before this one recorded stays as it was: a resumed
@@ -36,7 +41,7 @@ class MetricsLog:
 
         Raises:
             ValueError: a name is not in the metric table.
-            OutputError: it cannot be written.
+            OutputError: ``metrics.jsonl`` cannot be written.
         """
         check_names(metrics)
         if is_validation_row(metrics) and self._lines.has(step, is_validation_row):
@@ -48,15 +53,13 @@ class MetricsLog:
             self._lines.replace_last(last | row)
         else:
             self._lines.append(row)
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, float(value), step)
-            self._writer.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.record(step, metrics)
 
     def close(self) -> None:
         self._lines.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def is_step_row(row: Mapping[str, Any]) -> bool:
@@ -69,13 +72,57 @@ def is_validation_row(row: Mapping[str, Any]) -> bool:
     return any(name.startswith("validation/") for name in row)
 
 
-def _open_tensorboard(run_dir: Path, resume_step: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+class _TensorBoard:
+    """TensorBoard's files; raises no OSError.
 
-    folder = run_dir / "tensorboard"
-    if resume_step is None:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
-        return SummaryWriter(str(folder))
-    # TensorBoard itself hides what an earlier file has from this step on.
-    return SummaryWriter(str(folder), purge_step=resume_step + 1)
+    A `SummaryWriter` that has met an OSError raises it from then on, so it is replaced by one with
+    a file of its own at the next row.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        self._folder = run_dir / "tensorboard"
+        self._has_warned = False
+        # TensorBoard itself hides what an earlier file has from this step on.
+        self._purge_step = None if resume_step is None else resume_step + 1
+        self._writer: Any = None
+        try:
+            if resume_step is None:
+                for old in self._folder.glob("events.out.tfevents.*"):
+                    old.unlink()
+            self._open()
+        except OSError as error:
+            self._drop(error)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            if self._writer is None:
+                self._open()
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, float(value), step)
+            self._writer.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._drop(error)
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        if self._purge_step is not None:
+            self._writer.flush()
+            self._purge_step = None  # it is written, and must not hide rows of this process
+
+    def _drop(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("TensorBoard's files in %s have gaps: %s", self._folder, error)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.close()  # ends its thread

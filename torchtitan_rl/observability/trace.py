@@ -8,20 +8,27 @@ loop) takes a track each.
 
 Times are microseconds of the Unix clock, so that processes line up; within a process they follow
 the monotonic clock. A disabled tracer does next to nothing.
+
+Invariant: a tracer raises no OSError. What the disk does not take is left out of the trace, which
+is logged once, and later events are written again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from torchtitan_rl.line_files import whole_lines
+from torchtitan_rl.line_files import append_line, whole_lines
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 32 << 20  # of a file; about a week of a busy process
 KEPT_FILES = 4  # of one process
@@ -47,42 +54,48 @@ class Tracer:
         self._num_bytes = 0
         self._paths: list[Path] = []
         self._tracks: dict[str, int] = {}
+        self._named_tracks: set[str] = set()  # in the current file
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
-        self._file: TextIO | None = None
+        self._folder = trace_dir  # None: nothing is recorded
+        self._file: FileIO | None = None  # None also where it could not be opened yet
+        self._has_warned = False
         if trace_dir is not None:
-            trace_dir.mkdir(parents=True, exist_ok=True)
-            self._file = self._next_file(trace_dir)
+            self._write_lines([])
 
     @property
     def is_enabled(self) -> bool:
-        return self._file is not None
+        return self._folder is not None
 
     def span(
         self, name: str, /, *, track: str = _MAIN_TRACK, **args: Any
     ) -> AbstractContextManager[None]:
         """Record how long the ``with`` block took. ``args`` (JSON-able) are shown with it."""
-        return _NOTHING if self._file is None else self._measured(name, track, args)
+        return _NOTHING if self._folder is None else self._measured(name, track, args)
 
     def complete(
         self, name: str, start_ns: int, end_ns: int, /, *, track: str = _MAIN_TRACK, **args: Any
     ) -> None:
         """Record a span between two readings of ``time.perf_counter_ns()``."""
-        if self._file is None:
+        if self._folder is None:
             return
         event = {
             "name": name,
             "ph": "X",
             "ts": (start_ns + self._offset_ns) / 1e3,
             "dur": (end_ns - start_ns) / 1e3,
-            "tid": self._track_id(track),
+            "tid": 0,
         }
-        self._write(event | {"args": args} if args else event)
+        self._write(event | {"args": args} if args else event, track)
 
     def close(self) -> None:
         """Record nothing from here on."""
         with self._lock:
+            self._folder = None
             if self._file is not None:
-                self._file.close()
+                try:
+                    self._file.close()
+                except OSError as error:
+                    self._warn(error)
                 self._file = None
 
     @contextmanager
@@ -93,41 +106,64 @@ class Tracer:
         finally:
             self.complete(name, start_ns, time.perf_counter_ns(), track=track, **args)
 
-    def _track_id(self, track: str) -> int:
+    def _write(self, event: dict[str, Any], track: str) -> None:
         with self._lock:
-            known = self._tracks.get(track)
-            if known is not None:
-                return known
-            new = len(self._tracks) + 1
-            self._write({"name": "thread_name", "ph": "M", "tid": new, "args": {"name": track}})
-            self._tracks[track] = new
-        return new
+            event["tid"] = self._tracks.setdefault(track, len(self._tracks) + 1)
+            is_named = track in self._named_tracks
+            events = [event] if is_named else [self._track_name(track), event]
+            if self._write_lines(events):
+                self._named_tracks.add(track)
 
-    def _write(self, event: dict[str, Any]) -> None:
-        with self._lock:
-            if self._file is None:
-                return
-            if self._num_bytes >= self._max_bytes:
-                self._file.close()
-                self._file = self._next_file(self._paths[-1].parent)
-            self._num_bytes += self._file.write(_line(event))
+    def _write_lines(self, events: list[dict[str, Any]]) -> bool:
+        """Is it written? All of it or nothing, unless the tracer is closed or the disk fails."""
+        try:
+            if self._folder is None:
+                return False
+            if self._file is None or self._num_bytes >= self._max_bytes:
+                self._begin_file(self._folder)
+            if self._file is not None and events:
+                self._num_bytes += _append(self._file, events)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
 
-    def _next_file(self, folder: Path) -> TextIO:
+    def _begin_file(self, folder: Path) -> None:
+        """Go on in a new file; where that fails, everything stays as it was.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", self._process)
         path = folder / f"{readable}.{time.time_ns()}.jsonl"
-        file = path.open("x", buffering=1, encoding="utf-8")
-        self._paths.append(path)
-        while len(self._paths) > KEPT_FILES:
-            self._paths.pop(0).unlink(missing_ok=True)
+        file = FileIO(path, "x")
         head: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "args": {"name": self._process}}
         ]
-        head += [
-            {"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": track}}
-            for track, tid in self._tracks.items()
-        ]
-        self._num_bytes = file.write("".join(map(_line, head)))
-        return file
+        head += [self._track_name(track) for track in self._tracks]
+        try:
+            num_bytes = _append(file, head)
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        before, self._file, self._num_bytes = self._file, file, num_bytes
+        self._named_tracks = set(self._tracks)
+        self._paths.append(path)
+        if before is not None:
+            before.close()
+        while len(self._paths) > KEPT_FILES:
+            self._paths.pop(0).unlink(missing_ok=True)
+
+    def _track_name(self, track: str) -> dict[str, Any]:
+        tid = self._tracks[track]
+        return {"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": track}}
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("the trace of %s has gaps: %s", self._process, error)
 
 
 class BusyStretches:
@@ -177,22 +213,38 @@ class BusyStretches:
 
 def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     """Make one Chrome trace of all files in ``trace_dir``; returns its path, by default
-    ``trace.json`` beside the folder. A last line that a killed process left unfinished is left out.
+    ``trace.json`` beside the folder. A line that a killed process or a full disk left unfinished
+    is left out.
+
+    Raises:
+        OSError: it cannot be written, or files cannot be read; an older ``trace.json`` stays.
     """
     output = output or trace_dir.parent / "trace.json"
     unfinished = output.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
-        separator = "\n"
-        for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
-            for event in _events(path):
-                event["pid"] = pid
-                event.setdefault("tid", 0)
-                file.write(separator + json.dumps(event, separators=(",", ":")))
-                separator = ",\n"
-        file.write("\n]}\n")
-    unfinished.replace(output)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            separator = "\n"
+            for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
+                for event in _events(path):
+                    event["pid"] = pid
+                    event.setdefault("tid", 0)
+                    file.write(separator + json.dumps(event, separators=(",", ":")))
+                    separator = ",\n"
+            file.write("\n]}\n")
+        unfinished.replace(output)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
     return output
+
+
+def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
+    """How many bytes that took."""
+    data = "".join(map(_line, events)).encode()
+    append_line(file, data)
+    return len(data)
 
 
 def _line(event: dict[str, Any]) -> str:
@@ -201,4 +253,9 @@ def _line(event: dict[str, Any]) -> str:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     for line in whole_lines(path):
-        yield json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event

@@ -15,7 +15,8 @@ The caller names the version of each checkpoint, so that turns of later versions
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals, read_lines
@@ -76,12 +77,11 @@ class JournalDirectory:
         is kept of the ``rollouts`` that `restore` gave. Later files of older lineages are deleted.
 
         Raises:
-            JournalError: it cannot be written.
+            JournalError: it cannot be written, or the system cannot read another file.
         """
         self.close()
         files = self._files()
-        found = [_lineage(path) for path in files.values()]
-        self._lineage = 1 + max((lineage for lineage in found if lineage is not None), default=-1)
+        self._lineage = _next_lineage(files.values())
         final = self._file(step)
         journal = Journal(
             final.with_suffix(".tmp"), lineage=self._lineage, version=version, mark=mark
@@ -97,7 +97,8 @@ class JournalDirectory:
         self._journal = journal.renamed(final)
         for later in files:
             if later > step:
-                files[later].unlink()
+                with suppress(OSError):  # one that stays is of another lineage, and is not read
+                    files[later].unlink()
 
     def begin(self, step: int, *, version: int | None = None) -> int:
         """From now on turns come after the checkpoint of ``step``, whose content is being taken
@@ -107,15 +108,13 @@ class JournalDirectory:
         mark that is returned tells them apart, and is to be given again with the checkpoint.
 
         Raises:
-            JournalError: it cannot be written.
+            JournalError: it cannot be written, or the system cannot read another file.
         """
         if self._journal is not None and self._journal.path == self._file(step):
             return self._journal.next_mark()
         cut_off = self._journal.cut_off() if self._journal is not None else []
         if self._lineage is None:
-            found = [_lineage(path) for path in self._files().values()]
-            known = [lineage for lineage in found if lineage is not None]
-            self._lineage = 1 + max(known, default=-1)
+            self._lineage = _next_lineage(self._files().values())
         journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
         self.close()  # not before the new file is there: without it the old one goes on
         self._journal, self._has_failed = journal, False
@@ -179,7 +178,35 @@ def _continues(recorded: RecordedRollout | None, known: RecordedRollout) -> bool
     return recorded.turns[:num_known] == known.turns
 
 
+def _next_lineage(paths: Iterable[Path]) -> int:
+    """One that no file has. A file with a damaged header has none, and is never read again.
+
+    Raises:
+        JournalError: the system cannot read a file, whose lineage may be the newest.
+    """
+    newest = -1
+    for path in paths:
+        try:
+            lineage = _lineage(path)
+        except JournalError:
+            continue
+        except OSError as error:
+            raise JournalError(f"{path} cannot be read: {error}") from error
+        newest = max(newest, -1 if lineage is None else lineage)
+    return newest + 1
+
+
 def _lineage(path: Path) -> int | None:
-    """None where the file was cut off before its header was whole."""
+    """None where the file was cut off before its header was whole.
+
+    Raises:
+        JournalError: the header is damaged, or is none.
+        OSError: the file cannot be read.
+    """
     header = next(read_lines(path), None)
-    return None if header is None else int(header["lineage"])
+    if header is None:
+        return None
+    try:
+        return int(header["lineage"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"{path}, line 1: no header ({error!r})") from error

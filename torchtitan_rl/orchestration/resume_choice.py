@@ -7,13 +7,18 @@ one is tried.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_rl.errors import CheckpointError, TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.recovery import groups_from_bytes
-from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.training.checkpoint_files import (
+    CheckpointUnreadableError,
+    load_attachment,
+    read_document,
+)
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint, step_of
 
 GROUPS = "groups.jsonl"
@@ -27,29 +32,25 @@ def choose_checkpoint(
     checkpoints: CheckpointDirectory, journals: JournalDirectory, *, checksums: bool = True
 ) -> NewestCheckpoint:
     """The checkpoint to go on from, with what is wrong with newer ones, which are set aside. None
-    where there is no complete one.
+    where there was never one: the run goes on from its journal.
 
     Raises:
-        CheckpointError: there are complete ones, and none can be gone on from; nothing of them is
-            changed.
+        CheckpointError: there are checkpoints, and none can be gone on from, or a newer one cannot
+            be read; nothing is changed.
     """
-    torn: list[str] = []
-    passed_over: dict[Path, str] = {}
-    for path in checkpoints.candidates(torn, checksums=checksums):
-        mistake = why_not_resumable(path, journals)
-        if mistake is None:
-            places = [f"{why}; kept as {checkpoints.reject(p)}" for p, why in passed_over.items()]
-            said = (*torn, *places, *journals.passed_over)
-            return NewestCheckpoint(path=path, step=step_of(path), passed_over=said)
-        passed_over[path] = f"checkpoint {path} cannot be gone on from: {mistake}"
-    if passed_over:
-        raise CheckpointError("; ".join([*torn, *passed_over.values()]))
-    return NewestCheckpoint(passed_over=tuple(torn))
+    found = checkpoints.choose(lambda path: why_not_resumable(path, journals), checksums=checksums)
+    if found.path is None:
+        return found
+    return replace(found, passed_over=(*found.passed_over, *journals.passed_over))
 
 
 def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
     """What of a complete checkpoint cannot be read, or does not fit its journal; None for one that
-    can be gone on from."""
+    can be gone on from.
+
+    Raises:
+        CheckpointUnreadableError: the system cannot read a file of it, or of its journal.
+    """
     try:
         marker = read_document(path)
         document, step = marker.get("extra", marker), step_of(path)
@@ -58,7 +59,11 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
         TokenLedger().load_state_dict(document["ledger"])
         groups = groups_from_bytes(load_attachment(path, GROUPS))
         journals.restore(step, groups.rollouts, mark=document.get(JOURNAL_MARK, 0))
-    except (TorchtitanRLError, OSError) as error:
+    except CheckpointUnreadableError:
+        raise
+    except OSError as error:
+        raise CheckpointUnreadableError(f"the journal of {path} cannot be read: {error}") from error
+    except TorchtitanRLError as error:
         return f"{type(error).__name__}: {error}"
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return f"not as this version writes it ({error!r})"

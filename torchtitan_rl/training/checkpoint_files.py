@@ -1,7 +1,8 @@
 """One checkpoint's folder: data files, and a marker written last that vouches for them.
 
-The marker is a JSON document with the size and CRC-32 of every file, so that a checkpoint that was
-cut short or damaged is known as such. Files that it does not list may lie beside and do not count.
+The marker is a JSON document with the size and CRC-32 of every file and, in its last field, of
+itself, so that a checkpoint that was cut short or damaged is known as such. Files that it does not
+list may lie beside and do not count.
 
 Invariants: a marker is on disk only after everything that it lists; a folder has its final name
 only once its marker is on disk; where a step of writing fails and `discard` is called, what was
@@ -13,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,7 +30,14 @@ TEMPORARY_SUFFIX = ".writing"
 REPLACED_SUFFIX = ".replaced"
 _ATTACHMENTS = "attachments"
 _FILES = "files"
+_CHECKSUM = "crc32"  # of the marker's text without this field, which older versions do not write
+_CHECKSUM_FIELD = re.compile(rb', "%s": (\d+)\}\s*$' % _CHECKSUM.encode())
 _CHUNK_BYTES = 4 << 20
+
+
+class CheckpointUnreadableError(CheckpointError):
+    """The system could not read a file of a checkpoint (EIO, EACCES): whether it is whole is not
+    known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +99,9 @@ def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileReco
     records = {name: asdict(record) for name, record in files.items()}
     for directory in {folder, *((folder / name).parent for name in files)}:
         _sync_directory(directory)  # the names of the files, before the marker's
-    text = json.dumps({**document, _FILES: records})
-    write_file(folder / MARKER, text.encode() + b"\n")
+    text = json.dumps({**document, _FILES: records}).encode()
+    checksum = b', "%s": %d}\n' % (_CHECKSUM.encode(), zlib.crc32(text))
+    write_file(folder / MARKER, text.removesuffix(b"}") + checksum)
     _sync_directory(folder)
 
 
@@ -129,7 +140,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     """What `seal` was given.
 
     Raises:
-        CheckpointError: there is no whole marker.
+        CheckpointError: there is no whole marker, or it is damaged.
     """
     return _read_marker(folder)[0]
 
@@ -148,10 +159,10 @@ def check_sizes(folder: Path) -> None:
 
     Raises:
         CheckpointError: a file is not there or not of its size, or there is no whole marker.
+        CheckpointUnreadableError: the system cannot tell.
     """
     for name, record in recorded_files(folder).items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        found = _size(folder, name)
         if found != record.num_bytes:
             raise CheckpointError(
                 f"checkpoint {folder} is not complete: {name} "
@@ -164,6 +175,7 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
 
     Raises:
         CheckpointError: one of them is not what was written.
+        CheckpointUnreadableError: one of them cannot be read.
     """
     check_sizes(folder)
     records = recorded_files(folder)
@@ -171,7 +183,7 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
         try:
             found = fingerprint(folder / name)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {error}") from error
+            raise _unreadable(folder, name, error) from error
         if found != records[name]:
             raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
 
@@ -181,15 +193,16 @@ def load_attachment(folder: Path, name: str) -> bytes:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+        CheckpointUnreadableError: it cannot be read.
     """
     key = f"{_ATTACHMENTS}/{name}"
     record = recorded_files(folder).get(key)
-    if record is None or not (folder / key).is_file():
+    if record is None or _size(folder, key) is None:
         raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
     try:
         content = (folder / key).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {key}: {error}") from error
+        raise _unreadable(folder, key, error) from error
     if FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) != record:
         raise CheckpointError(f"checkpoint {folder} is damaged: attachment {name}")
     return content
@@ -197,15 +210,40 @@ def load_attachment(folder: Path, name: str) -> bytes:
 
 def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
     try:
-        document: dict[str, Any] = json.loads((folder / MARKER).read_bytes())
+        content = (folder / MARKER).read_bytes()
+        document: dict[str, Any] = json.loads(content)
+        if _CHECKSUM in document and not _is_intact(content):
+            raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
+        document.pop(_CHECKSUM, None)
         records = document.pop(_FILES)
         return document, {name: FileRecord(**record) for name, record in records.items()}
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {MARKER}: {error}") from error
+        raise _unreadable(folder, MARKER, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
+
+
+def _is_intact(marker: bytes) -> bool:
+    """Does its text have the checksum in it?"""
+    field = _CHECKSUM_FIELD.search(marker)
+    return field is not None and zlib.crc32(marker[: field.start()] + b"}") == int(field[1])
+
+
+def _size(folder: Path, name: str) -> int | None:
+    """In bytes; None where there is no such file."""
+    try:
+        found = (folder / name).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointUnreadableError:
+    return CheckpointUnreadableError(f"checkpoint {folder} cannot be read: {name}: {error}")
 
 
 def _sync_directory(directory: Path) -> None:

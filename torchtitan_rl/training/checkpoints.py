@@ -3,17 +3,18 @@
 A checkpoint is written under a temporary name and renamed when its marker is in it (see
 `checkpoint_files`). What is being written, or was when a process died, is never listed.
 
-Invariants: `prune` keeps at least one complete checkpoint where there is one, and touches nothing
-that may be in writing; a checkpoint that `newest` passed over (``.torn``), or that no run can go on
-from (``.rejected``), is set aside, so that it can never count as one of those to keep; what is
-being removed is no checkpoint any more (``.removed``).
+Invariants: `choose` changes nothing until it has found the one to go on from; `prune` keeps at
+least one complete checkpoint where there is one, and touches nothing that may be in writing; a
+checkpoint newer than the chosen one that is torn (``.torn``), or that no run can go on from
+(``.rejected``), is set aside, so that it can never count as one of those to keep; what is being
+removed is no checkpoint any more (``.removed``).
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     REPLACED_SUFFIX,
     TEMPORARY_SUFFIX,
+    CheckpointUnreadableError,
     check_contents,
     check_sizes,
     load_attachment,
@@ -80,37 +82,48 @@ class CheckpointDirectory:
         )
 
     def newest(self, *, checksums: bool = False) -> NewestCheckpoint:
-        """The complete checkpoint of the highest step. Call it at start, while nothing is written:
-        torn ones are set aside, and left-overs of a killed writer are cleared away.
+        """As `choose`, where a run can go on from any that is complete."""
+        return self.choose(lambda path: None, checksums=checksums)
+
+    def choose(
+        self, why_not: Callable[[Path], str | None], *, checksums: bool = False
+    ) -> NewestCheckpoint:
+        """The newest complete checkpoint of which ``why_not`` says None. Call it at start, while
+        nothing is written. Newer ones are set aside, and left-overs of a killed writer are cleared
+        away. Empty where there was never a checkpoint.
 
         Args:
             checksums: read the data too, which finds damage that left the sizes alone (loading
                 finds it as well, but then it is too late to fall back).
-        """
-        passed_over: list[str] = []
-        path = next(self.candidates(passed_over, checksums=checksums), None)
-        step = None if path is None else step_of(path)
-        return NewestCheckpoint(path=path, step=step, passed_over=tuple(passed_over))
-
-    def candidates(self, passed_over: list[str], *, checksums: bool = False) -> Iterator[Path]:
-        """The complete checkpoints, newest first, each as it is asked for; for whoever can go on
-        from some only, and then calls `reject` for those that are newer than the chosen one. As
-        `newest`; adds to ``passed_over`` what is wrong with torn ones.
 
         Raises:
-            CheckpointError: a torn one cannot be set aside.
+            CheckpointError: there are checkpoints, and none can be gone on from, or a newer one
+                cannot be read, and may be whole: nothing is changed. Or one cannot be set aside.
         """
-        check = check_contents if checksums else check_sizes
+        torn: dict[Path, str] = {}
+        rejected: dict[Path, str] = {}
+        chosen: Path | None = None
+        aside: list[str] = []
+        try:
+            for path in self._complete(torn, checksums=checksums):
+                mistake = why_not(path)
+                if mistake is None:
+                    chosen = path
+                    break
+                rejected[path] = f"checkpoint {path} cannot be gone on from: {mistake}"
+            aside = [
+                f"{path} was set aside"
+                for _, suffix, path in self._entries()
+                if suffix in (_TORN_SUFFIX, _REJECTED_SUFFIX)
+            ]
+        except CheckpointUnreadableError as error:
+            raise self._refusal([str(error), *torn.values(), *rejected.values()]) from error
+        if chosen is not None:
+            return self._go_on_from(chosen, torn, rejected)
+        if found := [*torn.values(), *rejected.values(), *aside]:
+            raise self._refusal(found)
         self._clear_leftovers()
-        for step in sorted((s for s, suffix, _ in self._entries() if not suffix), reverse=True):
-            path = self.path(step)
-            try:
-                check(path)
-            except CheckpointError as error:
-                passed_over.append(str(error))
-                _set_aside(path, _TORN_SUFFIX)
-            else:
-                yield path
+        return NewestCheckpoint()
 
     def reject(self, path: Path) -> Path:
         """Set a complete checkpoint aside that no run can go on from; returns its new place, where
@@ -119,7 +132,7 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: it cannot be renamed.
         """
-        return _set_aside(path, _REJECTED_SUFFIX)
+        return self._set_aside(path, _REJECTED_SUFFIX)
 
     def prune(self, keep: int) -> list[int]:
         """Remove all but the newest ``keep`` complete checkpoints, and what is torn and older than
@@ -150,34 +163,89 @@ class CheckpointDirectory:
             raise CheckpointError("old checkpoints cannot be removed: " + "; ".join(mistakes))
         return complete[:-keep]
 
+    def _complete(self, torn: dict[Path, str], *, checksums: bool) -> Iterator[Path]:
+        """Those that are whole, newest first, each as it is asked for; adds to ``torn`` what is
+        wrong with others. Changes nothing. One that a killed writer had put out of the way of its
+        successor comes after that."""
+        check = check_contents if checksums else check_sizes
+        found = [
+            (s, suffix == "", path)
+            for s, suffix, path in self._entries()
+            if suffix in ("", REPLACED_SUFFIX)
+        ]
+        for _, _, path in sorted(found, reverse=True):
+            try:
+                check(path)
+            except CheckpointUnreadableError:
+                raise
+            except CheckpointError as error:
+                torn[path] = str(error)
+            else:
+                yield path
+
+    def _go_on_from(
+        self, chosen: Path, torn: dict[Path, str], rejected: dict[Path, str]
+    ) -> NewestCheckpoint:
+        """Set the newer ones aside, and clear up."""
+        for path in reversed(torn):
+            self._set_aside(path, _TORN_SUFFIX)
+        places = [f"{why}; kept as {self.reject(path)}" for path, why in rejected.items()]
+        self._clear_leftovers()
+        step = step_of(chosen)
+        return NewestCheckpoint(
+            path=self.path(step), step=step, passed_over=(*torn.values(), *places)
+        )
+
+    def _refusal(self, mistakes: Iterable[str]) -> CheckpointError:
+        return CheckpointError(
+            f"no checkpoint in {self.root} can be gone on from: {'; '.join(mistakes)}; "
+            "checkpoints, journal and metrics were not changed; repair a checkpoint, remove those "
+            "named here to go on from an older one, remove the folder to start anew, or give "
+            "another name"
+        )
+
+    def _set_aside(self, path: Path, suffix: str) -> Path:
+        final = self.path(step_of(path))
+        aside = final.with_name(final.name + suffix)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            return path.rename(aside)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be set aside: {error}") from error
+
     def _clear_leftovers(self) -> None:
         for _, suffix, path in self._entries():
             final = path.with_suffix("")
             if suffix == REPLACED_SUFFIX and not final.exists():
-                path.rename(final)  # killed between the two renames of `publish`
+                try:
+                    path.rename(final)  # killed between the two renames of `publish`
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be renamed: {error}") from error
             elif suffix in (REPLACED_SUFFIX, TEMPORARY_SUFFIX, _REMOVED_SUFFIX):
                 _remove(path)  # what stays is no checkpoint, and goes at the next occasion
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """(step, suffix, path) of everything under the root that is ours."""
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
+        """(step, suffix, path) of everything under the root that is ours.
+
+        Raises:
+            CheckpointUnreadableError: the folder cannot be read.
+        """
+        try:
+            paths = sorted(self.root.iterdir())
+            folders = [path for path in paths if _NAME.fullmatch(path.name) and path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise CheckpointUnreadableError(f"{self.root} cannot be read: {error}") from error
+        for path in folders:
             match = _NAME.fullmatch(path.name)
-            if match and path.is_dir() and (match["suffix"] or "") in _SUFFIXES:
+            if match and (match["suffix"] or "") in _SUFFIXES:
                 yield int(match["step"]), match["suffix"] or "", path
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
-    return int(path.name.removeprefix("step-"))
-
-
-def _set_aside(path: Path, suffix: str) -> Path:
-    aside = path.with_name(path.name + suffix)
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        return path.rename(aside)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be set aside: {error}") from error
+    """The step in the name of a checkpoint, wherever it was put."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def _remove(path: Path) -> str | None:
