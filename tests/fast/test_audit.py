@@ -92,7 +92,7 @@ class Files(Memory):
         self._metrics.record(record.step, record.version, account_metrics(record))
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """The process ends here."""
 
 
