@@ -32,6 +32,7 @@ from torchtitan_rl.orchestration.journal import _line, read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.orchestration.resume_choice import GROUPS, choose_checkpoint
+from torchtitan_rl.run_lock import hold_run
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     fingerprint,
@@ -578,3 +579,15 @@ def test_an_audit_imports_no_framework() -> None:
         "assert not {'torch', 'vllm', 'monarch', 'torchtitan'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_is_going_on_is_not_audited(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = copied(stopped, tmp_path)
+    with hold_run(run_dir):
+        code, _, err = audited(run_dir, capsys)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("error: a run is audited when it has ended: name is ")
+    assert audited(run_dir, capsys)[0] == 0

@@ -96,6 +96,30 @@ def test_a_file_of_somebody_elses_is_refused_by_name(tmp_path: Path) -> None:
         opened(tmp_path, 3)
 
 
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (b'{"step":3,"is_step":true\xff}\n', "not JSON"),
+        (b"\x00\x00\x00\n", "not JSON"),
+        (b"[3]\n", "not an object with a step"),
+        (b'{"is_step":true}\n', "not an object with a step"),
+    ],
+)
+def test_a_damaged_row_ends_a_resume_with_its_file_and_line(
+    tmp_path: Path, damaged: bytes, said: str
+) -> None:
+    file = tmp_path / "m.jsonl"
+    good = [b'{"step":%d,"is_step":true}\n' % step for step in range(1, 6)]
+    content = b"".join([*good[:2], damaged, *good[3:]])
+    file.write_bytes(content)
+    with pytest.raises(OutputError, match=rf"m\.jsonl, line 3: {said}"):
+        opened(tmp_path, 2)
+    assert file.read_bytes() == content
+    assert opened(tmp_path, 5).last == step_row(5)  # no need to read so far
+    with pytest.raises(OutputError, match=rf"m\.jsonl, line 3: {said}"):
+        opened(tmp_path, 5).has(2, lambda row: True)
+
+
 class Killed(BaseException):
     """The process ends here."""
 

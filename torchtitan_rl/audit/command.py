@@ -1,7 +1,7 @@
 """``torchtitan-rl audit RUN_DIR``: whether everything that a run wrote adds up.
 
 Exit codes: 0 it does, with a line for each check; 1 it does not, with a line for each violation;
-2 there is no such run, or it cannot be read.
+2 there is no such run, it cannot be read, or it is running: its files change meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl.audit.audit_run import audit
+from torchtitan_rl.run_lock import lock_errors
 
 _USAGE = "usage: torchtitan-rl audit RUN_DIR    of a run that is not running\n"
 
@@ -21,6 +22,9 @@ def main(words: Sequence[str]) -> int:
         return 0
     if len(words) != 1 or words[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)
+        return 2
+    if held := lock_errors(Path(words[0])):
+        print(f"error: a run is audited when it has ended: {held[0]}", file=sys.stderr)
         return 2
     try:
         checks = audit(Path(words[0]))

@@ -45,8 +45,8 @@ class JsonLines:
         max_bytes: of a file, but for its last line.
 
     Raises:
-        OutputError: it cannot be opened, or holds lines that are not ours; from `append` and
-            `replace_last`: it cannot be written to.
+        OutputError: it cannot be opened, or holds lines that are not ours (with file and line, and
+            from `has` too); from `append` and `replace_last`: it cannot be written to.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class JsonLines:
             self._file = open_for_append(path)
             size = self._file.tell()
             for start, line in lines_from_the_end(self._file, size):
-                self.last, self._last_start = json.loads(line), start
+                self.last, self._last_start = _row(path, start, line), start
                 break
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(f"{path}: {error!r}") from error
 
     def has(self, step: int, is_wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Is there a line of ``step`` that ``is_wanted``? Looks back to the step before it."""
-        for _, line in lines_from_the_end(self._file, self._file.tell()):
-            row = json.loads(line)
+        for start, line in lines_from_the_end(self._file, self._file.tell()):
+            row = _row(self._path, start, line)
             if row["step"] == step and is_wanted(row):
                 return True
             if row["step"] < step and self._is_step(row):
@@ -174,6 +174,29 @@ def _object(name: str, number: int, line: bytes) -> Row:
     return row
 
 
+def _row(file: Path, start: int, line: bytes) -> Row:
+    """The row in a ``line`` that begins at ``start`` of its file.
+
+    Raises:
+        OutputError: it is none.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        mistake: str | None = f"not JSON ({error})"
+    else:
+        is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+        mistake = None if is_row else "not an object with a step"
+    if mistake is None:
+        return dict(row)
+    with file.open("rb") as opened:
+        number, at = 1, 0
+        for before in opened:
+            at += len(before)
+            number += at <= start
+    raise OutputError(f"{file}, line {number}: {mistake}; repair or remove the line")
+
+
 def _cut_back(path: Path, step: int, is_step: Callable[[Mapping[str, Any]], bool]) -> None:
     """Drop the lines of later steps; files that hold no others go."""
     late: list[bytes] = []  # lines that stay, though they come after some that do not
@@ -183,28 +206,28 @@ def _cut_back(path: Path, step: int, is_step: Callable[[Mapping[str, Any]], bool
             size = opened.tell()
             cut = size
             for start, line in lines_from_the_end(opened, size):
-                row = json.loads(line)
+                row = _row(file, start, line)
                 if row["step"] > step:
                     cut = start
                 elif is_step(row):
                     if cut < size or late or file != path:
-                        tail = _kept_behind(opened, cut, size, step) + late
+                        tail = _kept_behind(file, opened, cut, size, step) + late
                         _write_tail(path, file, cut, b"".join(tail))
                         _redo_tail(path)
                     return
             # Nothing of it stays in its place.
-            late = _kept_behind(opened, 0, size, step) + late
+            late = _kept_behind(file, opened, 0, size, step) + late
     if files:
         _write_tail(path, files[0], 0, b"".join(late))
         _redo_tail(path)
 
 
-def _kept_behind(file: FileIO, start: int, end: int, step: int) -> list[bytes]:
+def _kept_behind(path: Path, file: FileIO, start: int, end: int, step: int) -> list[bytes]:
     kept: list[bytes] = []
     for offset, line in lines_from_the_end(file, end):
         if offset < start:
             break
-        if json.loads(line)["step"] <= step:
+        if _row(path, offset, line)["step"] <= step:
             kept.append(line)
     return kept[::-1]
 
