@@ -144,6 +144,7 @@ async def disturbed(
             part.token_ids == done[name].token_ids[: len(part.token_ids)]
             and part.versions == done[name].versions[: len(part.token_ids)]
             for name, part in partials.items()
+            if name in done  # and not cancelled
         ),
         "heard_fits": all(heard.fits(one) for one in done.values()),
         "gaps": heard.gaps,

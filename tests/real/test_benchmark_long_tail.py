@@ -50,7 +50,7 @@ def test_all_modes_train_the_same_answers_and_only_restarts_throw_tokens_away(
         if name != "over-admit restart":
             assert row["tokens_thrown_away"] == 0, name
     assert modes["over-admit restart"]["tokens_thrown_away"] > 0
-    assert modes["over-admit restart"]["causes"] == ["restarted"]
+    assert set(modes["over-admit restart"]["causes"]) <= {"restarted", "cut"}
     [repeat] = report["repeats"]["async S=1"]
     assert len(repeat["rollout_s_of_steps"]) == 2 + 4 + 1
     assert repeat["groups_per_second"] == pytest.approx(modes["async S=1"]["groups_per_second"])

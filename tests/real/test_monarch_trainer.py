@@ -47,7 +47,8 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
             await trainer.start(Transport.SHARED_MEMORY)
             await trainer.finish_checkpoint()  # nothing to wait for
             await trainer.train_step(random_batch())
-            await trainer.save_checkpoint(checkpoints.path(1), {"at": 1}, {"groups": b"12"})
+            saved = {"groups": b"12"}
+            await trainer.save_checkpoint(checkpoints.path(1), {"at": 1}, saved, version=1)
             _, _, output = await asyncio.gather(
                 trainer.finish_checkpoint(),
                 trainer.finish_checkpoint(),
@@ -75,8 +76,13 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
             # What cannot be written is told to all who wait, and does not end the trainer.
             (tmp_path / "file").touch()
             with pytest.raises(CheckpointError, match="file/step-000004"):
-                await trainer.save_checkpoint(tmp_path / "file" / "step-000004", {})
-            await trainer.save_checkpoint(checkpoints.path(4), {}, {"../outside": b""})
+                await trainer.save_checkpoint(tmp_path / "file" / "step-000004", {}, version=4)
+            # A state of other weights than the trainer holds is not written.
+            with pytest.raises(
+                CheckpointError, match="holds version 4 and the run is at version 3"
+            ):
+                await trainer.save_checkpoint(checkpoints.path(3), {}, version=3)
+            await trainer.save_checkpoint(checkpoints.path(4), {}, {"../outside": b""}, version=4)
             told = await asyncio.gather(
                 trainer.finish_checkpoint(), trainer.finish_checkpoint(), return_exceptions=True
             )
@@ -88,7 +94,7 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
             assert (await trainer.train_step(random_batch(seed=1))).metrics["loss"] == (
                 output.metrics["loss"]
             )
-            await trainer.save_checkpoint(checkpoints.path(2), {"at": 2})
+            await trainer.save_checkpoint(checkpoints.path(2), {"at": 2}, version=2)
         finally:
             await trainer.close()
         assert not any(Path(handle.path).exists() for handle in handles)

@@ -236,7 +236,7 @@ def test_an_architecture_that_is_not_supported_is_refused_by_name(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "mamba", "attention_bias": True}
+    config |= {"model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"'mamba'[\s\S]*attention_bias"), trainer(tmp_path):
+    with pytest.raises(ConfigError, match="'mamba' is not supported"), trainer(tmp_path):
         pass
