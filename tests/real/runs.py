@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -48,6 +49,7 @@ class Run:
         module: str = "cli",
         command: str = "train",
         output: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._tag = f"{uuid.uuid4()}"
         self.log = log
@@ -60,7 +62,7 @@ class Run:
             self.process = subprocess.Popen(
                 [*words, *arguments],
                 cwd=ROOT,
-                env=os.environ | {"TORCHTITAN_RL_TEST": self._tag},
+                env={**os.environ, **environment, "TORCHTITAN_RL_TEST": self._tag},
                 stdout=errors if output is None else said,
                 stderr=errors,
             )

@@ -24,6 +24,7 @@ from monarch.actor import (
     ProcMesh,
     concurrent_endpoint,
     current_rank,
+    default_bootstrap_cmd,
     this_host,
 )
 from monarch.spmd import setup_torch_elastic_env_async
@@ -97,13 +98,15 @@ async def spawn_processes(
 ) -> ProcessMesh:
     """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set.
 
-    What they print goes to ``log_dir``, which exists, a file each.
+    What they print goes to ``log_dir``, which exists, a file each. They have ``environment`` from
+    their first instruction on: a preloaded OpenMP library reads its variables before Python starts.
     """
     log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
     mesh = this_host().spawn_procs(
         per_host={"ranks": group.ranks},
-        bootstrap=functools.partial(_prepare_process, dict(environment), log_file, group.cores),
+        bootstrap=functools.partial(_prepare_process, log_file, group.cores),
         name=group.name,
+        bootstrap_command=default_bootstrap_cmd().with_env(environment),
     )
     await setup_torch_elastic_env_async(mesh, "127.0.0.1", free_port())
     pids: Any = mesh.spawn("pid", _PidActor)
@@ -113,10 +116,9 @@ async def spawn_processes(
     return ProcessMesh(name=group.name, mesh=mesh, processes=Processes(answers.values()))
 
 
-def _prepare_process(environment: dict[str, str], log_file: str, cores: tuple[int, ...]) -> None:
+def _prepare_process(log_file: str, cores: tuple[int, ...]) -> None:
     """Runs first in each process. Its own process group keeps a terminal's Ctrl-C from it: the
     controller decides how to end."""
-    os.environ.update(environment)
     stay_on_cores(cores)
     os.setpgid(0, 0)
     path = log_file.format(rank=current_rank().rank)
