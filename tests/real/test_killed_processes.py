@@ -24,11 +24,12 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_i
     assert "Traceback" not in said
     assert "replica1" in said
     (line,) = [line for line in said.splitlines() if "replica2 did not stop in order" in line]
-    assert "were killed" in line
+    assert "were killed" in line or "no end within" in line  # Monarch may have killed it first
     require_audit(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert rows[-1]["sync/lost_replicas"] >= 1
+    # A row has the syncs since the row before it: the last one need not have any.
+    assert max(row.get("sync/lost_replicas", 0) for row in rows) >= 1
     assert rows[-1]["policy/version"] == 4
     assert "validation/reward_mean" in rows[-1]
     for row in rows[1:]:

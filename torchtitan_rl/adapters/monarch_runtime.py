@@ -174,7 +174,9 @@ async def stop_processes(mesh: ProcessMesh) -> None:
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await mesh.mesh.stop()
-    except (SupervisionError, RuntimeError, TimeoutError) as error:
+    except TimeoutError:
+        complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
+    except (SupervisionError, RuntimeError) as error:
         complaint = first_line(error)
     if not await mesh.processes.wait(_EXIT_TIMEOUT_S):
         killed = mesh.processes.kill()
