@@ -29,7 +29,7 @@ test-fast: setup
 
 soak: setup
 	mkdir -p outputs
-	$(BIN)/python -m tests.fast.campaign --first 1000 --seconds 3600 --jobs $$(nproc) \
+	$(BIN)/python -m tests.campaign --first 1000 --seconds 3600 --jobs $$(nproc) \
 		--out outputs/campaign.txt
 	$(BIN)/python -m pytest -m soak tests
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "not soak" tests/fast

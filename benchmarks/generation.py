@@ -48,7 +48,7 @@ from benchmarks.step_model import fit, least_seconds
 from benchmarks.workers import Side, Worker
 from benchmarks.workload import Workload, draw_workload
 from experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 
 WAYS = {  # side -> (worker, way to run a workload)
     "one": ("loop", "one"),

@@ -60,7 +60,7 @@ class SideResult:
 
 def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     """Our engine loop in this process, without router or Monarch."""
-    from torchtitan_rl.adapters.vllm_engine import VllmEngine
+    from torchtitan_rl.backends.vllm.engine import VllmEngine
     from torchtitan_rl.generation.lockstep import SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 
@@ -202,7 +202,7 @@ def _ways(settings: EngineSettings) -> dict[str, Callable[[Workload, Complete], 
 
 
 def _our_options(settings: EngineSettings) -> Any:
-    from torchtitan_rl.adapters.vllm_engine import VllmEngineOptions
+    from torchtitan_rl.backends.vllm.engine import VllmEngineOptions
 
     return VllmEngineOptions(
         model=settings.policy,
@@ -215,7 +215,7 @@ def _our_options(settings: EngineSettings) -> Any:
 
 def _vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
     """What the adapter's engine is given, to an engine of vLLM's own."""
-    from torchtitan_rl.adapters.vllm_engine import engine_arguments
+    from torchtitan_rl.backends.vllm.engine import engine_arguments
 
     return engine_arguments(_our_options(settings))
 
@@ -234,12 +234,14 @@ def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
 
 
 async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
-    from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
-    from torchtitan_rl.adapters.monarch_runtime import supervise
-    from torchtitan_rl.adapters.vllm_cpu import engine_environment
-    from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
-    from torchtitan_rl.plan import ProcessGroup
+    from torchtitan_rl.backends.monarch.generator import MonarchReplica
+    from torchtitan_rl.backends.monarch.runtime import supervise
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.backends.vllm.cpu import engine_environment
+    from torchtitan_rl.config.plan import ProcessGroup
+    from torchtitan_rl.generation.config import GeneratorConfig
     from torchtitan_rl.routing.router import GeneratorRouter
+    from torchtitan_rl.weights.config import WeightSyncConfig
 
     supervise()
     is_cuda = settings.device == "cuda"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning_curves [--staleness 0 2] [--seeds 0 1 2] [--output-dir DIR]
 
-Runs that are in the output directory already are only read. Writes ``docs/async_learning.json`` and
-``docs/async_learning.png``.
+Runs that are in the output directory already are only read. Writes ``async_learning.json`` and
+``async_learning.png`` into ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning_curves"))
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args()
     facts = machine()
     runs: dict[tuple[int, int], FinishedRun] = {}
@@ -53,7 +53,7 @@ def main() -> None:
     print_table(["run", "reward at start", "at end", "seconds in all", "oldest token"], rows)
     curves = {f"S={s} seed {seed}": curve(run) for (s, seed), run in sorted(runs.items())}
     write_report(
-        given.docs / "async_learning.json",
+        given.results / "async_learning.json",
         {
             "machine": facts,
             "options": {name: str(value) for name, value in vars(given).items()},
@@ -64,7 +64,7 @@ def main() -> None:
             },
         },
     )
-    draw(runs, given.docs / "async_learning.png")
+    draw(runs, given.results / "async_learning.png")
 
 
 def draw(runs: dict[tuple[int, int], FinishedRun], path: Path) -> None:

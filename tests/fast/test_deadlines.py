@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fast.virtual_clock import run_virtually
+from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.deadlines import deadline
 
 

@@ -40,7 +40,12 @@ def pure_modules() -> list[str]:
 
 
 def test_importing_the_package_its_types_and_its_configuration_loads_nothing_slow() -> None:
-    modules = ("torchtitan_rl", "torchtitan_rl.types", "torchtitan_rl.config", "torchtitan_rl.cli")
+    modules = (
+        "torchtitan_rl",
+        "torchtitan_rl.types",
+        "torchtitan_rl.config.run",
+        "torchtitan_rl.commands.cli",
+    )
     assert loaded_by(*modules) & SLOW == set()
 
 

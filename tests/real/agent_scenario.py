@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 
 os.environ.update(engine_environment(1))
 
@@ -20,14 +20,14 @@ import openai
 
 from tests.real.models import tiny_qwen3
 from tests.real.openai_scenario import MAX_MODEL_LEN, TEMPLATE, LocalEndpoint, build_engine
-from torchtitan_rl.adapters.http_server import HttpServer
-from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application
-from torchtitan_rl.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
+from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.backends.monarch.http_server import HttpServer
+from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.rollout.agent import AgentCall, AgentCommand, AgentHost, AgentResult
-from torchtitan_rl.rollout.agent_env import AgentEnv
-from torchtitan_rl.rollout.agent_running import AgentThread
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.loop_replica import LoopReplica

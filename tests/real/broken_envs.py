@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.alphabet_sort_tiny import config as tiny
-from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
 from torchtitan_rl.rollout.task import Dataset, Split, Task
 from torchtitan_rl.types import Completion, Problem, RolloutStatus

@@ -22,12 +22,13 @@ from openai import AsyncOpenAI
 
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.router_scenario import NUM_PULLS, spawn
-from torchtitan_rl.adapters.monarch_endpoint import EndpointSpec, MonarchEndpoint
-from torchtitan_rl.adapters.monarch_runtime import supervise
-from torchtitan_rl.config import EndpointConfig
-from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
+from torchtitan_rl.backends.monarch.runtime import supervise
+from torchtitan_rl.backends.specs import EndpointSpec
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher

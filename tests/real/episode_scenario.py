@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from configs.alphabet_sort_tiny import config
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
@@ -84,7 +84,7 @@ def main() -> None:
     os.environ |= engine_environment(1)
     from transformers import AutoTokenizer
 
-    from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+    from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 
     rollouts = {}
     for model in sys.argv[1:]:

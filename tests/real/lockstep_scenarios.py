@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from torchtitan_rl.adapters.gloo_lockstep import GlooLockstep
+from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine

@@ -40,7 +40,7 @@ class Target:
     key: str
     admin_key: str
     statuses: Counter[int] = field(default_factory=Counter)
-    mistakes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def headers(self, path: str = "") -> dict[str, str]:
         is_admin = path.startswith("/admin")
@@ -57,17 +57,17 @@ class Target:
                 self.url + path, json=body, headers=self.headers(path), timeout=TIMEOUT_S
             )
         except requests.RequestException as error:
-            self.mistakes.append(f"{error!r} to {path} {json.dumps(body)[:500]}")
+            self.errors.append(f"{error!r} to {path} {json.dumps(body)[:500]}")
             raise
         self.judge(answer, f"{path} {json.dumps(body)[:500]}")
         return answer
 
     def judge(self, answer: requests.Response, request: str) -> None:
         self.statuses[answer.status_code] += 1
-        mistake = mistake_of(answer)
-        if mistake:
+        message = mistake_of(answer)
+        if message:
             said = f"{answer.status_code} {answer.text[:300]!r}"
-            self.mistakes.append(f"{mistake}: {said} to {request}")
+            self.errors.append(f"{message}: {said} to {request}")
 
 
 def mistake_of(answer: requests.Response) -> str:
@@ -85,11 +85,11 @@ def mistake_of(answer: requests.Response) -> str:
     if "Traceback" in answer.text or '.py"' in answer.text:
         return "a stack trace"
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        return _mistake_of_stream(answer.text)
+        return _error_of_stream(answer.text)
     return ""
 
 
-def _mistake_of_stream(text: str) -> str:
+def _error_of_stream(text: str) -> str:
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     if not events or events[-1] != "[DONE]":
         return "a stream without an end"
@@ -188,15 +188,15 @@ def _call(target: Target, case: Any, path: str) -> None:
     except (requests.exceptions.InvalidHeader, UnicodeError):
         return  # it cannot be sent
     except requests.RequestException as error:
-        target.mistakes.append(f"{error!r} to {request}")
+        target.errors.append(f"{error!r} to {request}")
         raise
     target.statuses[answer.status_code] += 1
     raw = requests.Response()
     raw.status_code, raw._content = answer.status_code, answer.content
     raw.headers.update({name: values[0] for name, values in answer.headers.items()})
     raw.request = answer.request
-    mistake = mistake_of(raw)
-    if mistake:
-        target.mistakes.append(f"{mistake}: {answer.status_code} {raw.text[:300]!r} to {request}")
+    message = mistake_of(raw)
+    if message:
+        target.errors.append(f"{message}: {answer.status_code} {raw.text[:300]!r} to {request}")
     if path == "/admin/pause":
         target.post("/admin/resume", None)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 
 os.environ.update(engine_environment(1))
 
@@ -25,9 +25,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.real.models import tiny_qwen3
-from torchtitan_rl.adapters.http_server import HttpServer
-from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
-from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application
+from torchtitan_rl.backends.monarch.http_server import HttpServer
+from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop

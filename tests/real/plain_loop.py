@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from torchtitan_rl.adapters.monarch_run import run_processes
-from torchtitan_rl.config_file import load_config
+from torchtitan_rl.backends.monarch.run import run_processes
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.prepare import PreparedRun, prepare_run
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 

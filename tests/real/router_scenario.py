@@ -15,11 +15,12 @@ import psutil
 
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.runs import printing_to
-from torchtitan_rl.adapters.monarch_generator import GeneratorSpec, MonarchReplica
-from torchtitan_rl.adapters.monarch_runtime import supervise
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
-from torchtitan_rl.config import GeneratorConfig, WeightSyncConfig
-from torchtitan_rl.plan import ProcessGroup
+from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.runtime import supervise
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
@@ -28,6 +29,7 @@ from torchtitan_rl.types import (
     Progress,
     SamplingParams,
 )
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 NUM_PULLS = 20

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from torchtitan_rl import cli
+from torchtitan_rl.commands import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "alphabet_sort_tiny.py"
@@ -53,8 +53,8 @@ class Run:
     ) -> None:
         self._tag = f"{uuid.uuid4()}"
         self.log = log
-        words = [sys.executable, "-m", f"torchtitan_rl.{module}"]
-        if module == "launch":
+        words = [sys.executable, "-m", f"torchtitan_rl.commands.{module}"]
+        if module == "torchrun":
             words[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node=1", "-m"]
         else:
             words.append(command)

@@ -88,7 +88,7 @@ def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: 
     more = ("--num-steps", "5", "--validation.num-problems", "0", *ALL_ROLLOUTS)
     schedule = ("--schedule.staleness", "1", "--schedule.window", "0.5")
     run = Run(
-        options(tmp_path, "cut", *more, *schedule, "--schedule.parked", "aborted"),
+        options(tmp_path, "cut", *more, *schedule, "--schedule.in_flight", "aborted"),
         log=tmp_path / "log",
     )
     require_success(run)

@@ -21,9 +21,9 @@ from experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from tests.real.reference import float64_logprobs
 from tests.real.runs import ROOT, TIMEOUT_S
 from tests.real.trainer_helpers import trainer
-from torchtitan_rl.config import OptimizerConfig
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 

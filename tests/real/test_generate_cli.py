@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.real.models import hf_logprobs, tiny_qwen3, tiny_tokenizer
-from torchtitan_rl.generate import main
+from torchtitan_rl.commands.generate import main
 
 ROOT = Path(__file__).parents[2]
 GOOD = [
@@ -33,7 +33,7 @@ def generate(
 ) -> tuple[int, list[dict[str, Any]]]:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "in.jsonl").write_text("\n".join(texts) + "\n\n")
-    command = [sys.executable, *launcher, "-m", "torchtitan_rl.generate"]
+    command = [sys.executable, *launcher, "-m", "torchtitan_rl.commands.generate"]
     files = ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
     done = subprocess.run(
         [*command, "--model", str(model), *files, "--kv-cache-bytes", str(32 << 20)],

@@ -135,7 +135,7 @@ def test_tensor_parallel_replicas_and_a_sharded_trainer_run_from_torchrun_over_r
             *("--weight-sync.mode", "drain"),
         ),
         log=root / "parallel.log",
-        module="launch",
+        module="torchrun",
     )
     assert run.wait() == 0, run.log.read_text()[-3000:]
     assert run.left_behind() == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.adapters.monarch_runtime import call, first_line
+from torchtitan_rl.backends.monarch.runtime import call, first_line
 from torchtitan_rl.errors import DeadlineError
 
 

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
-from torchtitan_rl.adapters.monarch_runtime import supervise
-from torchtitan_rl.adapters.monarch_trainer import MonarchTrainer, TrainerSpec
+from torchtitan_rl.backends.monarch.runtime import supervise
+from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
+from torchtitan_rl.backends.specs import TrainerSpec
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.plan import ProcessGroup
 from torchtitan_rl.training.checkpoint_files import MARKER, load_attachment
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.weights.handle import SharedMemoryHandle

@@ -25,8 +25,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from tests.real.models import tiny_qwen3
-from torchtitan_rl.adapters.vllm_openai import OpenAIOptions, build_application, handle_errors
-from torchtitan_rl.adapters.vllm_openai_core import RefusedRequest, RouterCore, generation_request
+from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application, handle_errors
+from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import ConfigError, EndpointLostError
 from torchtitan_rl.serving.http_context import session_id
 from torchtitan_rl.serving.link import ControllerLink
@@ -256,7 +256,7 @@ def test_logprobs_are_left_out_where_neither_a_client_nor_a_session_wants_them()
     assert generation_request(request).sampling.with_logprobs
 
 
-def test_a_wrong_parser_or_template_is_a_mistake_of_the_configuration() -> None:
+def test_a_wrong_parser_or_template_is_a_error_of_the_configuration() -> None:
     options = OpenAIOptions(
         model="nowhere",
         max_model_len=8,
@@ -264,10 +264,10 @@ def test_a_wrong_parser_or_template_is_a_mistake_of_the_configuration() -> None:
         reasoning_parser="none-either",
         chat_template="/no/such/file",
     )
-    with pytest.raises(ConfigError) as mistakes:
+    with pytest.raises(ConfigError) as errors:
         build_application(options, RecordedLink([]))  # type: ignore[arg-type]
-    assert len(mistakes.value.mistakes) == 3
-    assert "hermes" in mistakes.value.mistakes[0]
+    assert len(errors.value.errors) == 3
+    assert "hermes" in errors.value.errors[0]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_no_error_shows_what_is_inside(error: Exception, status: int) -> None:
         assert inside not in answer.text
 
 
-@pytest.mark.parametrize("error", [None, ZeroDivisionError("a mistake")])
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("a error")])
 def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_link(
     tmp_path: Path, error: Exception | None
 ) -> None:

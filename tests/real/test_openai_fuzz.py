@@ -107,9 +107,9 @@ def greedy_answers(target: Target) -> list[list[int]]:
 def undisturbed(target: Target, expected: list[list[int]]) -> Iterator[None]:
     """Every test leaves the server as it was."""
     target.statuses.clear()
-    target.mistakes.clear()
+    target.errors.clear()
     yield
-    assert target.mistakes == []
+    assert target.errors == []
     assert requests.get(f"{target.url}/health", timeout=TIMEOUT_S).status_code == 200
     assert greedy_answers(target) == expected
 

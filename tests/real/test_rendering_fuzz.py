@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fast.rollouts import PROBLEM, ScriptedGenerate, config
 from tests.real.test_rendering_renderers import (
     CHATML,
     FIRST,
@@ -17,6 +16,7 @@ from tests.real.test_rendering_renderers import (
     SMOLLM2_TEMPLATE,
     build_tokenizer,
 )
+from tests.support.rollouts import PROBLEM, ScriptedGenerate, config
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from experiments.alphabet_sort.env import AlphabetSortEnv
 from experiments.alphabet_sort.task import POLICY_DIR
-from tests.fast.resuming import Run, contents, stops_by_tokens
 from tests.real.test_rendering_fuzz import TOKENIZERS
+from tests.support.resuming import Run, contents, stops_by_tokens
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
 

@@ -221,7 +221,7 @@ def test_a_killed_endpoint_ends_the_command_with_1_and_leaves_no_process(tmp_pat
         server.run.kill_all()
 
 
-def test_a_taken_port_is_one_mistake_before_anything_starts(tmp_path: Path) -> None:
+def test_a_taken_port_is_one_error_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
-from torchtitan_rl.adapters.checkpoint_pickles import SafeLoadPlanner
+from torchtitan_rl.backends.titan.checkpoint_pickles import SafeLoadPlanner
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
@@ -127,7 +127,7 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
         policy_trainer.save_checkpoint(checkpoints.path(1), {})
         policy_trainer.finish_checkpoint()
         for where in ("FileSystemWriter.write_data", "write_file", "seal", "publish"):
-            owner = FileSystemWriter if "." in where else "torchtitan_rl.adapters.titan_checkpoint"
+            owner = FileSystemWriter if "." in where else "torchtitan_rl.backends.titan.checkpoint"
             with monkeypatch.context() as patch:
                 name = where.rpartition(".")[2]
                 if isinstance(owner, str):
@@ -234,7 +234,7 @@ def die_while_writing(rank: int, policy: Path, root: Path, port: int) -> None:
         policy_trainer.save_checkpoint(checkpoints.path(1), {"step": 1})
         policy_trainer.train_step(random_batch())
         policy_trainer.finish_checkpoint()
-        patch.setattr("torchtitan_rl.adapters.titan_checkpoint.seal", die)
+        patch.setattr("torchtitan_rl.backends.titan.checkpoint.seal", die)
         policy_trainer.save_checkpoint(checkpoints.path(2), {"step": 2})
         policy_trainer.finish_checkpoint()
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import random_batch, trainer
-from torchtitan_rl.config import LossConfig
+from torchtitan_rl.training.config import LossConfig
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +19,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
 
 
-def test_a_recomputed_anchor_is_what_a_forward_pass_before_the_step_returns(
+def test_a_recomputed_proximal_policy_is_what_a_forward_pass_before_the_step_returns(
     checkpoint: Path,
 ) -> None:
     """Against the plain way: logprobs before the step as behaviour, advantages times weights."""
     cap = 2.0
-    loss = LossConfig(anchor="recomputed", weight="token", weight_cap=cap)
+    loss = LossConfig(
+        proximal_policy="recomputed", importance_weight="token", importance_weight_cap=cap
+    )
     batch = random_batch()
     with trainer(checkpoint, loss=loss) as policy_trainer:
         found = policy_trainer.train_step(batch).metrics

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
-from torchtitan_rl.config import LossConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses.age_metrics import AGE_BUCKETS
 from torchtitan_rl.weights.image import (
     TensorPart,
@@ -36,8 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TIMEOUT_S = 240.0
 OFF_POLICY = LossConfig(
     ratio="sequence",
-    anchor="interpolated",
-    weight="token",
+    proximal_policy="interpolated",
+    importance_weight="token",
     mask="geometric",
     mask_low=0.5,
     mask_high=2.0,
@@ -83,7 +83,7 @@ def run_steps(
 ) -> None:
     """One step from the checkpoint ``resume`` (written where it is not there), then two from the
     start. Each process group has a port of its own: a rank must not meet the previous one's."""
-    from torchtitan_rl.adapters.titan_memory import DeviceMemory
+    from torchtitan_rl.backends.titan.memory import DeviceMemory
 
     os.environ["MASTER_PORT"] = str(ports[0])
     with trainer(checkpoint, **fields) as policy_trainer:

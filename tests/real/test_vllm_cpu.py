@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 
 
 def test_the_thread_that_built_an_engine_has_ended(

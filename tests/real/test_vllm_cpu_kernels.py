@@ -15,12 +15,12 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from torchtitan_rl.adapters.vllm_cpu_kernels import (
+from torchtitan_rl.backends.vllm.cpu_kernels import (
     KernelRMSNorm,
     KernelSiluAndMul,
     use_cpu_kernels,
 )
-from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 
 ROWS, EPSILON = 5, 1e-6
 

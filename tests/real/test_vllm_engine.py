@@ -16,7 +16,7 @@ import pytest
 from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED
-from torchtitan_rl.adapters.vllm_cpu import CPU_BLOCK_TOKENS
+from torchtitan_rl.backends.vllm.cpu import CPU_BLOCK_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 ROOT = Path(__file__).parents[2]

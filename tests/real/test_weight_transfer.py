@@ -11,7 +11,7 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from torchtitan_rl.adapters.monarch_rdma import MonarchRdmaPublisher, MonarchRdmaReader
+from torchtitan_rl.backends.monarch.rdma import MonarchRdmaPublisher, MonarchRdmaReader
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT

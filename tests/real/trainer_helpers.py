@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchtitan_rl.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 
 if TYPE_CHECKING:
-    from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+    from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
 ROW_LEN = 48
 MAX_STEPS = 4
@@ -67,7 +67,7 @@ def random_batch(
 def trainer(
     checkpoint: Path, *, max_steps: int = MAX_STEPS, **fields: Any
 ) -> Iterator[PolicyTrainer]:
-    from torchtitan_rl.adapters.policy_trainer import PolicyTrainer
+    from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
     config = dataclasses.replace(CONFIG, **fields)
     policy_trainer = PolicyTrainer(checkpoint, config, seed=0, max_steps=max_steps)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.adapters.vllm_cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 
 os.environ.update(engine_environment(1))
 
@@ -32,7 +32,7 @@ from tests.real.resume_scenarios import (
     run_all,
     sensitive_requests,
 )
-from torchtitan_rl.adapters.vllm_engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
@@ -346,7 +346,7 @@ def solo(root: Path) -> dict[str, Any]:
 
 
 def tp(root: Path) -> dict[str, Any]:
-    from torchtitan_rl.adapters.gloo_lockstep import GlooLockstep
+    from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
 
     paths = checkpoints(root)
     weights = Checkpoints([paths["tied-old"], paths["tied-new"]])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl.audit.audit_run import audit
-from torchtitan_rl.run_lock import lock_errors
+from torchtitan_rl.config.run_lock import lock_errors
 
 _USAGE = "usage: torchtitan-rl audit RUN_DIR    of a run that is not running\n"
 

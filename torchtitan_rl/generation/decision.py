@@ -50,13 +50,13 @@ class KvPolicy:
     recompute_running: bool = True
 
     def __post_init__(self) -> None:
-        if mistakes := kv_policy_mistakes(
+        if errors := kv_policy_errors(
             resets=self.reset_prefix_cache, recomputes=self.recompute_running
         ):
-            raise ConfigError(mistakes)
+            raise ConfigError(errors)
 
 
-def kv_policy_mistakes(
+def kv_policy_errors(
     *, resets: bool, recomputes: bool, drains: bool = False, is_batch_invariant: bool = False
 ) -> list[str]:
     """Combinations that cannot be right, one message each; ``drains``: weight_sync.mode."""

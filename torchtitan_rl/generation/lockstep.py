@@ -1,7 +1,7 @@
 """How a decision reaches every rank of a replica.
 
 Invariant: the ranks of one channel receive the same bytes in the same order. The gloo channel is in
-`adapters/gloo_lockstep.py`.
+`backends/vllm/gloo_lockstep.py`.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from torchtitan_rl.errors import (
     ReplicaError,
     RequestGivenUpError,
 )
+from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, LoopDecision, PauseMode
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
 from torchtitan_rl.generation.futures import (
@@ -40,7 +41,6 @@ from torchtitan_rl.generation.futures import (
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
-from torchtitan_rl.generation.loop_config import LoopConfig
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.stall import Pulse
 from torchtitan_rl.generation.validation import validate_request

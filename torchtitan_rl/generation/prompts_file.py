@@ -36,7 +36,7 @@ def parse_line(
     defaults: SamplingParams,
     encode: Callable[[str], list[int]],
 ) -> PromptLine:
-    """Read line ``number``. A mistake in it is its answer, never an exception."""
+    """Read line ``number``. A error in it is its answer, never an exception."""
     name: str | int = number
     try:
         fields = json.loads(text)

@@ -27,18 +27,18 @@ def validate_request(
     """Check ``request`` against the engine's limits and the ids that are still outstanding.
 
     Raises:
-        InvalidRequestError: field, value and fix of every mistake.
+        InvalidRequestError: field, value and fix of every error.
     """
-    mistakes = [
-        *_id_mistakes(request, outstanding),
-        *_length_mistakes(request, limits),
-        *sampling_mistakes(request.sampling, limits),
+    errors = [
+        *_id_errors(request, outstanding),
+        *_length_errors(request, limits),
+        *sampling_errors(request.sampling, limits),
     ]
-    if mistakes:
-        raise InvalidRequestError(f"request {request.request_id!r} refused: {'; '.join(mistakes)}")
+    if errors:
+        raise InvalidRequestError(f"request {request.request_id!r} refused: {'; '.join(errors)}")
 
 
-def _id_mistakes(request: GenerationRequest, outstanding: Container[str]) -> list[str]:
+def _id_errors(request: GenerationRequest, outstanding: Container[str]) -> list[str]:
     if not request.request_id:
         return ["request_id is empty: give each request an id of its own"]
     if request.request_id in outstanding:
@@ -54,82 +54,82 @@ def _id_mistakes(request: GenerationRequest, outstanding: Container[str]) -> lis
     return []
 
 
-def _length_mistakes(request: GenerationRequest, limits: EngineLimits) -> list[str]:
+def _length_errors(request: GenerationRequest, limits: EngineLimits) -> list[str]:
     prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
-    mistakes = []
+    errors = []
     if not prompt:
-        mistakes.append("prompt_token_ids is empty: give at least one token")
+        errors.append("prompt_token_ids is empty: give at least one token")
     elif not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
         bad = next(token for token in prompt if not 0 <= token < limits.vocab_size)
-        mistakes.append(
+        errors.append(
             f"prompt_token_ids holds {bad}, outside the vocabulary 0..{limits.vocab_size - 1}: "
             "encode the prompt with this model's tokenizer"
         )
     room = limits.max_model_len - len(prompt)
     if max_tokens < 1:
-        mistakes.append(f"sampling.max_tokens = {max_tokens}: set it to at least 1")
+        errors.append(f"sampling.max_tokens = {max_tokens}: set it to at least 1")
     elif room < 1:
-        mistakes.append(
+        errors.append(
             f"prompt_token_ids has {len(prompt)} tokens and leaves no room in max_model_len = "
             f"{limits.max_model_len}: shorten the prompt"
         )
     elif max_tokens > room:
-        mistakes.append(
+        errors.append(
             f"sampling.max_tokens = {max_tokens} with a prompt of {len(prompt)} exceeds "
             f"max_model_len = {limits.max_model_len}: set it to at most {room}"
         )
-    return mistakes
+    return errors
 
 
-def sampling_mistakes(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
+def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
     """What is wrong with the sampling parameters alone, one message per field."""
     temperature, seed = sampling.temperature, sampling.seed
-    mistakes = []
+    errors = []
     if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        mistakes.append(
+        errors.append(
             f"sampling.temperature = {temperature}: use 0 (greedy) or a value from "
             f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
         )
     if not 0.0 < sampling.top_p <= 1.0:
-        mistakes.append(f"sampling.top_p = {sampling.top_p}: use a value in (0, 1]")
+        errors.append(f"sampling.top_p = {sampling.top_p}: use a value in (0, 1]")
     if not 0.0 <= sampling.min_p <= 1.0 or math.isnan(sampling.min_p):
-        mistakes.append(f"sampling.min_p = {sampling.min_p}: use a value in [0, 1]")
+        errors.append(f"sampling.min_p = {sampling.min_p}: use a value in [0, 1]")
     if sampling.top_k < 0:
-        mistakes.append(f"sampling.top_k = {sampling.top_k}: use 0 for the whole vocabulary")
+        errors.append(f"sampling.top_k = {sampling.top_k}: use 0 for the whole vocabulary")
     if not 0 <= sampling.min_tokens <= max(sampling.max_tokens, 0):
-        mistakes.append(
+        errors.append(
             f"sampling.min_tokens = {sampling.min_tokens}: use a value from 0 to max_tokens = "
             f"{sampling.max_tokens}"
         )
     if any(not 0 <= token < limits.vocab_size for token in sampling.stop_token_ids):
-        mistakes.append(
+        errors.append(
             f"sampling.stop_token_ids = {sampling.stop_token_ids}: use ids inside the vocabulary "
             f"0..{limits.vocab_size - 1}"
         )
     if seed is not None and not -MAX_SEED <= seed <= MAX_SEED:
-        mistakes.append(
+        errors.append(
             f"sampling.seed = {seed}: use a value from -{MAX_SEED} to {MAX_SEED}, or None"
         )
     if not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
-        mistakes.append(
+        errors.append(
             f"sampling.num_logprobs = {sampling.num_logprobs}: use a value from 0 to {MAX_LOGPROBS}"
         )
     elif sampling.num_logprobs and not sampling.with_logprobs:
-        mistakes.append(
+        errors.append(
             f"sampling.num_logprobs = {sampling.num_logprobs} without with_logprobs: alternatives "
             "come with the tokens' own logprobs"
         )
-    return [*mistakes, *_stop_mistakes(sampling.stop), *_option_mistakes(sampling.engine_options)]
+    return [*errors, *_stop_errors(sampling.stop), *_option_errors(sampling.engine_options)]
 
 
-def _stop_mistakes(stop: object) -> list[str]:
+def _stop_errors(stop: object) -> list[str]:
     is_strings = isinstance(stop, tuple) and all(isinstance(one, str) for one in stop)
     if is_strings and all(cast(tuple[str, ...], stop)):
         return []
     return [f"sampling.stop = {stop!r}: use a tuple of strings that are not empty"]
 
 
-def _option_mistakes(options: object) -> list[str]:
+def _option_errors(options: object) -> list[str]:
     """Whether they are what JSON can carry; which options there are is the engine's matter."""
     if isinstance(options, Mapping) and all(isinstance(name, str) for name in options):
         try:

@@ -155,15 +155,15 @@ def buffer_metrics(states: BufferStates) -> dict[str, float]:
 def overtaken_metrics(
     groups: Iterable[RolloutGroup], overtaken: frozenset[str]
 ) -> dict[str, float]:
-    """Length and reward of the groups that younger ones overtook (``parked``), beside those of
-    the others (``on_time``): whether training without the slow groups would favour short answers.
+    """Length and reward of the groups that younger ones overtook (``overtaken``) and of the
+    others (``on_time``): whether training without the slow groups would favour short answers.
     """
     groups = list(groups)
-    parked = [group for group in groups if group.group_id in overtaken]
-    if not parked:
-        return {"parked/groups": 0.0}
+    late = [group for group in groups if group.group_id in overtaken]
+    if not late:
+        return {"overtaken/groups": 0.0}
     on_time = [group for group in groups if group.group_id not in overtaken]
-    return _part_metrics("parked", parked) | _part_metrics("on_time", on_time)
+    return _part_metrics("overtaken", late) | _part_metrics("on_time", on_time)
 
 
 def total_metrics(totals: LedgerTotals) -> dict[str, float]:

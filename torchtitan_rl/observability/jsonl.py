@@ -183,18 +183,18 @@ def _row(file: Path, start: int, line: bytes) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        mistake: str | None = f"not JSON ({error})"
+        message: str | None = f"not JSON ({error})"
     else:
         is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
-        mistake = None if is_row else "not an object with a step"
-    if mistake is None:
+        message = None if is_row else "not an object with a step"
+    if message is None:
         return dict(row)
     with file.open("rb") as opened:
         number, at = 1, 0
         for before in opened:
             at += len(before)
             number += at <= start
-    raise OutputError(f"{file}, line {number}: {mistake}; repair or remove the line")
+    raise OutputError(f"{file}, line {number}: {message}; repair or remove the line")
 
 
 def _cut_back(path: Path, step: int, is_step: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -182,7 +182,7 @@ _TRAINER = [
     *_of_ages(),
 ]
 _PARTS = {
-    "parked": "that younger groups overtook",
+    "overtaken": "that younger groups overtook",
     "on_time": "that none overtook, where some were",
 }
 _RUN = [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler

@@ -49,13 +49,11 @@ def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> C
     """``window`` is the share of ``groups_per_step`` that may overtake a group.
 
     Raises:
-        ValueError: `capacity_mistakes` names the reason.
+        ValueError: `capacity_errors` names the reason.
     """
-    mistakes = capacity_mistakes(
-        groups_per_step=groups_per_step, staleness=staleness, window=window
-    )
-    if mistakes:
-        raise ValueError("; ".join(mistakes))
+    errors = capacity_errors(groups_per_step=groups_per_step, staleness=staleness, window=window)
+    if errors:
+        raise ValueError("; ".join(errors))
     overtakers = int(window * groups_per_step)
     if staleness == 0:
         buffer = groups_per_step + overtakers
@@ -69,18 +67,18 @@ def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> C
     )
 
 
-def capacity_mistakes(*, groups_per_step: int, staleness: int, window: float) -> list[str]:
-    """One message per mistake in the fields of a schedule."""
-    mistakes = []
+def capacity_errors(*, groups_per_step: int, staleness: int, window: float) -> list[str]:
+    """One message per error in the fields of a schedule."""
+    errors = []
     if groups_per_step < 1:
-        mistakes.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
+        errors.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
     if staleness < 0:
-        mistakes.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
+        errors.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
     # With more, the buffer would not hold a whole batch beside the groups that it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
     if not 0.0 <= window <= most:
-        mistakes.append(
+        errors.append(
             f"schedule.window is {window}: give 0 to {most:g} (a share of rollout.groups_per_step, "
             f"at schedule.staleness {staleness})"
         )
-    return mistakes
+    return errors

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.trainer import Trainer
@@ -34,11 +34,11 @@ class DuringStep(StrEnum):
     ASLEEP = "asleep"
 
 
-def during_step(config: RunConfig) -> DuringStep:
-    """On shared devices ``schedule.parked`` has no say."""
-    if config.placement == "colocated":
+def during_step(schedule: ScheduleConfig, *, is_colocated: bool) -> DuringStep:
+    """Replicas on shared devices always sleep, whatever ``schedule.in_flight`` says."""
+    if is_colocated:
         return DuringStep.ASLEEP
-    return DuringStep.ABORTED if config.schedule.parked == "aborted" else DuringStep.BESIDE
+    return DuringStep.ABORTED if schedule.in_flight == "aborted" else DuringStep.BESIDE
 
 
 class Turns:

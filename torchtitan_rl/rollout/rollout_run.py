@@ -31,9 +31,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from torchtitan_rl.config import RolloutConfig
 from torchtitan_rl.rollout.bring_back import NotResumableError, bring_back, state_of
 from torchtitan_rl.rollout.calls import is_cancelled, summary
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Conversation, Observation, Terminal, TokenEnv
 from torchtitan_rl.rollout.env_calls import EnvCalls, RolloutEnded
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
@@ -338,13 +338,13 @@ class RolloutRun:
     def _check_completion(self, request: GenerationRequest, completion: Completion) -> None:
         lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
         if completion.request_id != request.request_id:
-            mistake = f"got the completion of {completion.request_id!r}"
+            message = f"got the completion of {completion.request_id!r}"
         elif len(set(lengths)) != 1:
-            mistake = f"tokens, logprobs and versions have lengths {lengths}"
+            message = f"tokens, logprobs and versions have lengths {lengths}"
         else:
             return
         self._tell_discarded(RolloutStatus.GENERATION_ERROR.value, len(completion.token_ids))
-        raise ValueError(mistake)
+        raise ValueError(message)
 
     def _request(self, observation: Observation, partial: Completion | None) -> GenerationRequest:
         turn = len(self._turns)

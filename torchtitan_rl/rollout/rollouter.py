@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from torchtitan_rl.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollout_run import (
     EnvironmentFactory,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
-    from torchtitan_rl.config import RolloutConfig
+    from torchtitan_rl.rollout.config import RolloutConfig
     from torchtitan_rl.rollout.env import TokenEnv
     from torchtitan_rl.rollout.rubric import Rubric
 
@@ -64,6 +64,6 @@ class Task:
         """A rollout with at least this reward has solved its problem (pass@k)."""
         return 1.0 - 1e-9
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Validation of the task's own fields: one message each, naming field, value and fix."""
         return []

@@ -36,26 +36,26 @@ def check_resumable(request: GenerationRequest) -> None:
     if so_far is None:
         return
     num_tokens = len(so_far.token_ids)
-    mistakes = []
+    errors = []
     if num_tokens > request.sampling.max_tokens:
-        mistakes.append(
+        errors.append(
             f"it has {num_tokens} tokens, and sampling.max_tokens = {request.sampling.max_tokens}"
         )
     if len(so_far.logprobs) != num_tokens:
-        mistakes.append(f"it has {num_tokens} tokens and {len(so_far.logprobs)} logprobs")
+        errors.append(f"it has {num_tokens} tokens and {len(so_far.logprobs)} logprobs")
     starts = [run.start for run in so_far.version_runs]
     is_in_order = all(a < b for a, b in pairwise(starts))
     if num_tokens and (not starts or starts[0] != 0 or starts[-1] >= num_tokens or not is_in_order):
-        mistakes.append(f"its version runs start at {starts}, for {num_tokens} tokens")
+        errors.append(f"its version runs start at {starts}, for {num_tokens} tokens")
     num_top = num_tokens if request.sampling.num_logprobs else 0
     if len(so_far.top_logprobs) != num_top:
-        mistakes.append(
+        errors.append(
             f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
         )
-    if mistakes:
+    if errors:
         raise InvalidRequestError(
             f"request {request.request_id!r} refused: resume_from is not the beginning of its "
-            f"completion: {'; '.join(mistakes)}"
+            f"completion: {'; '.join(errors)}"
         )
 
 

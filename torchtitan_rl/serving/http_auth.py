@@ -61,22 +61,22 @@ def check_keys(*, host: str, api_key: str, admin_key: str) -> None:
     """Raises:
     ConfigError: these keys cannot protect an endpoint on this address.
     """
-    mistakes = []
+    errors = []
     if not api_key and not is_loopback(host):
-        mistakes.append(
+        errors.append(
             f"endpoint.host = {host!r} can be reached from other machines: set "
             "TORCHTITAN_RL_API_KEY, or listen on 127.0.0.1"
         )
     names = {"TORCHTITAN_RL_API_KEY": api_key, "TORCHTITAN_RL_ADMIN_KEY": admin_key}
-    mistakes += [
+    errors += [
         f'{name} must not contain ":" (the session follows it) or blanks'
         for name, key in names.items()
         if ":" in key or any(character.isspace() for character in key)
     ]
     if api_key and api_key == admin_key:
-        mistakes.append("TORCHTITAN_RL_ADMIN_KEY must differ from TORCHTITAN_RL_API_KEY")
-    if mistakes:
-        raise ConfigError(mistakes)
+        errors.append("TORCHTITAN_RL_ADMIN_KEY must differ from TORCHTITAN_RL_API_KEY")
+    if errors:
+        raise ConfigError(errors)
 
 
 class Authentication:

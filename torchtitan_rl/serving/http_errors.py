@@ -80,7 +80,7 @@ class OpenAIErrors:
             await self._app(scope, receive, answer.send)
         except HttpError as error:
             if answer.has_begun:
-                raise  # a mistake of a layer: it refuses only what it has not answered
+                raise  # a error of a layer: it refuses only what it has not answered
             await send_error(send, error)
         except ClientStalledError:
             raise  # there is no one to be told
@@ -179,11 +179,11 @@ def _detail(status: int, body: bytes) -> str:
         detail = json.loads(body)["detail"]
     except (ValueError, TypeError, KeyError):
         return _phrase(status)
-    if isinstance(detail, list):  # of a failed validation, one entry for each mistake
-        mistakes = [entry for entry in detail if isinstance(entry, dict)]
+    if isinstance(detail, list):  # of a failed validation, one entry for each error
+        errors = [entry for entry in detail if isinstance(entry, dict)]
         return "; ".join(
             f"{'.'.join(str(part) for part in entry.get('loc', ()))}: {entry.get('msg', '')}"
-            for entry in mistakes
+            for entry in errors
         )
     return str(detail)
 

@@ -106,11 +106,11 @@ class CheckpointDirectory:
         aside: list[str] = []
         try:
             for path in self._complete(torn, checksums=checksums):
-                mistake = why_not(path)
-                if mistake is None:
+                message = why_not(path)
+                if message is None:
                     chosen = path
                     break
-                rejected[path] = f"checkpoint {path} cannot be gone on from: {mistake}"
+                rejected[path] = f"checkpoint {path} cannot be gone on from: {message}"
             aside = [
                 f"{path} was set aside"
                 for _, suffix, path in self._entries()
@@ -158,9 +158,9 @@ class CheckpointDirectory:
                     gone = step < complete[-1] or suffix in (_TORN_SUFFIX, _REMOVED_SUFFIX)
             if gone:
                 leaving.append(path)
-        mistakes = [mistake for path in leaving if (mistake := _remove(path))]
-        if mistakes:
-            raise CheckpointError("old checkpoints cannot be removed: " + "; ".join(mistakes))
+        errors = [message for path in leaving if (message := _remove(path))]
+        if errors:
+            raise CheckpointError("old checkpoints cannot be removed: " + "; ".join(errors))
         return complete[:-keep]
 
     def _complete(self, torn: dict[Path, str], *, checksums: bool) -> Iterator[Path]:
@@ -196,9 +196,9 @@ class CheckpointDirectory:
             path=self.path(step), step=step, passed_over=(*torn.values(), *places)
         )
 
-    def _refusal(self, mistakes: Iterable[str]) -> CheckpointError:
+    def _refusal(self, errors: Iterable[str]) -> CheckpointError:
         return CheckpointError(
-            f"no checkpoint in {self.root} can be gone on from: {'; '.join(mistakes)}; "
+            f"no checkpoint in {self.root} can be gone on from: {'; '.join(errors)}; "
             "checkpoints, journal and metrics were not changed; repair a checkpoint, remove those "
             "named here to go on from an older one, remove the folder to start anew, or give "
             "another name"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.config import OptimizerConfig
+from torchtitan_rl.training.config import OptimizerConfig
 
 
 def learning_rate_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -44,6 +45,11 @@ class WeightPublisher(Protocol):
     def close(self) -> None:
         """Give up all versions and their memory."""
         ...
+
+
+def host_name() -> str:
+    """Of the machine that the calling process runs on: equal where memory can be shared."""
+    return socket.gethostname()
 
 
 def choose_transport(

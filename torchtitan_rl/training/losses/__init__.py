@@ -12,13 +12,13 @@ The parts, each a choice of `LossConfig`, and the published methods that they ma
 | Dr. GRPO | ``aggregation=constant`` (and ``rollout.advantage=mean``) |
 | GSPO | ``ratio=sequence aggregation=sequence_mean``, clips of 3e-4 and 4e-4 |
 | CISPO | ``surrogate=cispo``, clip_low near 1 |
-| truncated importance sampling (TIS) | ``anchor=recomputed weight=token`` or ``sequence`` |
-| IcePop | ``anchor=recomputed weight=token weight_cap=5 mask=token`` |
+| truncated importance sampling | ``proximal_policy=recomputed``, ``importance_weight=token`` |
+| IcePop | the same with ``importance_weight_cap=5 mask=token`` |
 | geometric sequence mask | ``mask=geometric``, bounds near 1 |
-| decoupled PPO, A-3PO | ``anchor=interpolated weight=token`` |
+| decoupled PPO, A-3PO | ``proximal_policy=interpolated``, ``importance_weight=token`` |
 
 Shapes: T tokens of one part (microbatch) of a step. What must not be combined is in
-`training/loss_mistakes.py`.
+`config/checks/loss.py`.
 """
 
 from torchtitan_rl.training.losses.cross_entropy import cross_entropy_loss

@@ -24,7 +24,7 @@ def truncated_weights(
     cap: float,
     max_log_ratio: float,
 ) -> torch.Tensor:
-    """[T]: min(w, cap), w = p_anchor / p_behaviour of the token, or the product over its sequence.
+    """[T]: min(w, cap), w = p_prox / p_behaviour of the token, or the product over its sequence.
 
     Token level: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (TIS). Sequence level: Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_rl.config import LossConfig
+from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses.age_metrics import age_maxima, age_sums
 from torchtitan_rl.training.losses.aggregation import aggregate
 from torchtitan_rl.training.losses.importance import truncated_weights, within_bounds
-from torchtitan_rl.training.losses.ratios import anchor_logprobs, sequence_log_ratios
+from torchtitan_rl.training.losses.ratios import proximal_logprobs, sequence_log_ratios
 from torchtitan_rl.training.losses.reference_kl import is_in_advantage, reference_kl
 from torchtitan_rl.training.losses.surrogates import (
     Surrogate,
@@ -29,27 +29,29 @@ def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -
         ValueError: a KL penalty is asked for, and the tokens have no reference logprobs.
     """
     tokens = tokens.cleaned()
-    anchor_T = anchor_logprobs(tokens, config.anchor)
+    proximal_T = proximal_logprobs(tokens, config.proximal_policy)
     kl_T = _reference_kl(tokens, config)
     advantages_T = tokens.advantages_T
     if kl_T is not None and is_in_advantage(config.kl_estimator):
         advantages_T = advantages_T - config.kl_coefficient * kl_T.detach()
 
-    surrogate = _surrogate(tokens, anchor_T, advantages_T, config)
+    surrogate = _surrogate(tokens, proximal_T, advantages_T, config)
     terms_T = surrogate.terms_T
     difference_T = (tokens.logprobs_T - tokens.behaviour_T).detach()
     sums: dict[str, torch.Tensor] = {}
-    if config.weight != "none":
+    if config.importance_weight != "none":
         weights_T = truncated_weights(
-            anchor_T - tokens.behaviour_T,
+            proximal_T - tokens.behaviour_T,
             tokens,
-            level=config.weight,
-            cap=config.weight_cap,
+            level=config.importance_weight,
+            cap=config.importance_weight_cap,
             max_log_ratio=config.max_log_ratio,
         )
         terms_T = terms_T * weights_T
         sums["weight_mean"] = (weights_T * tokens.trained_T).sum()
-        sums["weight_capped_share"] = ((weights_T >= config.weight_cap) & tokens.trained_T).sum()
+        sums["weight_capped_share"] = (
+            (weights_T >= config.importance_weight_cap) & tokens.trained_T
+        ).sum()
     masked_T = torch.zeros_like(tokens.trained_T)
     if config.mask != "none":
         kept_T = within_bounds(
@@ -83,9 +85,9 @@ def _reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None
 
 
 def _surrogate(
-    tokens: LossTokens, anchor_T: torch.Tensor, advantages_T: torch.Tensor, config: LossConfig
+    tokens: LossTokens, proximal_T: torch.Tensor, advantages_T: torch.Tensor, config: LossConfig
 ) -> Surrogate:
-    log_ratios_T = tokens.logprobs_T - anchor_T
+    log_ratios_T = tokens.logprobs_T - proximal_T
     if config.ratio == "sequence":
         log_ratios_T = sequence_log_ratios(log_ratios_T, tokens)
     ratios_T = log_ratios_T.clamp(-config.max_log_ratio, config.max_log_ratio).exp()
@@ -102,7 +104,7 @@ def _metrics(
     masked_T: torch.Tensor,
     config: LossConfig,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """How far policy and behaviour are apart, whatever the anchor: sums and maxima.
+    """How far policy and behaviour are apart, whatever the proximal policy: sums and maxima.
 
     KL of behaviour against policy: ``kl_k1`` is minus the log-ratio, ``kl_k3`` the low-variance
     estimate that is never negative (Schulman 2020).

@@ -1,4 +1,4 @@
-"""Log-ratios of the policy: against which anchor, of a token or of a sequence.
+"""Log-ratios of the policy: against which proximal policy, of a token or of a sequence.
 
 All functions take cleaned tokens and return [T], 0 where a token is not trained on.
 """
@@ -11,10 +11,10 @@ import torch
 
 from torchtitan_rl.training.losses.tokens import LossTokens
 
-Anchor = Literal["behaviour", "recomputed", "interpolated"]
+ProximalPolicy = Literal["behaviour", "recomputed", "interpolated"]
 
 
-def anchor_logprobs(tokens: LossTokens, anchor: Anchor) -> torch.Tensor:
+def proximal_logprobs(tokens: LossTokens, proximal_policy: ProximalPolicy) -> torch.Tensor:
     """Logprobs that the clipped ratio is taken against; they carry no gradient.
 
     `behaviour`: those that the tokens were sampled with (PPO: Schulman et al. 2017, 1707.06347).
@@ -26,7 +26,7 @@ def anchor_logprobs(tokens: LossTokens, anchor: Anchor) -> torch.Tensor:
     forward pass, and its logprobs, detached, are what a pass before the step would return; the
     ratio is then 1 and nothing is ever clipped. `interpolated`: `interpolated_logprobs`.
     """
-    match anchor:
+    match proximal_policy:
         case "behaviour":
             return tokens.behaviour_T
         case "recomputed":
@@ -34,7 +34,7 @@ def anchor_logprobs(tokens: LossTokens, anchor: Anchor) -> torch.Tensor:
         case "interpolated":
             return interpolated_logprobs(tokens)
         case _:
-            assert_never(anchor)
+            assert_never(proximal_policy)
 
 
 def interpolated_logprobs(tokens: LossTokens) -> torch.Tensor:
@@ -53,7 +53,7 @@ def interpolated_logprobs(tokens: LossTokens) -> torch.Tensor:
 
 
 def sequence_log_ratios(log_ratios_T: torch.Tensor, tokens: LossTokens) -> torch.Tensor:
-    """GSPO's log-ratio: its value is the mean over the sequence, s = (p(y) / p_anchor(y))^(1/|y|);
+    """GSPO's log-ratio: its value is the mean over the sequence, s = (p(y) / p_prox(y))^(1/|y|);
     its gradient is each token's own.
 
     From Zheng et al. 2025 (2507.18071), section 4.3 (GSPO-token), which is GSPO where a sequence

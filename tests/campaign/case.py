@@ -1,0 +1,105 @@
+"""One case: a plan and faults from a seed, life after life, with all rules checked after each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.campaign.faults import draw_faults
+from tests.campaign.invariants import Violation, equals_the_undisturbed_run, violations_of
+from tests.campaign.lives import Ending, Life, live
+from tests.campaign.machine import Fault
+from tests.campaign.plan import CampaignPlan, draw
+
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    seed: int
+    plan: CampaignPlan
+    lives: tuple[str, ...]
+    schedule: tuple[tuple[Fault, ...], ...]
+    violations: tuple[Violation, ...]
+    trace: int  # equal for two runs of one seed
+    awaits: int
+    fired: tuple[str, ...]
+
+    def describe(self) -> str:
+        drawn = [
+            f"  life {number}: " + ("; ".join(map(str, faults)) or "nothing")
+            for number, faults in enumerate(self.schedule)
+        ]
+        return "\n".join(
+            [
+                f"seed {self.seed}: {len(self.violations)} violations",
+                *(f"  {violation}" for violation in self.violations),
+                f"plan: {self.plan.describe()}",
+                "drawn faults:",
+                *drawn,
+                "what happened:",
+                *self.lives,
+                f"again: python -m tests.campaign {self.seed}",
+            ]
+        )
+
+
+def run_case(seed: int) -> Case:
+    """Play it through. An undisturbed life comes first, for its counts and its weights, and one
+    comes last, for it must be possible to go on from whatever the others left."""
+    plan = draw(seed)
+    with _place() as root:
+        dry = live(-1, plan, root / "dry", [], resume=False)
+        violations = violations_of(dry)
+        lives, schedule = [dry], [()]
+        path = root / "run"
+        for number in range(plan.lives + 1):
+            is_last = number == plan.lives
+            faults = [] if is_last else draw_faults(seed, number, plan, dry.machine)
+            life = live(number, plan, path, faults, resume=number > 0)
+            violations += violations_of(life)
+            lives.append(life)
+            schedule.append(tuple(faults))
+            path = life.root
+            if is_last:
+                violations += _ends_well(life)
+        fired = [one.fault for life in lives for one in life.machine.fired]
+        violations += equals_the_undisturbed_run(lives[-1], dry, fired)
+        trace = hash(tuple(one.machine.trace for one in lives))
+        return Case(
+            seed=seed,
+            plan=plan,
+            lives=tuple(life.describe() for life in lives),
+            schedule=tuple(schedule),
+            violations=tuple(violations),
+            trace=trace,
+            awaits=sum(life.machine.num_awaits for life in lives),
+            fired=tuple(
+                f"{one.fault.zone} {one.fault.point} {one.fault.action}"
+                for life in lives
+                for one in life.machine.fired
+            ),
+        )
+
+
+def _ends_well(life: Life) -> list[Violation]:
+    if life.ending is Ending.SUCCESS:
+        return []
+    text = f"undisturbed, it {life.ending}: {type(life.error).__name__}: {life.error}"
+    return [Violation("can_be_finished", life.number, text)]
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """In memory, where there is such a place; without the garbage collector, which would end
+    abandoned coroutines at moments of its own."""
+    gc.disable()
+    try:
+        with TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as root:
+            yield Path(root)
+    finally:
+        gc.enable()

@@ -1,0 +1,135 @@
+"""Which faults strike a life, drawn from a seed and from what an undisturbed run of the plan did.
+
+Awaits are drawn by place as well as by number, so that those which are rare (around a step, a pull,
+a checkpoint) are struck as often as the many of sampling.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+from tests.campaign.machine import Fault, Machine, Zone
+from tests.campaign.plan import CampaignPlan
+
+_NEVER_S = 1e7
+
+_REPLICA = ["die", "die", "freeze", "wedge", "slow", "late", "die_soon"]
+ACTIONS: dict[str, list[str]] = {
+    "trainer.train_step": ["late", "late_after", "lost", "lost_after", "diverge", "kill"],
+    "trainer.publish": ["late", "late_after", "lost", "kill"],
+    "trainer.publish.write": ["no_space"],
+    "trainer.save_checkpoint": ["late", "lost", "kill"],
+    "trainer.checkpoint.begin": ["no_space", "kill"],
+    "trainer.checkpoint.write": ["late", "kill"],
+    "trainer.checkpoint.middle": ["no_space", "kill"],
+    "trainer.checkpoint.end": ["no_space", "kill"],
+    "trainer.load_checkpoint": ["late", "lost", "kill"],
+    "trainer.offload": ["late", "lost", "kill"],
+    "trainer.onload": ["late", "lost", "kill"],
+    "replica.generate": _REPLICA,
+    "replica.read": _REPLICA,
+    "replica.abort": _REPLICA,
+    "replica.pause": _REPLICA,
+    "replica.resume": _REPLICA,
+    "replica.stage": _REPLICA,
+    "replica.pull": _REPLICA,
+    "replica.sleep": _REPLICA,
+    "replica.wake_up": _REPLICA,
+    "env.reset": ["raise", "late", "nonsense"],
+    "env.step": ["raise", "late", "nonsense"],
+    "env.finish": ["raise", "late", "nonsense"],
+    "env.close": ["raise", "late"],
+    "reward": ["raise", "late", "nonsense"],
+    "dataset.next": ["end"],
+    "disk.journal": ["no_space", "torn"],
+    "disk.checkpoint": ["no_space", "torn"],
+    "disk.rows": ["no_space", "torn"],
+    "disk.open": ["no_space", "kill"],
+    "disk.os.mkdir": ["no_space", "kill"],
+    "disk.os.rename": ["kill"],
+    "disk.os.remove": ["kill"],
+    "disk.os.rmdir": ["kill"],
+}
+"""What can happen at each kind of point."""
+
+HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow"}
+"""After these a run at S = 0 arrives at the weights of an undisturbed one."""
+
+_RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "dataset": 1, "disk": 4}
+_REPLICA_NAME = re.compile(r"^r\d+\.")
+
+
+def draw_faults(seed: int, life: int, plan: CampaignPlan, dry: Machine) -> list[Fault]:
+    """Of one life; ``dry`` lived undisturbed."""
+    rng = random.Random(f"faults {seed} {life}")
+    faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 3]))]
+    ending = rng.choice(["kill", "kill", "stop", "stop", "cancel", "block", "disk_full", ""])
+    if ending:
+        faults.append(_at_an_await(rng, dry, ending))
+    if ending == "stop" and rng.random() < 0.3:
+        faults.append(_at_an_await(rng, dry, rng.choice(["cancel", "kill"])))
+    return faults
+
+
+def _at_an_await(rng: random.Random, dry: Machine, action: str) -> Fault:
+    seconds = 0.0
+    if action == "block":
+        seconds = rng.choice([0.5, 5.0, 70.0, 700.0])
+    if action == "disk_full":
+        seconds = rng.choice([0.1, 2.0, 30.0])
+    places = dry.counts["await"]
+    if rng.random() < 0.3 or not places:
+        return Fault(
+            zone="await",
+            point="",
+            nth=rng.randrange(max(1, dry.num_awaits)),
+            action=action,
+            seconds=seconds,
+        )
+    point = rng.choice(sorted(places))
+    return Fault(
+        zone="await", point=point, nth=_nth(rng, places[point]), action=action, seconds=seconds
+    )
+
+
+def _of_a_part(rng: random.Random, dry: Machine) -> Fault:
+    points: list[tuple[Zone, str, str, int]] = []
+    for zone in ("call", "disk"):
+        counts: Counter[str] = dry.counts[zone]  # type: ignore[index]
+        for point in sorted(counts):
+            kind = f"disk.{point}" if zone == "disk" else _REPLICA_NAME.sub("replica.", point)
+            if kind in ACTIONS:
+                points.append((zone, point, kind, counts[point]))  # type: ignore[arg-type]
+    groups = sorted({kind.partition(".")[0] for _, _, kind, _ in points})
+    group = rng.choices(groups, weights=[_RARE[name] for name in groups])[0]
+    zone_, point, kind, count = rng.choice([p for p in points if p[2].partition(".")[0] == group])
+    action = rng.choice(ACTIONS[kind])
+    return Fault(
+        zone=zone_,
+        point=point,
+        nth=_nth(rng, count),
+        action=action,
+        seconds=_seconds(rng, kind, action),
+        span=rng.choice([1, 1, 1, 2, 4]) if action in ("no_space", "raise", "late") else 1,
+    )
+
+
+def _seconds(rng: random.Random, kind: str, action: str) -> float:
+    match action:
+        case "die_soon":
+            return rng.choice([0.01, 0.2, 1.0])
+        case "late_after":
+            return rng.choice([401.0, 450.0])
+        case "late" if kind.startswith("trainer"):
+            return rng.choice([0.5, 10.0, 401.0, 450.0, _NEVER_S])
+        case "late" if kind.startswith("replica"):
+            return rng.choice([0.1, 2.0, 40.0, 400.0])
+        case "late":
+            return rng.choice([0.2, 3.0, 100.0, _NEVER_S])
+    return 0.0
+
+
+def _nth(rng: random.Random, count: int) -> int:
+    return int(count * rng.random())

@@ -1,0 +1,357 @@
+"""What must hold after each life of a run, each rule in a function of its own.
+
+A rule yields a sentence for each violation; the name of the function is the violation's kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.campaign.faults import HARMLESS
+from tests.campaign.lives import Ending, Life
+from tests.campaign.machine import Fault
+from tests.campaign.plan import CampaignPlan
+from tests.campaign.rows import read_rows
+from tests.campaign.timeline import (
+    finishes_its_work,
+    keeps_its_rows_readable,
+    keeps_the_order,
+    trains_each_group_once,
+    writes_every_row_once,
+)
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DivergedError,
+    OutputError,
+    TorchtitanRLError,
+    TrainerLostError,
+)
+from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.recovery import groups_from_bytes
+from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.training.checkpoint_files import read_document
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
+from torchtitan_rl.types import RolloutStatus
+
+Rule = Callable[[Life], Iterator[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    kind: str
+    life: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} (life {self.life}): {self.text}"
+
+
+def violations_of(life: Life) -> list[Violation]:
+    """All rules, after one life."""
+    return [Violation(rule.__name__, life.number, text) for rule in _RULES for text in rule(life)]
+
+
+def ends_in_a_named_way(life: Life) -> Iterator[str]:
+    """A bug is no way to end."""
+    if life.ending is Ending.BROKEN:
+        yield f"{type(life.error).__name__}: {life.error}"
+    if isinstance(life.error, (LedgerError, StalenessError)):
+        yield f"{type(life.error).__name__}: {life.error}"
+
+
+def ends(life: Life) -> Iterator[str]:
+    if life.ending is Ending.HUNG:
+        yield f"after {life.seconds:.0f} s: " + "; ".join(life.leftovers[:8])
+
+
+def fails_for_a_reason(life: Life) -> Iterator[str]:
+    """A life fails where something failed that it cannot do without."""
+    if life.ending is not Ending.FAILED or isinstance(life.error, (LedgerError, StalenessError)):
+        return
+    if not any(_may_end_a_run(life, type(life.error), one) for one in _strikes(life)):
+        yield f"{type(life.error).__name__}: {life.error}"
+
+
+def _strikes(life: Life) -> list[tuple[str, str]]:
+    return [(one.fault.point, one.fault.action) for one in life.machine.fired]
+
+
+def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
+    point, action = strike
+    if point.startswith("trainer"):
+        is_checkpoint = "checkpoint" in point and action == "no_space"
+        return not is_checkpoint or _num(life, action) > 2 or _is_last_save(life)
+    if action == "end":
+        return True
+    if point[:1] == "r" and point[1:2].isdigit():
+        assert life.simulation is not None
+        able = [one for one in life.simulation.replicas if one.is_sound]
+        reserved = life.simulation.replicas[-1:] if life.plan.reserves else []
+        validates = bool(reserved) and not reserved[0].is_sound
+        return (
+            not [one for one in able if one not in reserved]
+            or validates
+            or action in ("late", "slow")
+        )
+    if action in ("no_space", "disk_full"):
+        return point in ("journal", "rows") or issubclass(
+            error, (JournalError, CheckpointError, OutputError)
+        )
+    return False
+
+
+def _is_last_save(life: Life) -> bool:
+    """There was no later occasion to try again."""
+    assert life.simulation is not None
+    state = life.simulation.controller._state
+    return state.step == life.plan.num_steps or state.is_stopping
+
+
+def _num(life: Life, action: str) -> int:
+    return sum(one.fault.action == action for one in life.machine.fired)
+
+
+def bounds_the_age_of_tokens(life: Life) -> Iterator[str]:
+    if life.simulation is None:
+        return
+    for index, age in enumerate(life.simulation.trainer.ages):
+        if age > life.plan.staleness:
+            yield f"batch {index} of this life has a token of age {age}"
+
+
+def keeps_the_rules_of_shared_devices(life: Life) -> Iterator[str]:
+    if life.simulation is not None:
+        yield from list(dict.fromkeys(life.simulation.trainer.complaints))[:2]
+
+
+def bounds_published_versions(life: Life) -> Iterator[str]:
+    if life.simulation is not None and life.simulation.trainer.most_readable > most_published(
+        life.plan
+    ):
+        yield f"{life.simulation.trainer.most_readable} versions were readable at once"
+
+
+def most_published(plan: CampaignPlan) -> int:
+    """The current version, the one before, and one that an evaluation pins; where each step may be
+    evaluated, those that wait for their evaluation as well."""
+    return max(3, plan.staleness + 2) if plan.validate_every else 3
+
+
+def leaves_nothing_behind(life: Life) -> Iterator[str]:
+    if life.ending not in (Ending.KILLED, Ending.HUNG) and life.leftovers:
+        yield "; ".join(life.leftovers[:4])
+
+
+def accounts_for_every_token(life: Life) -> Iterator[str]:
+    """What replicas sampled, and what was recorded before, is in the account of a whole run."""
+    simulation = life.simulation
+    if life.ending is not Ending.SUCCESS or simulation is None:
+        return
+    totals = simulation.controller._state.ledger.totals()
+    before = life.start.document.get("ledger", {}).get("generated", 0)
+    accounted = totals.tokens_generated - before
+    entries = life.start.groups.entries
+    asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
+    # Turns of groups that the checkpoint has finished are counted only where those begin anew.
+    most = sum(n for name, n in life.start.recorded.items() if name in asked)
+    asked -= {entry.group_id for entry in entries if entry.group is not None}
+    recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
+    sampled = sum(r.sampled - r.sampled_for_validation for r in simulation.replicas)
+    states = simulation.router.states()
+    lost = sum(r.lost for r in simulation.replicas if states[r.name] is ReplicaState.DEAD)
+    # At S = 0 groups that are left over at the end are not begun again.
+    least = recorded if life.plan.staleness and life.start.step != life.plan.num_steps else 0
+    if not sampled + least - lost <= accounted <= sampled + most:
+        yield (
+            f"{accounted} tokens accounted, {sampled} sampled (of them {lost} lost with replicas) "
+            f"and {recorded} recorded before"
+        )
+
+
+def compares_with_replicas(life: Life) -> Iterator[str]:
+    """The run's own comparison found nothing."""
+    records = life.simulation.recorder.accounts if life.simulation is not None else []
+    wrong = [one for one in records if one.unaccounted]
+    if wrong:
+        yield f"after step {wrong[0].step}: {wrong[0].unaccounted} of {wrong[0].sampled}"
+
+
+def keeps_the_account(life: Life) -> Iterator[str]:
+    """In every row, and at the end."""
+    simulation = life.simulation
+    if simulation is None:
+        return
+    totals = [row.totals for row in simulation.recorder.steps if row.totals is not None]
+    if life.ending is not Ending.KILLED:
+        totals.append(simulation.controller._state.ledger.totals())
+    for one in totals:
+        try:
+            require_sums(one)
+        except LedgerError as error:
+            yield str(error)
+
+
+def counts_groups_once(life: Life) -> Iterator[str]:
+    """Buffer and ledger agree."""
+    simulation = life.simulation
+    if simulation is None or life.ending in (Ending.KILLED, Ending.CANCELLED):
+        return
+    state = simulation.controller._state
+    counts, totals = simulation.controller.counts(), state.ledger.totals()
+    live = len(state.buffer)
+    if state.buffer.admitted != (live + counts[GroupState.TRAINED] + counts[GroupState.DISCARDED]):
+        yield f"{state.buffer.admitted} groups admitted, but {live} live and {counts}"
+    if life.ending in (Ending.SUCCESS, Ending.STOPPED) and totals.groups_buffered != live:
+        yield f"{totals.groups_buffered} groups in the account, {live} in the buffer"
+
+
+def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
+    """Each that is complete satisfies every sum, and the journal fits it."""
+    directory = CheckpointDirectory(life.root / "checkpoints")
+    for step in directory.steps():
+        path = directory.path(step)
+        document = read_document(path)
+        groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
+        ids = {entry.group_id for entry in groups.entries}
+        for text in _document_errors(life.plan, step, document, ids):
+            yield f"checkpoint {step}: {text}"
+        version = json.loads((path / "weights.json").read_text())[1]
+        if version != document["version"]:
+            yield f"checkpoint {step}: weights {version}, document of {document['version']}"
+        try:
+            JournalDirectory(life.root / "journal").restore(step, groups.rollouts)
+        except TorchtitanRLError as error:
+            yield f"checkpoint {step}: {error}"
+
+
+def _document_errors(
+    plan: CampaignPlan, step: int, document: dict[str, object], ids: set[str]
+) -> Iterator[str]:
+    ledger = TokenLedger()
+    try:
+        ledger.load_state_dict(document["ledger"])  # type: ignore[arg-type]
+    except LedgerError as error:
+        yield str(error)
+        return
+    totals = ledger.totals()
+    held = set(document["ledger"]["tokens_of"])  # type: ignore[index]
+    if held != ids:
+        yield f"the account has groups {sorted(held - ids)} more, {sorted(ids - held)} less"
+    discarded = sum(document["discarded"].values())  # type: ignore[attr-defined]
+    admitted, trained = document["admitted"], document["trained"]
+    if admitted != trained + discarded + len(ids):  # type: ignore[operator]
+        yield f"{admitted} admitted, {trained} trained, {discarded} discarded, {len(ids)} kept"
+    if totals.groups_admitted != admitted or totals.groups_trained != trained:
+        yield f"account {totals.groups_admitted}, {totals.groups_trained}: {admitted}, {trained}"
+    if document["step"] != step or trained != step * plan.groups_per_step:
+        yield f"named {step}, of step {document['step']}, with {trained} groups trained"
+    if len(ids) > plan.buffer:
+        yield f"{len(ids)} groups, and room for {plan.buffer}"
+
+
+def can_be_resumed(life: Life) -> Iterator[str]:
+    """What a life starts on can be read."""
+    if life.start.unreadable is not None:
+        yield life.start.unreadable
+
+
+def saves_what_it_has(life: Life) -> Iterator[str]:
+    """A run that ends in order leaves a checkpoint of where it was."""
+    if life.simulation is None or life.ending not in (
+        Ending.STOPPED,
+        Ending.SUCCESS,
+        Ending.FAILED,
+    ):
+        return
+    if isinstance(life.error, (DivergedError, TrainerLostError, CheckpointError)):
+        return
+    if any(point.startswith("trainer") or act == "block" for point, act in _strikes(life)):
+        return
+    if _disk_failed(life) or life.start.unreadable:
+        return
+    steps = CheckpointDirectory(life.root / "checkpoints").steps()
+    if not steps or steps[-1] != life.simulation.controller.step:
+        yield f"ended after step {life.simulation.controller.step}; checkpoints: {steps}"
+
+
+def _disk_failed(life: Life) -> bool:
+    return any(action in ("no_space", "disk_full") for _, action in _strikes(life))
+
+
+def lets_no_rollout_wait(life: Life) -> Iterator[str]:
+    """Where nothing failed and limits are far away, no rollout reaches one."""
+    if life.number > 0 or life.machine.fired or life.simulation is None:
+        return
+    if life.plan.rollout_timeout_s < 100.0:
+        return
+    recorder = life.simulation.recorder
+    groups = [group for record in recorder.steps for group in record.groups]
+    groups += [group for record in recorder.validations for group in record.groups]
+    usual = {RolloutStatus.COMPLETED, RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS}
+    strange = [r for group in groups for r in group.rollouts if r.status not in usual]
+    if strange:
+        yield f"{len(strange)}, such as {strange[0].rollout_id}: {strange[0].status}"
+
+
+def validates_undisturbed(life: Life) -> Iterator[str]:
+    """An evaluation's answers do not depend on when it ran."""
+    simulation = life.simulation
+    if simulation is None or any(not replica.is_sound for replica in simulation.replicas):
+        return
+    cut = [name for name in simulation.requested if name.startswith("validation/") and "#" in name]
+    if cut:
+        yield f"cut and continued: {cut[:3]}"
+
+
+def equals_the_undisturbed_run(
+    life: Life, undisturbed: Life, fired: list[Fault]
+) -> list[Violation]:
+    """At S = 0, where no fault changed the data: bit for bit. ``fired``: in all lives."""
+    plan = life.plan
+    harm = [one for one in fired if one.action not in HARMLESS or one.seconds > 5.0]
+    if not plan.is_determined or harm or life.ending is not Ending.SUCCESS:
+        return []
+    assert life.simulation is not None
+    assert undisturbed.simulation is not None
+    statuses = {
+        status
+        for one in (life, undisturbed)
+        for row in read_rows(one.root)
+        for status in row["statuses"]
+    }
+    if statuses - {"completed", "max_turns", "max_tokens"}:
+        return []
+    ours, theirs = life.simulation.trainer.weights, undisturbed.simulation.trainer.weights
+    if undisturbed.ending is not Ending.SUCCESS or ours == theirs:
+        return []
+    return [Violation("equals_the_undisturbed_run", life.number, f"{ours:x} is not {theirs:x}")]
+
+
+_RULES: tuple[Rule, ...] = (
+    ends,
+    ends_in_a_named_way,
+    fails_for_a_reason,
+    can_be_resumed,
+    bounds_the_age_of_tokens,
+    keeps_the_rules_of_shared_devices,
+    bounds_published_versions,
+    leaves_nothing_behind,
+    accounts_for_every_token,
+    compares_with_replicas,
+    keeps_the_account,
+    counts_groups_once,
+    writes_checkpoints_of_one_moment,
+    saves_what_it_has,
+    keeps_its_rows_readable,
+    writes_every_row_once,
+    finishes_its_work,
+    trains_each_group_once,
+    keeps_the_order,
+    lets_no_rollout_wait,
+    validates_undisturbed,
+)

@@ -1,0 +1,242 @@
+"""One life of a run: a process that starts on what is on the disk and ends somehow."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tests.campaign.disk import disk_of
+from tests.campaign.loop import CampaignLoop
+from tests.campaign.machine import Fault, Killed, Machine
+from tests.campaign.plan import CampaignPlan
+from tests.campaign.rows import Rows
+from tests.support.simulated_faults import Fate
+from tests.support.simulation import Simulation
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
+from torchtitan_rl.orchestration.resume_choice import (
+    JOURNAL_MARK,
+    choose_checkpoint,
+    why_not_resumable,
+)
+from torchtitan_rl.rollout.abandoned import abandoned
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
+from torchtitan_rl.training.checkpoint_files import read_document
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment, step_of
+from torchtitan_rl.types import Problem, Rollout
+
+LIMIT_S = 60_000.0  # of virtual time; a run that takes longer hangs
+_QUIET_S = 300.0  # in which whatever is being ended ends
+
+
+class Ending(StrEnum):
+    SUCCESS = "success"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # with an error of the package
+    KILLED = "killed"
+    BROKEN = "broken"  # with any other error
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a life found on the disk. ``recorded``: tokens by group, of its checkpoint and journal;
+    ``unreadable`` says why they could not be had."""
+
+    step: int | None = None
+    document: dict[str, Any] = field(default_factory=dict)
+    groups: SavedGroups = field(default_factory=SavedGroups)
+    recorded: dict[str, int] = field(default_factory=dict)
+    unreadable: str | None = None
+
+
+@dataclass(kw_only=True)
+class Life:
+    """``root`` is where the next life goes on."""
+
+    number: int
+    plan: CampaignPlan
+    machine: Machine
+    start: Start
+    root: Path
+    ending: Ending = Ending.BROKEN
+    error: BaseException | None = None
+    simulation: Simulation | None = None
+    leftovers: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def describe(self) -> str:
+        fired = "".join(f"\n      {one}" for one in self.machine.fired) or " none"
+        because = f" ({type(self.error).__name__}: {self.error})" if self.error else ""
+        return (
+            f"  life {self.number}: from step {self.start.step or 0}, {self.ending}{because} after "
+            f"{self.seconds:.2f} s and {self.machine.num_awaits} awaits; faults:{fired}"
+        )
+
+
+def live(
+    number: int, plan: CampaignPlan, root: Path, faults: Sequence[Fault], *, resume: bool
+) -> Life:
+    """Run it to its end, whatever that is."""
+    start = look_at(root)
+    machine = Machine(root, faults)
+    life = Life(number=number, plan=plan, machine=machine, start=start, root=root)
+    loop = CampaignLoop(machine)
+    abandoned._running.clear()  # a new process has left no call behind
+    with disk_of(machine):
+        try:
+            supervisor = _supervise(life, loop, resume)
+            loop.run_until_complete(loop.create_task(supervisor, name="machine: supervisor"))
+        except Killed:
+            life.ending = Ending.HUNG if machine.has_spun else Ending.KILLED
+            assert machine.remains is not None
+            life.root = machine.remains
+            if machine.has_spun:
+                life.leftovers = loop.waiting()
+        life.seconds = loop.time()
+        machine.is_dead = True
+    loop.discard()
+    life.leftovers += loop.strays
+    return life
+
+
+async def _supervise(life: Life, loop: CampaignLoop, resume: bool) -> None:
+    main = loop.create_task(_main(life, resume), name="main")
+    life.machine.controls["cancel"] = lambda: _signal(life, main, cancel=True)
+    life.machine.controls["stop"] = lambda: _signal(life, main, cancel=False)
+    await asyncio.wait({main}, timeout=LIMIT_S)
+    if not main.done():
+        life.ending = Ending.HUNG
+        life.leftovers = loop.waiting()
+        return
+    _judge(life, main)
+    simulation = life.simulation
+    if simulation is None:
+        return
+    life.leftovers = _held(simulation)
+    life.machine.controls |= {"cancel": lambda: None, "stop": lambda: None}
+    await simulation.router.close()
+    await simulation.trainer.close()
+    await asyncio.sleep(_QUIET_S)
+    life.leftovers += loop.waiting()
+
+
+def _signal(life: Life, main: asyncio.Task[None], *, cancel: bool) -> None:
+    if cancel or life.simulation is None:
+        main.cancel()
+    if life.simulation is not None:
+        life.simulation.controller.request_stop()
+
+
+async def _main(life: Life, resume: bool) -> None:
+    """As `torchtitan_rl.commands.train` does it."""
+    plan, root = life.plan, life.machine.root
+    checkpoints = CheckpointDirectory(root / "checkpoints")
+    journals = JournalDirectory(root / "journal")
+    found = choose_checkpoint(checkpoints, journals) if resume else None
+    rows = Rows(root, resume_step=found.step if found else None)
+    fate = life.machine
+    simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
+    simulation.recorder = rows
+    life.simulation = simulation
+    try:
+        await simulation.controller.run(resume_from=found)
+        await simulation.trainer.export_hf(root)
+    finally:
+        rows.close()
+
+
+def _judge(life: Life, main: asyncio.Task[None]) -> None:
+    if main.cancelled():
+        life.ending = Ending.CANCELLED
+        return
+    life.error = main.exception()
+    match life.error:
+        case None:
+            life.ending = Ending.SUCCESS
+        case StopRequested():
+            life.ending = Ending.STOPPED
+        case TorchtitanRLError():
+            life.ending = Ending.FAILED
+        case _:
+            life.ending = Ending.BROKEN
+
+
+def _held(simulation: Simulation) -> list[str]:
+    """What a run that is over still holds on to."""
+    held = [f"{slot.name} is leased" for slot in simulation.router._slots.all if slot.is_leased] + [
+        f"{slot.name} has a load of {slot.outstanding_requests} requests"
+        for slot in simulation.router._slots.all
+        if slot.outstanding_requests or slot.outstanding_tokens
+    ]
+    held += [f"waits: {wait.name}" for wait in simulation.controller._state.waits.open()]
+    held += [f"active: {one.rollout_id}" for one in simulation.rollouter.activities()]
+    return held
+
+
+def look_at(root: Path) -> Start:
+    """What is on a disk, without changing it."""
+    directory, journals = (
+        CheckpointDirectory(root / "checkpoints"),
+        JournalDirectory(root / "journal"),
+    )
+    # Where a kill came between the two renames of a second checkpoint, the first one is taken.
+    paths = {
+        step_of(path.with_suffix("")): path
+        for path in directory.root.glob("step-*.replaced")
+        if not path.with_suffix("").exists()
+    } | {step: directory.path(step) for step in directory.steps()}
+    complete = sorted(paths)
+    steps = [s for s in complete if _is_resumable(paths[s], journals)]
+    step = (steps or complete or [None])[-1]
+    groups, document = SavedGroups(), {}
+    try:
+        if step is not None:
+            path = paths[step]
+            document = read_document(path)
+            groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
+        mark = document.get(JOURNAL_MARK, 0)
+        rollouts = journals.restore(step or 0, groups.rollouts, mark=mark)
+    except (TorchtitanRLError, ValueError, KeyError) as error:
+        return Start(step=step, document=document, groups=groups, unreadable=repr(error))
+    recorded: dict[str, int] = {}
+    for name, rollout in rollouts.items():
+        group_id = name.rpartition("/")[0]
+        recorded[group_id] = recorded.get(group_id, 0) + rollout.num_tokens
+    return Start(step=step, document=document, groups=groups, recorded=recorded)
+
+
+def _is_resumable(path: Path, journals: JournalDirectory) -> bool:
+    return path.suffix == ".replaced" or why_not_resumable(path, journals) is None
+
+
+def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:
+    async def reward(rollout: Rollout, problem: Problem) -> float:
+        strike = fate.at("reward")
+        if strike is not None and strike.action == "late":
+            await asyncio.sleep(strike.seconds)
+        if strike is not None and strike.action == "raise":
+            raise RuntimeError("the reward failed as planned")
+        if strike is not None and strike.action == "nonsense":
+            return math.nan
+        return rollout.reward or 0.0
+
+    class GroupRubric(Rubric):
+        async def score_group(self, rollouts: Any, problem: Problem) -> Sequence[Score]:
+            return [Score(reward=await reward(rollout, problem)) for rollout in rollouts]
+
+    functions = [RewardFunction(name="sum", function=reward)]
+    match plan.rubric:
+        case "alone":
+            return Rubric(functions, timeout_s=20.0)
+        case "group":
+            return GroupRubric(functions, timeout_s=20.0)
+    return None

@@ -1,0 +1,135 @@
+"""The event loop of a campaign: virtual time, tasks in an order that is always the same, and a
+machine that hears of every suspension."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+from tests.campaign.machine import Killed, Machine, in_package
+from tests.support.virtual_clock import VirtualLoop
+
+OF_THE_MACHINE = "machine: "  # tasks that stand for other processes
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    """A task's coroutine, of whose suspensions the machine hears."""
+
+    __slots__ = ("inner", "is_counted", "machine", "name", "task")
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], machine: Machine) -> None:
+        self.inner = inner
+        self.machine = machine
+        self.name = ""
+        self.is_counted = True
+        self.task: _Task | None = None
+
+    def send(self, value: Any) -> Any:
+        self._begin()
+        result = self.inner.send(value)
+        if self.is_counted:
+            self.machine.suspended(place_of(self.inner))
+        return result
+
+    def throw(self, *error: Any) -> Any:
+        self._begin()
+        result = self.inner.throw(*error)
+        if self.is_counted:
+            self.machine.suspended(place_of(self.inner))
+        return result
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __await__(self) -> Any:
+        return self.inner.__await__()
+
+    def _begin(self) -> None:
+        if self.machine.is_dead:
+            raise Killed
+        if not self.name and self.task is not None:  # asyncio names a task after making it
+            self.name = self.task.get_name()
+            self.is_counted = not self.name.startswith(OF_THE_MACHINE)
+        self.machine.task_name = self.name
+
+
+class _Task(asyncio.Task[Any]):
+    """In sets, too, tasks have an order that is always the same."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class CampaignLoop(VirtualLoop):
+    """Runs one life."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+        self._num_tasks = 0
+        self._counted: list[tuple[_Task, _Counted]] = []
+        self.strays: list[str] = []  # what only the loop heard of
+        machine.now_s = self.time
+        machine.skip = self._skip
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._hear)
+
+    def discard(self) -> None:
+        """Drop all tasks where they are; nobody is told."""
+        for task, counted in self._counted:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):
+                counted.inner.close()
+        self._counted.clear()
+        self._ready.clear()  # type: ignore[attr-defined]
+        self._scheduled.clear()  # type: ignore[attr-defined]
+        self.close()
+
+    def waiting(self) -> list[str]:
+        """Tasks that have not ended, and where they are."""
+        return [
+            f"{task.get_name()} ({getattr(counted.inner, '__qualname__', '')}) at "
+            f"{place_of(counted.inner)}"
+            for task, counted in self._counted
+            if not task.done() and not task.get_name().startswith(OF_THE_MACHINE)
+        ]
+
+    def _make_task(self, loop: Any, coro: Any, context: Any = None) -> _Task:
+        counted = _Counted(coro, self._machine)
+        self._num_tasks += 1
+        # The base class hashes it while it is made.
+        task = _Task.__new__(_Task)
+        task.number = self._num_tasks
+        name = f"task {self._num_tasks}"  # the usual ones count through all loops
+        task.__init__(counted, loop=loop, context=context, name=name)  # type: ignore[misc]
+        counted.task = task
+        if len(self._counted) > 512:
+            self._counted = [pair for pair in self._counted if not pair[0].done()]
+        self._counted.append((task, counted))
+        return task
+
+    def _skip(self, seconds: float) -> None:
+        """The loop is blocked for so long."""
+        self._clock.now += seconds
+
+    def _hear(self, loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, Killed):
+            self.strays.append(f"{context.get('message')}: {error!r}")
+
+
+def place_of(coroutine: Any) -> str:
+    """The innermost line of the package that a suspended coroutine stands at."""
+    place = ""
+    while coroutine is not None:
+        if isinstance(coroutine, _Counted):
+            coroutine = coroutine.inner
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is not None:
+            place = in_package(frame) or place
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return place or "elsewhere"

@@ -1,0 +1,96 @@
+"""What one case of the campaign runs: everything follows from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, fields
+
+from tests.support.simulation import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class CampaignPlan(Plan):
+    """``rubric``: none, alone (each rollout by itself) or group. ``lives`` are disturbed ones; an
+    undisturbed one follows."""
+
+    rubric: str = "none"
+    lives: int = 1
+    parks_alone: bool = True
+
+    @property
+    def buffer(self) -> int:
+        overtakers = int(self.window * self.groups_per_step)
+        if self.staleness == 0:
+            return self.groups_per_step + overtakers
+        return (self.staleness + 1) * self.groups_per_step - overtakers
+
+    @property
+    def is_determined(self) -> bool:
+        """At S = 0 the data are the same, whatever is stopped, killed or slow. Where groups are
+        skipped, a rollout that runs out of time decides which: no row tells of it."""
+        skips_by_time = self.zero_variance == "skip" and self.rollout_timeout_s < 100.0
+        return (
+            self.staleness == 0
+            and int(self.window * self.groups_per_step) == 0
+            and self.zero_variance != "resample"
+            and not skips_by_time
+        )
+
+    def describe(self) -> str:
+        """What differs from the usual."""
+        usual = Plan()
+        differing = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(usual, field.name, None)
+        ]
+        return ", ".join(differing)
+
+
+def draw(seed: int) -> CampaignPlan:
+    rng = random.Random(f"plan {seed}")
+    staleness = rng.choice([0, 0, 1, 1, 2, 3])
+    placement = rng.choice(["beside", "beside", "aborted", "asleep"])
+    replicas = rng.randint(1, 3)
+    validates = rng.random() < 0.4
+    hurries = rng.random() < 0.25  # time-outs that strike
+    zero_variance = rng.choice(["train", "train", "skip", "resample"])
+    return CampaignPlan(
+        num_steps=rng.randint(2, 5),
+        groups_per_step=rng.randint(1, 3),
+        group_size=rng.choice([1, 2, 2, 3]) if zero_variance == "train" else 2,
+        staleness=staleness,
+        window=rng.choice([0.0, 0.0, 0.34, 0.5]),
+        turns=rng.randint(1, 3),
+        during_step=placement,
+        zero_variance=zero_variance,
+        reward_levels=rng.choice([2, 3, 5]),
+        replicas=replicas,
+        reserves=replicas > 1 and validates and rng.random() < 0.5,
+        order=rng.choice(["together", "one_by_one"]),
+        mode=rng.choice(["hot_swap", "hot_swap", "drain"]),
+        validate_every=rng.randint(0, 2) if validates else 0,
+        validation_problems=rng.randint(1, 2) if validates else 0,
+        checkpoint_every=rng.choice([0, 1, 1, 2, 3]),
+        train_s=rng.choice([0.0, 1.0, 5.0]),
+        checkpoint_s=rng.choice([0.0, 0.5, 5.0]),
+        token_s=rng.choice([0.1, 0.3]),
+        max_tokens=rng.choice([6, 10]),
+        env_delay_s=rng.choice([0.0, 0.5, 2.0]),
+        env_kind=rng.choice(["replays", "saved", "forgetful"]),
+        problems=rng.choice([7, 12]),
+        request_timeout_s=rng.choice([2.0, 8.0]) if hurries else 600.0,
+        rollout_timeout_s=rng.choice([2.0, 5.0]) if hurries else 400.0,
+        env_timeout_s=rng.choice([0.5, 1.5]) if hurries else 60.0,
+        sync_timeout_s=30.0,
+        trainer_timeout_s=400.0,
+        max_wait_s=2_000.0,
+        rubric=rng.choice(["none", "none", "alone", "group"]),
+        seed=rng.randrange(1000),
+        chance=rng.randrange(10**6),
+        lives=rng.choice([1, 1, 2, 2, 3]),
+    )
+
+
+def as_text(plan: CampaignPlan) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in asdict(plan).items())

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from torchtitan_rl.backends.monarch.runtime import process_environment
+from torchtitan_rl.config.checks.devices import visible_devices
+from torchtitan_rl.config.plan import plan_processes
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.rollout.task import Task
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_visible", "names"),
+    [
+        (None, 2, ("0", "1")),
+        (None, 0, ()),
+        ("", 0, ()),
+        ("4,5", 2, ("4", "5")),
+        (" 5 , 4 ", 2, ("5", "4")),
+        ("4,-1,5", 1, ("4",)),
+        ("-1", 0, ()),
+        ("NoDevFiles", 0, ()),
+        ("1gpu2,+2", 2, ("1", "2")),
+        ("0,7,1", 1, ("0",)),  # there is no device 7, and CUDA stops there
+        ("3,3", 0, ()),
+        ("3,03", 0, ()),
+        ("GPU-8932f937,GPU-5bca6f4c", 2, ("GPU-8932f937", "GPU-5bca6f4c")),
+        ("GPU-8932f937,GPU-8932f937", 0, ()),
+        ("GPU-8932f937,3", 1, ("GPU-8932f937",)),
+        ("3,GPU-8932f937", 1, ("3",)),
+        # A process sees one MIG instance at most, whatever its mask names.
+        ("MIG-a/1/0,MIG-a/2/0", 1, ("MIG-a/1/0", "MIG-a/2/0")),
+        ("MIG-a,MIG-b", 0, ()),
+    ],
+)
+def test_devices_are_named_as_the_parents_mask_names_them(
+    mask: str | None, num_visible: int, names: tuple[str, ...]
+) -> None:
+    assert visible_devices(mask, num_visible=num_visible) == names
+
+
+def test_under_a_mask_each_process_gets_devices_of_that_mask() -> None:
+    config = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())
+    plan = plan_processes(config, devices=visible_devices("4,5,7", num_visible=3))
+    masks = [
+        process_environment(group)["CUDA_VISIBLE_DEVICES"]
+        for group in (*plan.replicas, plan.trainer)
+    ]
+    assert masks == ["4", "5", "7"]
+    assert "replica1: 1 process on cuda:5" in plan.describe()

@@ -1,0 +1,104 @@
+"""Which models can be trained is known from their ``config.json``, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.alphabet_sort_tiny import config as TINY
+from tests.support.config_mutations import with_value
+from torchtitan_rl.config.hf_model import architecture_errors, read_architecture
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.errors import ConfigError
+
+QWEN3: dict[str, Any] = json.loads((Path(TINY.policy.checkpoint) / "config.json").read_text())
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
+    return folder
+
+
+def test_the_embedded_policy_is_supported(tmp_path: Path) -> None:
+    assert architecture_errors(written(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; use one of qwen3, llama"),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window 64 is not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types sliding_attention: use full_attention alone",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config {'quant_method"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type 'yarn' is not supported; use default or llama3",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type 'linear' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_type 'llama3' lacks low_freq_factor, high_freq_factor, original_max",
+        ),
+        ({"hidden_size": None}, "hidden_size is None; it must be a whole number above 0"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a whole number"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads"),
+        ({"head_dim": 33}, "head_dim 33 is odd"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_one_line(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (error,) = architecture_errors(written(tmp_path, **changes))
+    assert error.startswith(f"policy.checkpoint: {tmp_path / 'config.json'}: {reason}")
+
+
+def test_all_reasons_are_given(tmp_path: Path) -> None:
+    assert len(architecture_errors(written(tmp_path, attention_bias=True, hidden_act="relu"))) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", ""])
+def test_a_file_that_is_no_configuration_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (error,) = architecture_errors(tmp_path)
+    assert error.startswith("policy.checkpoint: ")
+    assert "\n" not in error
+
+
+def test_a_window_that_is_not_used_is_no_reason(tmp_path: Path) -> None:
+    assert architecture_errors(written(tmp_path, sliding_window=4096)) == []
+
+
+def test_what_the_file_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
+    without = {name: value for name, value in QWEN3.items() if name not in ("head_dim",)}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    assert read_architecture(tmp_path).head_dim == 128
+    (tmp_path / "config.json").write_text(json.dumps(without | {"model_type": "llama"}))
+    assert read_architecture(tmp_path).head_dim == 192 // 4
+
+
+def test_a_run_with_such_a_model_is_refused_before_it_starts(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    config = with_value(TINY, "policy.checkpoint", str(written(policy, attention_bias=True)))
+    config = with_value(replace(config, output_dir=tmp_path), "rollout.group_size", 1)
+    with pytest.raises(ConfigError) as refused:
+        prepare_run(config)
+    first, second = refused.value.errors
+    assert "attention_bias True is not supported" in first
+    assert second.startswith("rollout.group_size is 1")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.errors import ConfigError
+
+_FILE = """
+from dataclasses import dataclass
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.rollout.task import Task
+
+@dataclass(frozen=True, kw_only=True)
+class Sorting(Task):
+    names: int = 3
+
+config = RunConfig(policy=PolicyConfig(checkpoint="here"), task=Sorting(names=4), num_steps=7)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "sorting.py"
+    path.write_text(_FILE)
+    return path
+
+
+def test_a_file_gives_the_values_and_options_override_them(path):
+    config = load_config(path, ["--task.names", "9", "--generator.replicas", "5"])
+    assert (config.num_steps, config.task.names, config.generator.replicas) == (7, 9, 5)
+
+
+def test_an_unknown_option_ends_the_program(path, capsys):
+    with pytest.raises(SystemExit) as error:
+        load_config(path, ["--generator.replica", "5"])
+    assert error.value.code == 2
+    assert "--generator.replicas" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.py: there is no such file"):
+        load_config(tmp_path / "nothing.py", [])
+
+
+def test_a_file_without_a_config_says_what_to_write(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match=r"config = RunConfig\("):
+        load_config(path, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("x = 1\ny = 1 / 0\n", "line 2, ZeroDivisionError: division by zero"),
+        ("def\n", "SyntaxError"),
+        ("import no_such_module\n", "line 1, ModuleNotFoundError: No module named"),
+    ],
+)
+def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, [])
+    (message,) = refused.value.errors
+    assert cause in message
+    assert "\n" not in message

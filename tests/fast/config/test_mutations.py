@@ -1,0 +1,143 @@
+"""Each value of each field of each ready configuration can start, or is refused in one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import configs
+import torchtitan_rl.config as config_package
+from experiments.alphabet_sort.task import POLICY_DIR
+from tests.support.config_mutations import branches, leaves, values_for, with_value
+from torchtitan_rl.commands.generate import GenerateOptions
+from torchtitan_rl.commands.serve import ServeConfig, prepare_serve
+from torchtitan_rl.config.checks.rules import RULES
+from torchtitan_rl.config.checks.run import MachineFacts
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving.config import EndpointConfig
+
+LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
+SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
+RELATED = {"task.num_validation_problems": "validation.num_problems"}  # which says how many
+READY = [module.name for module in pkgutil.iter_modules(configs.__path__)]
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 32,
+    "vocab_size": 1000,
+    "max_position_embeddings": 8192,
+}
+
+
+def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
+    """A ready configuration that can start in ``folder``, with a stand-in for a model that is not
+    shipped, and with few problems, so that they are soon read."""
+    config: RunConfig = importlib.import_module(f"configs.{name}").config
+    machine = SIX_GPUS if "qwen3" in name else LAPTOP
+    if not Path(config.policy.checkpoint).is_dir():
+        policy = folder / "policy"
+        policy.mkdir()
+        (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
+        (policy / "tokenizer.json").write_text("{}")
+        (policy / "model.safetensors").write_bytes(b"weights")
+        config = with_value(config, "policy.checkpoint", str(policy))
+    config = with_value(with_value(config, "num_steps", 1), "validation.num_problems", 4)
+    return with_value(config, "output_dir", folder / "outputs"), machine
+
+
+def complaints(config: Any, machine: MachineFacts) -> list[str]:
+    try:
+        prepare_run(config, machine).describe()
+    except ConfigError as error:
+        return error.errors or ["nothing was said"]
+    return []
+
+
+@pytest.mark.parametrize("name", READY)
+def test_every_value_of_every_field_starts_or_is_refused_in_one_line(
+    name: str, tmp_path: Path
+) -> None:
+    config, machine = ready(name, tmp_path)
+    assert complaints(config, machine) == []
+    tried = 0
+    for field, hint in leaves(config):
+        for value in values_for(hint):
+            found = complaints(with_value(config, field, value), machine)
+            tried += 1
+            case = f"{field} = {value!r}: {found}"
+            if found:
+                names = (field, RELATED.get(field, field))
+                assert any(name in one for one in found for name in names), case
+                assert sum(one.startswith((f"{field} ", f"{field}=")) for one in found) <= 1, case
+            assert all("\n" not in one and len(one) < 6000 for one in found), case
+    assert tried > 900
+    assert [one for one in tmp_path.iterdir() if one.name != "policy"] == []
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_value_in_place_of_a_whole_part_is_refused(name: str, tmp_path: Path) -> None:
+    config, machine = ready(name, tmp_path)
+    for field in branches(config):
+        for value in (None, 3, "text", {}):
+            (found, *_) = complaints(with_value(config, field, value), machine)
+            assert found.startswith(f"{field} is ")
+
+
+def test_every_value_of_every_option_of_serve_starts_or_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    config = ServeConfig(
+        model=str(POLICY_DIR), log_dir=tmp_path / "logs", endpoint=EndpointConfig(port=0)
+    )
+    assert prepare_serve(config).describe()
+    names = {"model": "MODEL"}
+    for field, hint in leaves(config):
+        for value in values_for(hint):
+            found = []
+            try:
+                prepare_serve(with_value(config, field, value)).describe()
+            except ConfigError as error:
+                found = error.errors
+            case = f"{field} = {value!r}: {found}"
+            if found:
+                assert any(names.get(field, field) in one or field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_value_of_every_option_of_generate_is_taken_or_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.touch()
+    options = GenerateOptions(model=POLICY_DIR, input=prompts, output=tmp_path / "out.jsonl")
+    assert options.errors() == []
+    for field, hint in leaves(options):
+        for value in values_for(hint):
+            found = with_value(options, field, value).errors()
+            case = f"{field} = {value!r}: {found}"
+            assert not found or any(field in one for one in found), case
+            assert all("\n" not in one for one in found), case
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_every_number_of_every_configuration_has_a_rule_and_every_rule_a_field() -> None:
+    kinds = [getattr(config_package, name) for name in config_package.__all__]
+    numbers = {
+        (kind, field)
+        for kind in kinds
+        for field, hint in get_type_hints(kind).items()
+        if hint in (int, float, float | None, tuple[float, float])
+    }
+    assert numbers == {(kind, field) for kind, rules in RULES.items() for field in rules}

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.alphabet_sort_tiny import config as TINY
+from experiments.calculator_agent.task import CalculatorAgentTask
+from tests.fast.test_line_files import files_of_at_most
+from tests.support.config_mutations import leaves, with_value
+from torchtitan_rl.commands.cli import main
+from torchtitan_rl.config.checks.resume import (
+    _MAY_CHANGE,
+    _MUST_STAY,
+    resume_changes,
+    resume_errors,
+    run_identity,
+)
+from torchtitan_rl.config.checks.run import MachineFacts
+from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.training.checkpoint_files import fingerprint, list_files, seal
+
+TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
+POLICY = Path(TINY.policy.checkpoint)
+MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+MUST_STAY = {
+    "seed": 1,
+    "rollout.groups_per_step": 8,
+    "rollout.group_size": 4,
+    "rollout.max_turns": 2,
+    "rollout.max_total_tokens": 200,
+    "rollout.sampling.temperature": 0.9,
+    "rollout.sampling.max_tokens_per_turn": 30,
+    "rollout.advantage": "std",
+    "schedule.staleness": 1,
+    "schedule.window": 0.5,
+    "schedule.zero_variance": "skip",
+    "trainer.optimizer.betas": (0.9, 0.99),
+    "trainer.optimizer.weight_decay": 0.1,
+    "task.max_turns": 2,
+    "task.renderer": "auto",
+    "endpoint.tool_call_parser": "hermes",
+}
+MAY_CHANGE = {
+    "num_steps": 200,
+    "generator.replicas": 3,
+    "rollout.rollout_timeout_s": 7000.0,
+    "schedule.max_wait_s": 20000.0,
+    "trainer.data_parallel_shard": 2,
+    "trainer.row_len": 512,
+    "trainer.loss.clip_high": 0.2,
+    "trainer.optimizer.learning_rate": 1e-4,
+    "validation.num_problems": 16,
+    "checkpoint.every": 5,
+    "metrics.trace": False,
+    "placement": "colocated",
+}
+
+
+def identity(config: RunConfig, policy: Path = POLICY) -> dict[str, Any]:
+    return run_identity(config, policy)
+
+
+def test_an_identity_is_json_and_equal_to_itself() -> None:
+    one = identity(TINY)
+    assert json.loads(json.dumps(one)) == one
+    assert resume_errors(one, identity(TINY)) == resume_changes(one, identity(TINY)) == []
+
+
+@pytest.mark.parametrize(("field", "value"), MUST_STAY.items())
+def test_what_shapes_the_data_must_be_the_same(field: str, value: object) -> None:
+    before, now = identity(TINY), identity(with_value(TINY, field, value))
+    (error,) = resume_errors(before, now)
+    assert error.startswith(f"{field} is ")
+    assert "the run to be resumed has" in error
+    assert resume_changes(before, now) == []
+
+
+@pytest.mark.parametrize(("field", "value"), MAY_CHANGE.items())
+def test_what_may_change_is_said(field: str, value: object) -> None:
+    before, now = identity(TINY), identity(with_value(TINY, field, value))
+    assert resume_errors(before, now) == []
+    (change,) = resume_changes(before, now)
+    assert change == f"{field}: {before[field]} -> {now[field]}"
+
+
+def test_every_name_in_the_tables_is_a_field() -> None:
+    names = [name for name, _ in leaves(TINY)]
+    for one in (*_MAY_CHANGE, *_MUST_STAY):
+        assert any(name == one or name.startswith(f"{one}.") for name in names), one
+
+
+def test_a_run_may_move_and_its_policy_too(tmp_path: Path) -> None:
+    moved = dataclasses.replace(TINY, name="other", output_dir=tmp_path)
+    shutil.copytree(POLICY, tmp_path / "policy")
+    assert identity(moved, tmp_path / "policy") == identity(TINY)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_another_policy_is_one_error(name: str, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(POLICY, policy)
+    content = (policy / name).read_bytes()
+    (policy / name).write_bytes(
+        content.replace(b'"hidden_size": 192', b'"hidden_size": 193') + b" "
+    )
+    (error,) = resume_errors(identity(TINY), identity(TINY, policy))
+    assert error.startswith("policy.checkpoint holds another model")
+
+
+def test_another_task_is_one_error_whatever_its_fields() -> None:
+    other = dataclasses.replace(TINY, task=CalculatorAgentTask())
+    (error,) = resume_errors(identity(TINY), identity(other))
+    assert error.startswith("task is experiments.calculator_agent.task.CalculatorAgentTask: ")
+
+
+def test_fields_of_another_version_of_the_program_are_passed_over() -> None:
+    older = identity(TINY)
+    del older["rollout.advantage"]
+    older["rollout.forgotten"] = 3
+    assert resume_errors(older, identity(TINY)) == []
+
+
+def started(folder: Path) -> RunConfig:
+    """The configuration of a run that was started in ``folder`` and killed."""
+    config = dataclasses.replace(TINY, output_dir=folder, num_steps=10)
+    with claim_run(prepare_run(config, MACHINE)):
+        pass
+    return config
+
+
+def checkpoint(config: RunConfig, step: int, **document: Any) -> Path:
+    """As the trainer writes them, without its tensors."""
+    folder = config.run_dir / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"tensors")
+    files = {name: fingerprint(folder / name) for name in list_files(folder)}
+    seal(folder, {"version": step, "ranks": 1, "extra": {"step": step, **document}}, files)
+    return folder
+
+
+def resumed(config: RunConfig, **changes: Any) -> PreparedRun:
+    config = with_value(config, "checkpoint.resume", True)
+    for field, value in changes.items():
+        config = with_value(config, field.replace("__", "."), value)
+    return prepare_run(config, MACHINE)
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_compared_too(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    assert resumed(config).notes == ()
+    with pytest.raises(ConfigError) as refused:
+        resumed(config, seed=5, rollout__group_size=4)
+    assert [one.split(":")[0] for one in refused.value.errors] == [
+        "seed is 5",
+        "rollout.group_size is 4",
+    ]
+
+
+def test_what_changed_since_the_checkpoint_is_a_note(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    saved = identity(with_value(config, "generator.replicas", 1))
+    checkpoint(config, 4, identity=saved, evaluated_step=0)
+    (note,) = resumed(config, num_steps=20).notes
+    assert note == "changed since the checkpoint: num_steps: 10 -> 20, generator.replicas: 1 -> 2"
+
+
+def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    checkpoint(config, 4, identity=identity(config))
+    with pytest.raises(ConfigError, match="num_steps is 3: the run has taken 4 steps"):
+        resumed(config, num_steps=3)
+
+
+def test_a_complete_run_is_told_so_and_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = started(tmp_path)
+    checkpoint(config, 10, identity=identity(config), evaluated_step=10)
+    assert not resumed(config).is_complete  # its policy is not exported yet
+    (config.run_dir / "policy").mkdir()
+    (config.run_dir / "policy" / "config.json").write_text("{}")
+    assert resumed(config).is_complete
+    assert not resumed(config, num_steps=11).is_complete
+    words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]
+    assert main(["train", TINY_FILE, *words]) == 0
+    assert "all 10 steps are done" in capsys.readouterr().out
+
+
+def test_a_run_without_a_record_of_its_configuration_goes_on_and_says_so(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, output_dir=tmp_path, num_steps=10)
+    checkpoint(config, 4)
+    (note,) = resumed(config).notes
+    assert "does not say what the run was" in note
+
+
+def test_resuming_nothing_begins_and_says_so(tmp_path: Path) -> None:
+    (note,) = resumed(dataclasses.replace(TINY, output_dir=tmp_path)).notes
+    assert "holds nothing to resume: the run begins" in note
+
+
+def test_a_folder_with_a_run_that_only_began_is_not_taken_by_another(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        prepare_run(config, MACHINE)
+
+
+def test_a_folder_that_became_a_runs_since_it_was_looked_at_is_refused(tmp_path: Path) -> None:
+    prepared = prepare_run(dataclasses.replace(TINY, output_dir=tmp_path), MACHINE)
+    with claim_run(prepared):
+        pass
+    with pytest.raises(ConfigError, match="holds a run already"), claim_run(prepared):
+        pass
+
+
+def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    with claim_run(resumed(config)), pytest.raises(ConfigError, match="runs in"):
+        resumed(config)
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_ends_with_one_line_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.commands.train.stay_on_cores", lambda cores: None)
+    config = started(tmp_path)
+    for step in (4, 8):
+        (checkpoint(config, step, identity=identity(config)) / "data").write_bytes(b"tens")
+    metrics = config.run_dir / "metrics.jsonl"
+    metrics.write_text('{"step":8,"train/reward_mean":0.5}\n')
+    words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]
+    assert main(["train", TINY_FILE, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: CheckpointError: no checkpoint in ")
+    assert "step-000004 is not complete" in line
+    assert "step-000008 is not complete" in line
+    assert metrics.read_text() == '{"step":8,"train/reward_mean":0.5}\n'
+    saved = sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
+    assert saved == ["step-000004", "step-000008"]
+    assert "torchtitan_rl.backends.monarch.run" not in sys.modules
+
+
+@pytest.mark.parametrize("room", [0, 100])  # neither the lock, nor what the run is
+def test_a_run_on_a_full_disk_ends_with_one_line_and_leaves_the_folder_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], room: int
+) -> None:
+    with files_of_at_most(room):
+        assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    folder = tmp_path / TINY.name
+    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File too large)")
+    assert [path.name for path in folder.iterdir()] == ["run.lock"]
+    started(tmp_path)
+
+
+def test_a_folder_for_logs_that_cannot_be_made_ends_the_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / TINY.name
+    folder.mkdir()
+    (folder / TINY.log_dir.name).touch()
+    assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File exists)")

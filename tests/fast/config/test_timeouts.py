@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.calculator_agent_tiny import config as AGENTS
+from tests.support.config_mutations import with_value
+from torchtitan_rl.config.checks.timeouts import timeout_errors
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.rollout.task import Task
+
+CONFIG = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())
+
+
+def changed(config: RunConfig, **changes: Any) -> RunConfig:
+    for name, value in changes.items():
+        config = with_value(config, name.replace("__", "."), value)
+    return config
+
+
+def test_a_request_has_the_time_of_its_rollout_where_nothing_else_is_said() -> None:
+    config = changed(CONFIG, rollout__rollout_timeout_s=5000.0)
+    assert config.request_timeout_s == 5000.0
+    assert changed(config, generator__request_timeout_s=10.0).request_timeout_s == 10.0
+    assert timeout_errors(config) == []
+
+
+def test_the_defaults_leave_a_long_generation_its_hour() -> None:
+    assert CONFIG.request_timeout_s >= 3600.0
+    assert CONFIG.schedule.max_wait_s > CONFIG.rollout.rollout_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"rollout__step_timeout_s": 4000.0},
+            "rollout.step_timeout_s is 4000.0: give at most rollout.rollout_timeout_s (3600.0)",
+        ),
+        (
+            {"generator__request_timeout_s": 4000.0},
+            "generator.request_timeout_s is 4000.0: give at most rollout.rollout_timeout_s "
+            "(3600.0)",
+        ),
+        (
+            {"weight_sync__lag_timeout_s": 301.0},
+            "weight_sync.lag_timeout_s is 301.0: give at most weight_sync.timeout_s (300.0)",
+        ),
+        (
+            {"rollout__rollout_timeout_s": 8000.0},
+            "schedule.max_wait_s is 7200.0: give more than rollout.rollout_timeout_s (8000.0), or "
+            "it ends what is in order",
+        ),
+        (
+            {"schedule__max_wait_s": 50.0},
+            "schedule.max_wait_s is 50.0: give more than schedule.report_wait_s (60.0) and "
+            "rollout.rollout_timeout_s (3600.0) and weight_sync.timeout_s (300.0), or it ends what "
+            "is in order",
+        ),
+    ],
+)
+def test_a_limit_that_contradicts_another_is_one_line(
+    changes: dict[str, float], error: str
+) -> None:
+    assert timeout_errors(changed(CONFIG, **changes)) == [error]
+
+
+def test_an_agents_session_outlives_its_longest_pause(tmp_path: Path) -> None:
+    config = changed(replace(AGENTS, output_dir=tmp_path), rollout__step_timeout_s=900.0)
+    (error,) = timeout_errors(config)
+    assert error.startswith("endpoint.session_timeout_s is 600.0: give more than")
+    assert timeout_errors(replace(config, task=Task())) == []

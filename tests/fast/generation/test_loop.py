@@ -1,0 +1,263 @@
+"""The engine loop on the scripted engine: batching, aborts, pulls, and every way to end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from torchtitan_rl.errors import (
+    InvalidRequestError,
+    LoopClosedError,
+    LoopFailedError,
+    WeightSyncError,
+)
+from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
+from torchtitan_rl.types import FinishReason, VersionRun
+
+
+@contextmanager
+def running_loop(engine: ScriptedEngine, **config: object) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, SoloChannel(), is_leader=True, config=LoopConfig(**config))
+    loop.start()
+    try:
+        yield loop
+    finally:
+        if isinstance(engine, SteppedEngine):
+            engine.permits.release(1000)
+        loop.close(WAIT_S)
+
+
+@contextmanager
+def stepped_loop(**config: object) -> Iterator[tuple[EngineLoop, SteppedEngine]]:
+    engine = SteppedEngine()
+    with running_loop(engine, **config) as loop:
+        yield loop, engine
+
+
+def test_a_completion_holds_the_tokens_the_engine_sampled() -> None:
+    with running_loop(ScriptedEngine(vocab_size=100), name="replica-3") as loop:
+        done = loop.submit(request("a", 5)).result(WAIT_S)
+    tokens = [1, 2, 3]
+    for token, logprob in zip(done.token_ids, done.logprobs, strict=True):
+        assert (token, logprob) == scripted_token(tokens, seed=None, version=0, vocab_size=100)
+        tokens.append(token)
+    assert len(done.token_ids) == 5
+    assert done.finish_reason is FinishReason.LENGTH
+    assert done.versions == (0, 0, 0, 0, 0)
+    assert done.replica == "replica-3"
+
+
+def test_a_short_request_submitted_after_a_long_one_ends_first() -> None:
+    with stepped_loop() as (loop, engine):
+        long = loop.submit(request("long", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        short = loop.submit(request("short", 2))
+        engine.allow(4)
+        assert short.result(WAIT_S).finish_reason is FinishReason.LENGTH
+        assert not long.done()
+
+
+def test_an_abort_keeps_the_tokens_so_far() -> None:
+    with stepped_loop() as (loop, engine):
+        future = loop.submit(request("a", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        engine.allow(3)
+        loop.abort(("a", "unknown"))
+        engine.permits.release()
+        done = future.result(WAIT_S)
+    assert done.finish_reason is FinishReason.ABORT
+    assert len(done.token_ids) == len(done.logprobs) == 4
+
+
+def test_trap_9_aborted_before_the_first_token_is_a_completion_without_tokens() -> None:
+    with stepped_loop() as (loop, engine):
+        loop.submit(request("busy", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        future = loop.submit(request("a"))
+        loop.abort(("a",))
+        engine.permits.release()
+        done = future.result(WAIT_S)
+    assert (done.token_ids, done.version_runs) == ((), ())
+    assert done.finish_reason is FinishReason.ABORT
+
+
+def test_trap_5_versions_change_at_the_token_where_the_weights_did() -> None:
+    with stepped_loop() as (loop, engine):
+        future = loop.submit(request("a", 6))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        engine.allow(2)
+        pull = loop.pull(7)
+        engine.allow(1)
+        report = pull.result(WAIT_S)
+        engine.permits.release(10)
+        done = future.result(WAIT_S)
+    assert (report.version, report.running_requests, report.recomputed) == (7, 1, True)
+    assert done.version_runs == (VersionRun(0, 0), VersionRun(3, 7))
+    expected, _ = scripted_token(
+        (1, 2, 3, *done.token_ids[:3]), seed=None, version=7, vocab_size=1000
+    )
+    assert done.token_ids[3] == expected
+
+
+def test_trap_4_of_two_waiting_pulls_the_latest_wins_and_both_callers_are_told() -> None:
+    with stepped_loop() as (loop, engine):
+        loop.submit(request("a", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        first, second = loop.pull(1), loop.pull(2)
+        engine.allow(1)
+        assert first.result(WAIT_S).version == second.result(WAIT_S).version == 2
+        assert engine.version == 2
+
+
+def test_trap_3_a_refused_cache_reset_fails_the_pull_when_running_requests_recompute() -> None:
+    class NeverResets(ScriptedEngine):
+        def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
+            return False
+
+    with running_loop(NeverResets()) as loop:
+        with pytest.raises(LoopFailedError) as caught:
+            loop.pull(1).result(WAIT_S)
+        assert isinstance(caught.value.__cause__, WeightSyncError)
+
+
+def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv() -> None:
+    engine = SteppedEngine()
+    with running_loop(engine, kv_policy=KvPolicy(recompute_running=False)) as loop:
+        loop.submit(request("a", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        pull = loop.pull(1)
+        engine.allow(1)
+        assert pull.result(WAIT_S).recomputed is False
+        assert engine.cache_resets == 0
+
+
+def test_an_idle_engine_pulls_without_requests() -> None:
+    with running_loop(ScriptedEngine()) as loop:
+        report = loop.pull(3).result(WAIT_S)
+        assert (report.running_requests, report.recomputed) == (0, False)
+        assert loop.submit(request("a", 1)).result(WAIT_S).versions == (3,)
+
+
+def test_trap_35_an_invalid_request_fails_alone() -> None:
+    with stepped_loop() as (loop, engine):
+        good = loop.submit(request("good", 2))
+        with pytest.raises(InvalidRequestError, match="max_model_len = 512"):
+            loop.submit(request("long", prompt=tuple(range(600))))
+        with pytest.raises(InvalidRequestError, match="still outstanding"):
+            loop.submit(request("good", 2))
+        engine.permits.release(10)
+        assert len(good.result(WAIT_S).token_ids) == 2
+        assert len(loop.submit(request("good", 2)).result(WAIT_S).token_ids) == 2
+
+
+def test_a_request_that_the_engine_refuses_fails_alone() -> None:
+    class Picky(ScriptedEngine):
+        def add_request(self, admission) -> None:
+            if admission.request.request_id == "bad":
+                raise InvalidRequestError("not to my taste")
+            super().add_request(admission)
+
+    with running_loop(Picky()) as loop:
+        bad, good = loop.submit(request("bad")), loop.submit(request("good"))
+        with pytest.raises(InvalidRequestError, match="taste"):
+            bad.result(WAIT_S)
+        assert len(good.result(WAIT_S).token_ids) == 4
+        assert len(loop.submit(request("good", 2)).result(WAIT_S).token_ids) == 2
+
+
+def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_cause() -> None:
+    engine = SteppedEngine(fail_at_step=2)
+    ended = []
+    loop = EngineLoop(engine, SoloChannel(), is_leader=True, on_end=ended.append)
+    loop.start()
+    running = loop.submit(request("running", 50))
+    assert engine.asked.acquire(timeout=WAIT_S)
+    queued, pull = loop.submit(request("queued")), loop.pull(1)
+    engine.permits.release(10)
+    assert loop.join(WAIT_S)
+    # The pull was applied before the failing step; all else fails.
+    assert pull.result(WAIT_S).version == 1
+    for future in (running, queued, loop.submit(request("later")), loop.pull(2)):
+        with pytest.raises(LoopFailedError) as caught:
+            future.result(WAIT_S)
+        assert "scripted failure" in str(caught.value.__cause__)
+    assert ended == [loop.failure]
+    loop.close(WAIT_S)
+
+
+def test_trap_2_a_failed_pull_fails_everything() -> None:
+    engine = SteppedEngine(fail_at_pull=1)
+    with running_loop(engine) as loop:
+        running = loop.submit(request("running", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        pull = loop.pull(1)
+        engine.permits.release(10)
+        for future in (pull, running):
+            with pytest.raises(LoopFailedError):
+                future.result(WAIT_S)
+        assert isinstance(loop.failure.__cause__, WeightSyncError)
+
+
+def test_close_ends_every_outstanding_and_every_later_future() -> None:
+    with stepped_loop() as (loop, engine):
+        running, pull = loop.submit(request("a", 50)), loop.pull(1)
+        engine.permits.release(1000)
+        loop.close(WAIT_S)
+        for future in (running, loop.submit(request("b")), loop.pull(2)):
+            with pytest.raises(LoopClosedError):
+                future.result(WAIT_S)
+        assert pull.done()
+        assert loop.failure is None
+        assert engine.is_closed
+
+
+def test_a_future_cannot_be_cancelled_under_the_loop() -> None:
+    with stepped_loop() as (loop, engine):
+        future = loop.submit(request("a", 2))
+        assert not future.cancel()
+        engine.permits.release(10)
+        assert len(future.result(WAIT_S).token_ids) == 2
+        assert loop.failure is None
+
+
+def test_metrics_count_the_requests_in_flight_when_the_last_step_began() -> None:
+    with stepped_loop() as (loop, engine):
+        futures = [loop.submit(request(name, 2)) for name in "abc"]
+        engine.permits.release(20)
+        metrics = [future.result(WAIT_S).metrics for future in futures]
+    # The loop may have admitted the first alone; those that ended together count each other.
+    assert metrics[2].requests_in_flight in (2, 3)
+    for metric in metrics:
+        assert 0.0 <= metric.queue_s <= metric.time_to_first_token_s
+        assert metric.inter_token_latency_s == metric.decode_s
+
+
+def test_stats_count_requests_that_are_still_in_the_inbox_as_waiting() -> None:
+    with stepped_loop() as (loop, engine):
+        loop.submit(request("a", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        before = loop.stats().waiting
+        loop.submit(request("b", 50))
+        assert loop.stats().waiting == before + 1
+
+
+def test_an_idle_loop_of_one_rank_sleeps_until_notified() -> None:
+    class Counting(ScriptedEngine):
+        readings = 0
+
+        def stats(self):
+            self.readings += 1
+            return super().stats()
+
+    engine = Counting()
+    with running_loop(engine, heartbeat_s=0.001) as loop:
+        loop.submit(request("a", 1)).result(WAIT_S)
+        threading.Event().wait(0.05)
+    assert engine.readings <= 6  # one per decision; a spinning loop makes thousands

@@ -1,0 +1,208 @@
+"""The pure parts below the engine loop: decisions, inbox, versions, validation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.errors import ConfigError, InvalidRequestError
+from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
+from torchtitan_rl.generation.engine import Admission, EngineLimits
+from torchtitan_rl.generation.inbox import Inbox
+from torchtitan_rl.generation.scripted import ScriptedEngine
+from torchtitan_rl.generation.validation import validate_request
+from torchtitan_rl.generation.versions import VersionLedger, add_run
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    VersionRun,
+)
+
+LIMITS = EngineLimits(max_model_len=32, vocab_size=100)
+POLICY = KvPolicy()
+
+
+def admission(name: str, **sampling: object) -> Admission:
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    request = GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
+    return Admission(request=request, arrival_s=0.0)
+
+
+def take(inbox: Inbox) -> LoopDecision:
+    return inbox.next_decision(is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY)[0]
+
+
+@given(st.lists(st.sampled_from(["admit", "abort", "pull", "take"]), max_size=40))
+def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[str]) -> None:
+    inbox, decisions = Inbox(), []
+    expected: dict[str, list] = {"admit": [], "abort": []}
+    waiting_pull, futures, told = None, [], []
+    for put, action in enumerate(actions):
+        if action == "admit":
+            inbox.admit(admission(str(put)))
+            expected["admit"].append(str(put))
+        elif action == "abort":
+            inbox.abort((str(put),))
+            expected["abort"].append(str(put))
+        elif action == "pull":
+            futures.append(inbox.pull(put))
+            waiting_pull = put
+        else:
+            decision, waiters = inbox.next_decision(
+                is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY
+            )
+            told.extend(waiters)
+            decisions.append(decision)
+            assert (decision.action is Action.PULL) == (waiting_pull is not None)
+            if waiting_pull is not None:
+                assert decision.version == waiting_pull
+                waiting_pull = None
+    told.extend(inbox.drain())
+    decisions.append(take(inbox))
+    assert told == futures
+    assert [a.request.request_id for d in decisions for a in d.admissions] == expected["admit"]
+    assert [name for d in decisions for name in d.aborts] == expected["abort"]
+    assert not inbox.has_news()
+
+
+def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:
+    inbox = Inbox()
+    inbox.admit(admission("a"))
+    inbox.pull(3)
+    assert take(inbox).action is Action.PULL
+    assert take(inbox).admissions == (admission("a"),)
+    inbox.pull(4)
+    inbox.close()
+    assert take(inbox).action is Action.CLOSE
+
+
+def test_a_pull_steps_at_once_but_not_while_paused() -> None:
+    inbox = Inbox()
+    inbox.pull(3)
+    assert take(inbox).num_steps == 1
+    inbox.pause("keep")
+    assert take(inbox).action is Action.PAUSE
+    inbox.pull(4)
+    paused = take(inbox)
+    assert (paused.action, paused.num_steps) == (Action.PULL, 0)
+
+
+def test_a_decision_survives_its_bytes() -> None:
+    decision = LoopDecision(
+        action=Action.STEP, admissions=(admission("a", seed=3),), aborts=("b",), num_steps=2
+    )
+    assert LoopDecision.from_bytes(decision.to_bytes()) == decision
+
+
+@given(st.lists(st.sampled_from(["token", "pull"]), max_size=60))
+def test_versions_are_those_that_each_token_was_sampled_under(events: list[str]) -> None:
+    ledger, version, sampled = VersionLedger(0), 0, []
+    ledger.admit("a")
+    for event in events:
+        if event == "token":
+            sampled.append(version)
+        else:
+            version += 1
+            ledger.pull(version, {"a": len(sampled)})
+    runs = ledger.finish("a", len(sampled))
+    completion = Completion(
+        request_id="a",
+        token_ids=(0,) * len(sampled),
+        logprobs=(0.0,) * len(sampled),
+        version_runs=runs,
+        finish_reason=FinishReason.LENGTH,
+    )
+    assert list(completion.versions) == sampled
+    assert len(runs) == len(set(sampled))
+
+
+def test_two_pulls_at_the_same_length_are_one_run() -> None:
+    runs = add_run((VersionRun(0, 1),), length=5, version=2)
+    assert add_run(runs, length=5, version=3) == (VersionRun(0, 1), VersionRun(5, 3))
+
+
+def test_a_pull_before_the_first_token_replaces_the_version() -> None:
+    assert add_run((VersionRun(0, 1),), length=0, version=2) == (VersionRun(0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_token_ids": ()}, "prompt_token_ids is empty"),
+        ({"prompt_token_ids": (1, 100)}, "holds 100, outside the vocabulary"),
+        ({"prompt_token_ids": (-1, 5)}, "holds -1, outside the vocabulary"),
+        ({"prompt_token_ids": (1,) * 32}, "leaves no room in max_model_len = 32"),
+        ({"prompt_token_ids": (1,) * 29}, "set it to at most 3"),
+        ({"max_tokens": 0}, "max_tokens = 0: set it to at least 1"),
+        ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": 0.001}, "temperature = 0.001"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 2.5}, "temperature = 2.5"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.1}, "top_p = 1.1"),
+        ({"min_p": -0.1}, "min_p = -0.1"),
+        ({"top_k": -2}, "top_k = -2"),
+        ({"min_tokens": 5}, "min_tokens = 5"),
+        ({"stop_token_ids": (100,)}, "stop_token_ids"),
+        ({"seed": -(2**63)}, "seed = -9223372036854775808"),
+        ({"request_id": "taken"}, "still outstanding"),
+        ({"request_id": ""}, "request_id is empty"),
+    ],
+)
+def test_a_request_the_engine_could_not_serve_is_refused(changes: dict, message: str) -> None:
+    request = admission("a").request
+    validate_request(request, LIMITS, {"taken"})
+    own = {name: value for name, value in changes.items() if hasattr(request, name)}
+    sampling = {name: value for name, value in changes.items() if name not in own}
+    bad = replace(request, **own, sampling=replace(request.sampling, **sampling))
+    with pytest.raises(InvalidRequestError, match=message):
+        validate_request(bad, LIMITS, {"taken"})
+
+
+def test_every_error_of_a_request_is_named_at_once() -> None:
+    bad = admission("a", temperature=-1.0, top_p=2.0).request
+    with pytest.raises(InvalidRequestError, match=r"temperature = -1.0.*top_p = 2.0"):
+        validate_request(bad, LIMITS, ())
+
+
+def test_recomputing_drain_and_batch_invariance_require_the_cache_reset() -> None:
+    with pytest.raises(ConfigError, match="recompute_running_on_pull"):
+        KvPolicy(reset_prefix_cache=False)
+    KvPolicy(reset_prefix_cache=False, recompute_running=False)
+    kept = partial(kv_policy_errors, resets=False, recomputes=False)
+    assert kept() == []
+    assert len(kept(drains=True, is_batch_invariant=True)) == 2
+    assert kept(resets=True, drains=True, is_batch_invariant=True) == []
+
+
+def test_a_scripted_request_resumed_from_its_tokens_samples_what_it_would_have() -> None:
+    def generate(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        engine = ScriptedEngine()
+        request = GenerationRequest(
+            request_id="a",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=5),
+        )
+        engine.add_request(Admission(request=request, arrival_s=0.0))
+        while not (outputs := engine.step()):
+            pass
+        return outputs[0].token_ids
+
+    whole = generate((1, 2), 9)
+    assert generate((1, 2, *whole[:4]), 5) == whole[4:]
+
+
+def test_a_scripted_request_stops_at_a_stop_token_and_keeps_it() -> None:
+    engine = ScriptedEngine(vocab_size=4, eos_token_id=0)
+    engine.add_request(admission("a", max_tokens=400, stop_token_ids=(1,)))
+    while not (outputs := engine.step()):
+        pass
+    assert outputs[0].finish_reason is FinishReason.STOP
+    assert outputs[0].token_ids[-1] in (0, 1)
+    assert not {0, 1} & set(outputs[0].token_ids[:-1])

@@ -1,0 +1,68 @@
+"""Lines of a prompts file and of its answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchtitan_rl.generation.prompts_file import format_completion, format_error, parse_line
+from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
+
+DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
+
+
+def parse(text: str):
+    return parse_line(text, 3, defaults=DEFAULTS, encode=lambda text: [len(text)])
+
+
+def test_a_line_takes_what_it_does_not_say_from_the_options() -> None:
+    line = parse('{"prompt": "abc", "top_k": 5, "stop_token_ids": [1, 2], "ignore_eos": true}')
+    assert line.name == 3
+    assert line.request.request_id == "line-3"
+    assert line.request.prompt_token_ids == (3,)
+    assert line.request.sampling == SamplingParams(
+        max_tokens=7, temperature=0.5, top_k=5, stop_token_ids=(1, 2), ignore_eos=True
+    )
+
+
+def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
+    assert parse('{"prompt": "a", "temperature": 1}').request.sampling.temperature == 1.0
+    assert "max_tokens = 1.5: use an integer" in parse('{"prompt": "a", "max_tokens": 1.5}').error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 3 is not JSON"),
+        ("[1]", "not a JSON object"),
+        ("{}", "either prompt"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "either prompt"),
+        ('{"prompt": 4}', "use a string"),
+        ('{"prompt_token_ids": [1, false]}', "use a list of integers"),
+        ('{"prompt_token_ids": "12"}', "use a list of integers"),
+        ('{"prompt": "a", "n": 2}', r"unknown fields \['n'\]"),
+        ('{"prompt": "a", "temperature": "hot"}', "use a number"),
+        ('{"prompt": "a", "id": [1]}', "use a string or an integer"),
+        ('{"prompt": "a", "ignore_eos": 1}', "use true or false"),
+    ],
+)
+def test_a_error_is_the_answer_of_its_line(text: str, message: str) -> None:
+    line = parse(text)
+    assert line.request is None
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(line.error)
+
+
+def test_trap_15_a_logprob_that_is_not_a_number_is_null_in_the_answer() -> None:
+    completion = Completion(
+        request_id="line-1",
+        token_ids=(1, 2),
+        logprobs=(float("nan"), -0.5),
+        version_runs=(VersionRun(0, 4),),
+        finish_reason=FinishReason.STOP,
+    )
+    answer = json.loads(format_completion("a", completion, lambda ids: "é" * len(ids)))
+    assert answer["logprobs"] == [None, -0.5]
+    assert (answer["id"], answer["text"], answer["versions"]) == ("a", "éé", [4, 4])
+    assert json.loads(format_error(2, "why")) == {"id": 2, "error": "why"}

@@ -1,0 +1,124 @@
+import asyncio
+
+import pytest
+
+from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.observability.engine_sampler import EngineSampler, engine_metrics, idle_metrics
+from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.types import EngineStats
+
+
+def stats(running: int, *, waiting: int = 0, kv_use: float = 0.0, rate: float = 0.0) -> EngineStats:
+    return EngineStats(
+        version=0,
+        running=running,
+        waiting=waiting,
+        kv_use=kv_use,
+        preemptions=3,
+        generated_tokens=0,
+        tokens_per_second=rate,
+        steps=0,
+    )
+
+
+IDLE = stats(0)
+
+
+def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_works() -> None:
+    metrics = engine_metrics(
+        [
+            {"a": IDLE, "b": IDLE},
+            {"a": stats(4, waiting=2, kv_use=0.5, rate=100), "b": stats(2, kv_use=0.1, rate=50)},
+            {"a": stats(2, kv_use=0.2, rate=50), "b": IDLE},
+            {"a": IDLE, "b": IDLE},
+        ]
+    )
+    check_names(metrics)
+    assert metrics == pytest.approx(
+        {
+            "engine/replicas": 2,
+            "engine/preemptions": 6,
+            "engine/running_mean": 4,
+            "engine/running_max": 6,
+            "engine/waiting_mean": 1,
+            "engine/waiting_max": 2,
+            "engine/kv_use_mean": 0.2,
+            "engine/kv_use_max": 0.5,
+            "engine/tokens_per_second": 100,
+        }
+    )
+
+
+def test_engines_without_work_have_no_load_to_describe() -> None:
+    assert engine_metrics([{"a": IDLE}]) == {"engine/replicas": 1, "engine/preemptions": 3}
+    assert engine_metrics([]) == {}
+
+
+def test_a_replica_is_idle_while_it_has_no_request_and_a_reserved_one_does_not_count() -> None:
+    readings = [{"a": IDLE, "b": stats(2), "c": IDLE}, {"a": stats(0, waiting=1), "b": stats(1)}]
+    metrics = idle_metrics(readings)
+    check_names(metrics)
+    assert metrics == {"overlap/generator_idle_share": pytest.approx(2 / 5)}
+    assert idle_metrics(readings, {"c"}) == {"overlap/generator_idle_share": 1 / 4}
+    assert idle_metrics(readings, {"a", "b", "c"}) == idle_metrics([]) == {}
+
+
+def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> None:
+    async def sample() -> tuple[dict[str, float], dict[str, float]]:
+        calls = 0
+        enough = asyncio.Event()
+
+        async def read() -> dict[str, EngineStats]:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise ReplicaError("replica a is lost")
+            if calls == 4:
+                enough.set()
+                await asyncio.Event().wait()
+            return {"a": stats(calls)}
+
+        async with EngineSampler(read, interval_s=0.0) as sampler:
+            await enough.wait()
+            first = sampler.take()
+        return first, sampler.take()
+
+    first, then = asyncio.run(sample())
+    check_names(first)
+    assert (first["engine/failed_readings"], first["engine/running_mean"]) == (1, 2)
+    assert then == {"engine/failed_readings": 0}
+
+
+def test_a_replica_that_hangs_does_not_end_the_sampling() -> None:
+    async def sample() -> dict[str, float]:
+        calls = 0
+        enough = asyncio.Event()
+
+        async def read() -> dict[str, EngineStats]:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                await asyncio.Event().wait()
+            if calls == 3:
+                enough.set()
+            return {"a": stats(calls)}
+
+        async with EngineSampler(read, interval_s=0.0, timeout_s=0.01) as sampler:
+            await enough.wait()
+        return sampler.take()
+
+    metrics = asyncio.run(sample())
+    assert metrics["engine/failed_readings"] == 1
+    assert metrics["engine/running_max"] >= 2
+
+
+def test_an_unexpected_error_of_a_reading_is_not_lost() -> None:
+    async def sample() -> None:
+        async def read() -> dict[str, EngineStats]:
+            raise KeyError("a error in the code")
+
+        async with EngineSampler(read, interval_s=0.0):
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(KeyError, match="a error in the code"):
+        asyncio.run(sample())

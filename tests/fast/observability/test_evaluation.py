@@ -1,0 +1,136 @@
+import itertools
+import math
+from statistics import NormalDist, fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fast.observability.test_metrics import make_group, make_rollout
+from torchtitan_rl.observability.evaluation import (
+    Interval,
+    evaluation_metrics,
+    mean_interval,
+    pass_at_k,
+    t_quantile,
+)
+from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.types import RolloutGroup, RolloutStatus
+
+SOLVED = 1.0 - 1e-9
+
+
+def group(*rewards: float | None) -> RolloutGroup:
+    return make_group(
+        *(
+            make_rollout(
+                r, status=RolloutStatus.ENV_ERROR if r is None else RolloutStatus.COMPLETED
+            )
+            for r in rewards
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    # From a printed table of Student's t, 0.975.
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045), (120, 1.980)],
+)
+def test_quantiles_of_students_t_are_those_of_the_table(degrees: int, quantile: float) -> None:
+    assert t_quantile(0.975, degrees=degrees) == pytest.approx(quantile, rel=2e-3)
+
+
+def test_with_many_values_students_t_is_normal() -> None:
+    normal = NormalDist().inv_cdf(0.975)
+    assert t_quantile(0.975, degrees=1_000_000) == pytest.approx(normal, rel=1e-5)
+
+
+def test_the_interval_of_five_values_is_the_one_computed_by_hand() -> None:
+    # mean 3, s = sqrt(2.5), t(4) = 2.776: 3 ± 2.776 * sqrt(2.5 / 5)
+    interval = mean_interval([1, 2, 3, 4, 5])
+    assert interval is not None
+    assert interval.mean == 3
+    assert interval.high - 3 == pytest.approx(2.776 * math.sqrt(0.5), rel=2e-3)
+    assert 3 - interval.low == pytest.approx(interval.high - 3)
+
+
+@pytest.mark.parametrize("values", [[], [0.5]])
+def test_fewer_than_two_values_have_no_interval(values: list[float]) -> None:
+    assert mean_interval(values) is None
+
+
+def test_equal_values_have_an_interval_without_width() -> None:
+    assert mean_interval([0.5, 0.5]) == Interval(mean=0.5, low=0.5, high=0.5)
+
+
+def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+    # Every sample of 6 from a fair coin, weighted equally: 64 cases; the all-equal two miss it.
+    covered = 0
+    for sample in itertools.product((0.0, 1.0), repeat=6):
+        interval = mean_interval(sample)
+        assert interval is not None
+        covered += interval.low <= 0.5 <= interval.high
+    assert covered / 64 >= 0.95
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_solution(n: int, data: st.DataObject) -> None:
+    solved = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
+    samples = [i < solved for i in range(n)]
+    by_hand = fmean(any(subset) for subset in itertools.combinations(samples, k))
+    assert pass_at_k(n, solved, k) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(("n", "solved", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1)])
+def test_impossible_numbers_are_refused(n: int, solved: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at_k(n, solved, k)
+
+
+def test_problems_are_the_unit_of_the_interval() -> None:
+    metrics = evaluation_metrics([group(0, 1), group(1, 1), group(0, 0)], success_reward=SOLVED)
+    interval = mean_interval([0.5, 1.0, 0.0])
+    assert interval is not None
+    assert metrics["reward_ci95_low"] == interval.low
+    assert metrics["reward_ci95_high"] == interval.high
+
+
+def test_pass_at_k_is_given_up_to_the_number_of_samples() -> None:
+    groups = [group(0, 1, 0, 0, 0), group(1, 1, 0.5, 1, 1)]
+    metrics = evaluation_metrics(groups, success_reward=SOLVED)
+    shares = {name: value for name, value in metrics.items() if name.startswith("pass_at_k/")}
+    assert shares == pytest.approx(
+        {
+            "pass_at_k/1": (1 / 5 + 4 / 5) / 2,
+            "pass_at_k/2": (2 / 5 + 1) / 2,
+            "pass_at_k/4": (4 / 5 + 1) / 2,
+            "pass_at_k/5": 1.0,
+        }
+    )
+
+
+def test_one_greedy_sample_gives_pass_at_1() -> None:
+    metrics = evaluation_metrics([group(1), group(0)], success_reward=SOLVED)
+    assert metrics["pass_at_k/1"] == 0.5
+    assert "pass_at_k/2" not in metrics
+
+
+def test_a_task_may_call_less_than_the_full_reward_a_success() -> None:
+    groups = [group(0.6), group(0.4)]
+    assert evaluation_metrics(groups, success_reward=0.5)["pass_at_k/1"] == 0.5
+    assert evaluation_metrics(groups, success_reward=SOLVED)["pass_at_k/1"] == 0.0
+
+
+def test_a_failed_rollout_has_no_reward_and_has_not_solved_its_problem() -> None:
+    metrics = evaluation_metrics([group(1, None), group(None, None)], success_reward=SOLVED)
+    assert metrics["pass_at_k/1"] == 0.25
+    assert "reward_ci95_low" not in metrics  # one problem with a reward has no spread
+
+
+@pytest.mark.parametrize("groups", [[], [group()], [group(None)], [group(0, 1), group(1)]])
+def test_every_name_is_in_the_table_and_nothing_fails_without_data(
+    groups: list[RolloutGroup],
+) -> None:
+    metrics = evaluation_metrics(groups, success_reward=SOLVED)
+    check_names(f"validation/{name}" for name in metrics)

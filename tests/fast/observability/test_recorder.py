@@ -1,0 +1,137 @@
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fast.observability.test_step_metrics import make_record
+from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
+from torchtitan_rl.observability.engine_sampler import EngineSampler
+from torchtitan_rl.observability.recorder import RunRecorder
+from torchtitan_rl.orchestration.config import ScheduleConfig
+from torchtitan_rl.orchestration.records import BufferStates, StepRecord
+from torchtitan_rl.types import EngineStats
+
+
+def make_config(output_dir: Path, *, staleness: int) -> RunConfig:
+    return RunConfig(
+        policy=PolicyConfig(checkpoint="none"),
+        task=None,  # type: ignore[arg-type]  # the recorder has no need of it
+        output_dir=output_dir,
+        num_steps=9,
+        schedule=ScheduleConfig(staleness=staleness),
+        metrics=MetricsConfig(tensorboard=False, progress="plain"),
+    )
+
+
+def asynchronous_record() -> StepRecord:
+    return replace(
+        make_record({"loss": 0.5}),
+        wall_s=10.0,
+        trainer_busy_s=4.0,
+        buffer=BufferStates(waiting=0, running=20, finished=7, batched=4, capacity=31),
+    )
+
+
+def record_one(recorder: RunRecorder) -> None:
+    recorder.record_step(asynchronous_record())
+
+
+async def busy() -> dict[str, EngineStats]:
+    stats = EngineStats(
+        version=0,
+        running=2,
+        waiting=0,
+        kv_use=0.0,
+        preemptions=0,
+        generated_tokens=0,
+        tokens_per_second=0.0,
+        steps=0,
+    )
+    return {"replica0": stats}
+
+
+def record_run(config: RunConfig, *acts: Callable[[RunRecorder], None]) -> list[dict[str, Any]]:
+    """A recorder whose engines were read at least once before each act; returns metrics.jsonl."""
+
+    async def run() -> None:
+        async with (
+            RunRecorder(config, resume_step=None) as recorder,
+            EngineSampler(busy, interval_s=0.0) as sampler,
+        ):
+            recorder.watch_engines(sampler)
+            for act in acts:
+                await asyncio.sleep(0.001)
+                act(recorder)
+        recorder.merge_traces()
+
+    asyncio.run(run())
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=2)
+    row, *_ = record_run(config, *[record_one] * 6)
+    assert row["overlap/trainer_idle_share"] == pytest.approx(0.6)
+    assert row["overlap/generator_idle_share"] == 0.0
+    assert row["overlap/efficiency"] == 1.0
+    assert row["time/step_s"] == 10.0
+    assert row["buffer/finished"] == 7
+    out = capsys.readouterr().out
+    assert "age 0.0  ready 7/31  idle 60%+0%" in out
+    assert "generation is the bottleneck: the trainer waits 60% of the time" in out
+
+
+def test_a_synchronous_step_is_shown_in_the_short_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=0)
+    record_run(config, record_one)
+    out = capsys.readouterr().out
+    assert "step 8/9  reward 1.000" in out
+    assert "age" not in out
+    assert "ready" not in out
+
+
+def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, staleness=1)
+
+    def overlap(recorder: RunRecorder) -> None:
+        validation, train = recorder.phase("validation"), recorder.phase("train")
+        validation.__enter__()
+        train.__enter__()
+        validation.__exit__(None, None, None)
+        train.__exit__(None, None, None)
+        recorder.record_step(asynchronous_record())
+
+    record_run(config, overlap)
+    events = json.loads((config.run_dir / "trace.json").read_text())["traceEvents"]
+    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
+    assert rows.keys() == {"validation", "train"}
+    assert rows["validation"] != rows["train"]
+
+
+def test_the_phase_that_is_shown_is_the_newest_that_is_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=1)
+    config = replace(config, metrics=replace(config.metrics, progress="rich"))
+
+    def end_validation_first(recorder: RunRecorder) -> None:
+        rollout = recorder.phase("rollout")
+        rollout.__enter__()
+        with recorder.phase("validation"):
+            pass
+
+    record_run(config, end_validation_first)
+    out = capsys.readouterr().out
+    assert "rollout" in out
+    assert "validation" not in out

@@ -1,0 +1,168 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
+from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import (
+    BufferStates,
+    StepRecord,
+    TokenCounts,
+    ValidationRecord,
+)
+from torchtitan_rl.routing.router import SyncReport
+from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.losses import LossTokens, StepTotals, loss_metrics, policy_loss
+from torchtitan_rl.types import PullReport, VersionRun
+
+
+def pull(stall_s: float) -> PullReport:
+    return PullReport(version=8, stall_s=stall_s, running_requests=2, recomputed=True)
+
+
+def make_record(trainer: dict[str, float]) -> StepRecord:
+    turn = make_turn((1,), (2, 3), versions=(VersionRun(0, 7),))
+    return StepRecord(
+        step=8,
+        version=8,
+        groups=(make_group(make_rollout(1.0, turn, metrics={"reward/exact": 1.0})),),
+        tokens=TokenCounts(generated=100, trained=70, discarded={"env_error": 20, "masked": 10}),
+        trainer=trainer,
+        syncs=(SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.01), pull(0.03))),),
+        publish_s=0.5,
+        rollout_s=4.0,
+        train_s=3.0,
+        wall_s=8.0,
+    )
+
+
+def trainer_metrics() -> dict[str, float]:
+    """The loss's own names, under every option and age, and those that `PolicyTrainer` adds."""
+    ones_T = torch.ones(4)
+    tokens = LossTokens(
+        logprobs_T=-ones_T,
+        behaviour_T=-ones_T,
+        advantages_T=ones_T,
+        trained_T=ones_T.bool(),
+        ages_T=torch.arange(4),
+        sequences_T=torch.arange(4),
+        reference_T=-ones_T,
+    )
+    output = policy_loss(
+        tokens,
+        totals=StepTotals(num_tokens=4, num_sequences=4),
+        config=LossConfig(
+            proximal_policy="interpolated",
+            importance_weight="token",
+            mask="token",
+            kl_coefficient=0.1,
+        ),
+    )
+    of_loss = loss_metrics(output.sums, output.maxima, num_trained=4)
+    added = (
+        "loss entropy grad_norm learning_rate trained_tokens padding_share step_s "
+        "tokens_per_second masked_nonfinite"
+    )
+    return dict.fromkeys([*of_loss, *added.split()], 0.0)
+
+
+def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
+    record = make_record(trainer_metrics())
+    check_names(step_metrics(record))
+    check_names(
+        validation_metrics(
+            ValidationRecord(
+                step=8, version=8, groups=record.groups, seconds=2.0, success_reward=1.0
+            )
+        )
+    )
+
+
+def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
+    metrics = step_metrics(make_record({"loss": 0.5}))
+    expected = {
+        "trainer/loss": 0.5,
+        "sync/publish_s": 0.5,
+        "sync/pull_stall_ms_mean": 20.0,
+        "sync/pull_stall_ms_max": 30.0,
+        "sync/running_requests": 4.0,
+        "tokens/generated_per_second": 12.5,
+        "tokens/discarded/env_error": 20.0,
+        "time/step_s": 8.0,
+        "policy/staleness_max": 0.0,
+        "train/task/reward/exact": 1.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_what_only_an_asynchronous_run_knows_is_in_the_table_and_adds_up() -> None:
+    ledger = TokenLedger()
+    ledger.admit("g")
+    ledger.generate("g", 2)
+    record = replace(
+        make_record({"loss": 0.5}),
+        wall_s=10.0,
+        trainer_busy_s=4.0,
+        buffer=BufferStates(waiting=1, running=2, finished=3, batched=4, capacity=12),
+        overtaken=frozenset({"g"}),
+        totals=ledger.totals(),
+    )
+    metrics = step_metrics(record)
+    check_names(metrics)
+    expected = {
+        "time/step_s": 10.0,
+        "tokens/generated_per_second": 10.0,
+        "overlap/trainer_idle_share": 0.6,
+        "buffer/capacity": 12.0,
+        "overtaken/groups": 1.0,
+        "total/tokens_buffered": 2.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_validation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
+    groups = (make_group(make_rollout(1.0)), make_group(make_rollout(0.0)))
+    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
+    metrics = validation_metrics(record)
+    check_names(metrics)
+    assert metrics["validation/pass_at_k/1"] == 0.5
+    assert metrics["validation/reward_ci95_low"] < 0.5 < metrics["validation/reward_ci95_high"]
+    easy = validation_metrics(replace(record, success_reward=0.0))
+    assert easy["validation/pass_at_k/1"] == 1.0
+
+
+def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:
+    metrics = step_metrics(make_record({}))
+    assert metrics["tokens/generated"] == metrics["tokens/trained"] + metrics["tokens/discarded"]
+
+
+def test_a_step_without_an_update_has_no_staleness() -> None:
+    assert "policy/staleness_mean" not in step_metrics(make_record({}))
+
+
+def test_all_syncs_since_the_previous_row_are_in_a_steps_metrics():
+    syncs = (
+        SyncReport(version=7, stage_s=0.4, pull_s=0.1, pulls=(pull(0.01),), lost=("r0",)),
+        SyncReport(version=8, stage_s=0.1, pull_s=0.2, pulls=(pull(0.03),), lost=("r0",)),
+    )
+    metrics = step_metrics(replace(make_record({}), syncs=syncs))
+    expected = {
+        "sync/stage_s": 0.4,
+        "sync/pull_s": 0.2,
+        "sync/pull_stall_ms_mean": 20.0,
+        "sync/running_requests": 4.0,
+        "sync/lost_replicas": 1.0,
+        "time/sync_s": 0.5 + 0.4 + 0.1 + 0.1 + 0.2,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_sync_in_which_every_replica_lagged_has_no_stall():
+    lagged = SyncReport(version=8, stage_s=0.0, pull_s=0.0, pulls=())
+    record = replace(make_record({}), syncs=(lagged,))
+    metrics = step_metrics(record)
+    assert metrics["sync/publish_s"] == 0.5
+    assert "sync/pull_stall_ms_max" not in metrics

@@ -1,0 +1,337 @@
+"""Whole runs, simulated: equal to a plain loop, within the bound, no token lost, no deadlock."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.ledger import require_sums
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.types import RolloutStatus
+
+
+def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
+    async def work() -> Simulation:
+        simulation = Simulation(plan, root)
+        await simulation.run(resume=resume)
+        return simulation
+
+    return run_virtually(work())
+
+
+def reference_weights(plan: Plan, root: Path) -> int:
+    """What a plain loop arrives at: roll out, pack, train, bring the weights over; again."""
+
+    async def work() -> int:
+        parts = Simulation(plan, root)
+        for _ in range(plan.num_steps):
+            groups = []
+            for _ in range(plan.groups_per_step):
+                problem = parts.dataset.next()
+                groups.append(
+                    await parts.rollouter.run_group(
+                        f"e{parts.dataset.epoch}/{problem.problem_id}",
+                        problem,
+                        size=plan.group_size,
+                        seed=plan.seed,
+                    )
+                )
+            batch, _ = parts.batcher(groups)
+            assert batch is not None
+            await parts.trainer.train_step(batch)
+            handle = await parts.trainer.publish()
+            await parts.router.sync_weights(handle, mode="hot_swap")
+        return parts.trainer.weights
+
+    return run_virtually(work())
+
+
+@pytest.mark.parametrize("chance", range(3))
+def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = Plan(num_steps=8, chance=chance)
+    simulation = run(plan, tmp_path / "run")
+    assert simulation.trainer.weights == reference_weights(plan, tmp_path / "plain")
+    assert all(
+        (batch.versions[batch.loss_mask] == step).all()
+        for step, batch in enumerate(simulation.trainer.batches)
+    )
+
+
+def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
+    plan = Plan(num_steps=5)
+    evaluated = replace(plan, validate_every=2, validation_problems=3)
+    simulation = run(evaluated, tmp_path / "evaluated")
+    assert simulation.trainer.weights == run(plan, tmp_path / "plain").trainer.weights
+    records = simulation.recorder.validations
+    assert [(record.step, record.version) for record in records] == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    for record in records:
+        versions = {
+            version
+            for group in record.groups
+            for rollout in group.rollouts
+            for turn in rollout.turns
+            for version in turn.completion.versions
+        }
+        assert versions == {record.version}
+
+
+def test_a_replica_that_validates_gets_no_group_of_a_newer_version(tmp_path: Path) -> None:
+    plan = Plan(num_steps=8, validate_every=1, validation_problems=40, train_s=0.0)
+    simulation = run(plan, tmp_path)
+    for step, batch in enumerate(simulation.trainer.batches):
+        assert (batch.versions[batch.loss_mask] == step).all()
+
+
+def test_a_reserved_replica_answers_validations_alone_at_their_versions(tmp_path: Path) -> None:
+    plan = Plan(num_steps=6, staleness=1, validate_every=2, validation_problems=4, reserves=True)
+    simulation = run(plan, tmp_path)
+    validated = simulation.recorder.validations
+    assert [record.step for record in validated] == [0, 2, 4, 6]
+    assert [record.version for record in validated] == [0, 2, 4, 6]
+    training, reserved = simulation.replicas
+    assert all(name.startswith("validation/") for name in reserved.requested)
+    assert not any(name.startswith("validation/") for name in training.requested)
+
+
+def test_generation_overlaps_training_from_staleness_1_on(tmp_path: Path) -> None:
+    def seconds(plan: Plan) -> float:
+        async def work() -> float:
+            await Simulation(plan, tmp_path / str(plan.staleness)).run()
+            return asyncio.get_running_loop().time()
+
+        return run_virtually(work())
+
+    plan = Plan(num_steps=20, train_s=3.0)
+    assert seconds(replace(plan, staleness=1)) < 0.8 * seconds(plan)
+
+
+def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their_tokens(
+    tmp_path: Path,
+) -> None:
+    simulation = run(Plan(num_steps=8, window=0.67), tmp_path)
+    for step, batch in enumerate(simulation.trainer.batches):
+        assert (batch.versions[batch.loss_mask] == step).all()
+    totals = simulation.recorder.steps[-1].totals
+    assert totals is not None
+    assert totals.tokens_discarded["restarted"] > 0
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarted(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance)
+    simulation = run(plan, tmp_path)
+    totals = simulation.controller.totals()
+    require_sums(totals)
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_buffered == 0
+    assert totals.groups_buffered == 2  # late ones wait for a run with more steps
+    assert totals.tokens_discarded["restarted"] + totals.tokens_discarded["cut"] > 0
+
+
+@pytest.mark.parametrize("rollout_timeout_s", [2.0, 3.0])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_turns_that_run_at_rollouts_time_outs_are_in_the_account(
+    tmp_path: Path, staleness: int, rollout_timeout_s: float
+) -> None:
+    plan = Plan(staleness=staleness, turns=3, env_delay_s=0.5, checkpoint_every=2)
+    simulation = run(replace(plan, rollout_timeout_s=rollout_timeout_s), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_discarded["cut"] > 0
+    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_tokens_of_resampled_groups_that_are_restarted_are_in_the_account(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = Plan(num_steps=8, window=0.67, zero_variance="resample", chance=chance, train_s=0.0)
+    simulation = run(replace(plan, reward_levels=2), tmp_path)
+    totals = simulation.controller.totals()
+    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.groups_discarded["resampled"] > 0
+
+
+def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
+    plan = Plan(num_steps=8, staleness=1, window=0.34, during_step="aborted", turns=1)
+    simulation = run(plan, tmp_path)
+    mixed = [
+        turn.completion
+        for record in simulation.recorder.steps
+        for group in record.groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        if len(turn.completion.version_runs) > 1
+    ]
+    assert mixed
+    totals = simulation.recorder.steps[-1].totals
+    assert totals is not None
+    assert not totals.tokens_discarded
+
+
+@pytest.mark.parametrize("policy", ["skip", "resample"])
+def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, policy: str) -> None:
+    plan = Plan(num_steps=8, reward_levels=2, zero_variance=policy, staleness=1)
+    simulation = run(plan, tmp_path)
+    last = simulation.recorder.steps[-1].totals
+    assert last is not None
+    cause = {"skip": "zero_variance", "resample": "resampled"}[policy]
+    assert last.groups_discarded[cause] > 0
+    assert last.groups_trained == 24
+    if policy == "skip":
+        rewards = [
+            {rollout.reward for rollout in group.rollouts}
+            for record in simulation.recorder.steps
+            for group in record.groups
+        ]
+        assert all(len(values) > 1 for values in rewards)
+
+
+def test_trap_19_problems_that_are_all_solved_end_the_run_with_a_message_where_they_are_skipped(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(TorchtitanRLError, match="rewards that do not differ"):
+        run(Plan(reward_levels=1, zero_variance="skip"), tmp_path)
+
+
+def test_trap_19_problems_that_are_all_solved_are_trained_on_with_a_word_otherwise(
+    tmp_path: Path,
+) -> None:
+    simulation = run(Plan(num_steps=3, reward_levels=1), tmp_path)
+    assert simulation.trainer.version == 3
+    assert sum("no group has rewards that differ" in said for said in simulation.recorder.said) == 3
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(TorchtitanRLError, match="no token to train on"):
+        run(Plan(env_fails=1.0, turns=1, max_empty_batches=3), tmp_path)
+
+
+def test_an_environment_that_hangs_now_and_then_costs_its_rollouts_only(tmp_path: Path) -> None:
+    simulation = run(Plan(env_hangs=0.1, staleness=1, chance=1), tmp_path)
+    endings = {
+        rollout.status
+        for record in simulation.recorder.steps
+        for group in record.groups
+        for rollout in group.rollouts
+    }
+    assert endings == {RolloutStatus.COMPLETED, RolloutStatus.STEP_TIMEOUT}
+
+
+def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(Plan(max_wait_s=50.0), tmp_path)
+        await simulation.replicas[0].pause("keep")
+        await simulation.replicas[1].pause("keep")
+        await simulation.run()
+
+    with pytest.raises(DeadlineError, match=r"the trainer waits for the batch of step 1"):
+        run_virtually(work())
+
+
+def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(Plan(checkpoint_every=2), tmp_path)
+        original = simulation.trainer.train_step
+
+        async def train_step(batch: TrainingBatch) -> StepOutput:
+            if simulation.trainer.version == 3:
+                raise DivergedError("loss is nan")
+            return await original(batch)
+
+        simulation.trainer.train_step = train_step  # type: ignore[method-assign]
+        with pytest.raises(DivergedError):
+            await simulation.run()
+        assert simulation.checkpoints.steps() == [2]
+
+    run_virtually(work())
+
+
+def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(Plan(num_steps=50, staleness=1), tmp_path)
+        running = asyncio.create_task(simulation.run())
+        while simulation.controller.step < 3:
+            await asyncio.sleep(0.1)
+        for replica in simulation.replicas:
+            replica.is_dead = True
+        with pytest.raises(TorchtitanRLError, match=r"no replica|no live replica"):
+            await running
+        assert simulation.checkpoints.steps() == [simulation.trainer.version]
+
+    run_virtually(work())
+
+
+def stop_after(plan: Plan, root: Path, seconds: float) -> Simulation:
+    async def work() -> Simulation:
+        simulation = Simulation(plan, root)
+        running = asyncio.create_task(simulation.run())
+        await asyncio.sleep(seconds)
+        simulation.controller.request_stop()
+        with pytest.raises(StopRequested):
+            await running
+        return simulation
+
+    return run_virtually(work())
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, seconds: float
+) -> None:
+    plan = Plan(num_steps=8, checkpoint_every=2)
+    stop_after(plan, tmp_path / "cut", seconds)
+    resumed = run(plan, tmp_path / "cut", resume=True)
+    assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
+
+
+def kill_after(plan: Plan, root: Path, seconds: float, *, resume: bool = False) -> Simulation:
+    """As kill -9: nothing gets to know."""
+
+    async def work() -> Simulation:
+        simulation = Simulation(plan, root)
+        running = asyncio.create_task(simulation.run(resume=resume))
+        await asyncio.sleep(seconds)
+        simulation.trainer.save_checkpoint = None  # type: ignore[method-assign, assignment]
+        running.cancel()
+        await asyncio.wait({running})
+        return simulation
+
+    return run_virtually(work())
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("seconds", [(1.5,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
+def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, seconds: tuple[float, ...], staleness: int
+) -> None:
+    plan = Plan(num_steps=10, checkpoint_every=3, staleness=staleness, turns=3)
+    for attempt, after in enumerate(seconds):
+        kill_after(plan, tmp_path / "cut", after, resume=attempt > 0)
+    resumed = run(plan, tmp_path / "cut", resume=True)
+    whole = run(plan, tmp_path / "whole")
+    assert resumed.trainer.version == 10
+    assert resumed.dataset.state_dict() == whole.dataset.state_dict()
+    assert resumed.controller.counts() == whole.controller.counts()
+    if staleness == 0:
+        assert resumed.trainer.weights == whole.trainer.weights
+
+
+def test_trap_28_a_turn_that_was_finished_is_not_sampled_again_after_a_kill(tmp_path: Path) -> None:
+    plan = Plan(num_steps=4, staleness=1, turns=3)
+    killed = kill_after(plan, tmp_path, 4.0)
+    finished = {one.request_id for one in killed.answered if set(one.versions) == {0}}
+    assert len(finished) > 10
+    resumed = run(plan, tmp_path, resume=True)
+    assert not finished & set(resumed.requested)

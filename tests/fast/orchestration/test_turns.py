@@ -1,0 +1,296 @@
+"""Trainer and replicas on the same devices. Every simulated run asserts at its end that nobody used
+them out of turn, and that no replica sampled without weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulated_parts import SimReplica
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import (
+    DivergedError,
+    ReplicaError,
+    TorchtitanRLError,
+    TrainerLostError,
+    WeightSyncError,
+)
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.ledger import require_sums
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+
+SHARED = Plan(num_steps=6, during_step="asleep")
+
+
+def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
+    async def work() -> Simulation:
+        simulation = Simulation(plan, root)
+        await simulation.run(resume=resume)
+        return simulation
+
+    return run_virtually(work())
+
+
+def cut_after(plan: Plan, root: Path, seconds: float, *, resume: bool = False) -> None:
+    """As kill -9: nothing gets to know."""
+
+    async def work() -> None:
+        simulation = Simulation(plan, root)
+        running = asyncio.create_task(simulation.run(resume=resume))
+        await asyncio.sleep(seconds)
+        simulation.trainer.save_checkpoint = None  # type: ignore[method-assign, assignment]
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("window", [0.0, 0.67])
+@pytest.mark.parametrize("chance", range(3))
+def test_at_staleness_0_shared_devices_train_what_separate_ones_do_bit_for_bit(
+    tmp_path: Path, chance: int, window: float
+) -> None:
+    plan = replace(
+        SHARED, chance=chance, validate_every=2, validation_problems=3, checkpoint_every=2
+    )
+    separate = replace(plan, during_step="beside", chance=chance + 100)
+    shared = run(plan, tmp_path / "shared")
+    assert shared.trainer.weights == run(separate, tmp_path / "separate").trainer.weights
+    assert shared.trainer.switches == 7  # six steps, and the end
+    # Late groups are other ones by chance; here only their tokens must be in order.
+    late = run(replace(plan, window=window), tmp_path / "late")
+    for step, batch in enumerate(late.trainer.batches):
+        assert (batch.versions[batch.loss_mask] == step).all()
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_within_a_bound_cut_groups_go_on_under_the_new_weights_and_no_token_is_lost(
+    tmp_path: Path, chance: int
+) -> None:
+    plan = replace(SHARED, num_steps=12, staleness=1, window=0.34, turns=1, chance=chance)
+    simulation = run(plan, tmp_path)
+    mixed = 0
+    for version, batch in enumerate(simulation.trainer.batches):
+        ages = version - batch.versions[batch.loss_mask]
+        assert ages.max() <= 1
+        mixed += len(set(ages.tolist())) > 1
+    assert mixed
+    totals = simulation.recorder.steps[-1].totals
+    assert totals is not None
+    require_sums(totals)
+    assert not totals.tokens_discarded
+    assert totals.tokens_generated + totals.tokens_buffered <= sum(
+        replica.sampled for replica in simulation.replicas
+    )
+
+
+def test_while_the_next_batch_is_there_the_trainer_keeps_the_devices(tmp_path: Path) -> None:
+    # An evaluation that takes its time lets the buffer fill up to the brim.
+    plan = replace(
+        SHARED, num_steps=8, staleness=3, validate_every=4, validation_problems=200, turns=1
+    )
+    simulation = run(plan, tmp_path)
+    assert simulation.trainer.version == 8
+    assert simulation.trainer.switches < 8
+    pulled = [sync for step in simulation.recorder.steps for sync in step.syncs]
+    assert len(pulled) == simulation.trainer.switches - 2  # the last step's, and the end's
+    records = simulation.recorder.validations
+    assert [(record.step, record.version) for record in records] == [(0, 0), (4, 4), (8, 8)]
+
+
+def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_path: Path) -> None:
+    plan = replace(SHARED, staleness=2, validate_every=1, validation_problems=40)
+    simulation = run(plan, tmp_path)
+    records = simulation.recorder.validations
+    assert [(record.step, record.version) for record in records] == [(n, n) for n in range(7)]
+    for record in records:
+        completions = [
+            turn.completion
+            for group in record.groups
+            for rollout in group.rollouts
+            for turn in rollout.turns
+        ]
+        assert {version for one in completions for version in one.versions} == {record.version}
+        assert not any("#" in name for name in simulation.requested if "validation" in name)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("seconds", [(0.7,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
+def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, seconds: tuple[float, ...], staleness: int
+) -> None:
+    plan = replace(SHARED, num_steps=10, checkpoint_every=3, staleness=staleness, turns=3)
+    for attempt, after in enumerate(seconds):
+        cut_after(plan, tmp_path / "cut", after, resume=attempt > 0)
+    resumed = run(plan, tmp_path / "cut", resume=True)
+    whole = run(plan, tmp_path / "whole")
+    assert resumed.trainer.version == 10
+    assert resumed.controller.counts() == whole.controller.counts()
+    if staleness == 0:
+        assert resumed.trainer.weights == whole.trainer.weights
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
+def test_a_run_that_was_asked_to_stop_saves_and_goes_on(tmp_path: Path, seconds: float) -> None:
+    plan = replace(SHARED, num_steps=8, validate_every=2, validation_problems=20)
+
+    async def stop() -> None:
+        simulation = Simulation(plan, tmp_path / "cut")
+        running = asyncio.create_task(simulation.run())
+        await asyncio.sleep(seconds)
+        simulation.controller.request_stop()
+        before_s = asyncio.get_running_loop().time()
+        with pytest.raises(StopRequested):
+            await running
+        # A step is finished, an evaluation is not.
+        assert asyncio.get_running_loop().time() - before_s < 3 * plan.train_s
+
+    run_virtually(stop())
+    resumed = run(plan, tmp_path / "cut", resume=True)
+    assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
+
+
+def test_a_step_without_a_token_to_train_on_leaves_the_devices_alone(tmp_path: Path) -> None:
+    plan = replace(SHARED, env_fails=1.0, turns=1, max_empty_batches=3, checkpoint_every=0)
+
+    async def work() -> None:
+        simulation = Simulation(plan, tmp_path)
+        with pytest.raises(TorchtitanRLError, match="no token to train on"):
+            await simulation.run()
+        assert simulation.trainer.switches == 1  # to save
+
+    run_virtually(work())
+
+
+def test_a_replica_that_dies_of_a_change_of_turns_is_left_behind(tmp_path: Path) -> None:
+    async def dies(replica: SimReplica) -> None:
+        replica.is_dead = True
+        raise ReplicaError("out of memory")
+
+    async def work() -> None:
+        simulation = Simulation(replace(SHARED, replicas=3, staleness=1), tmp_path)
+        falls_asleep, wakes_up, _ = simulation.replicas
+        falls_asleep.sleep = partial(dies, falls_asleep)  # type: ignore[method-assign]
+        wakes_up.wake_up = partial(dies, wakes_up)  # type: ignore[method-assign]
+        await simulation.run()
+        states = simulation.router.states()
+        assert [states[one.name] for one in simulation.replicas] == [
+            ReplicaState.DEAD,
+            ReplicaState.DEAD,
+            ReplicaState.SERVING,
+        ]
+        assert simulation.trainer.version == 6
+
+    run_virtually(work())
+
+
+def test_a_change_of_turns_that_fails_half_way_is_no_hindrance_to_save(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(replace(SHARED, staleness=1), tmp_path)
+        original = simulation.router.wake_up
+
+        async def wake_up() -> None:
+            if simulation.trainer.version >= 3:
+                raise WeightSyncError("the trainer has left, and no replica comes")
+            await original()
+
+        simulation.router.wake_up = wake_up  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError, match="no replica comes"):
+            await simulation.run()
+        assert simulation.checkpoints.steps() == [simulation.trainer.version]
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("call", ["onload", "offload", "train_step", "publish"])
+def test_a_trainer_that_fails_in_its_turn_ends_the_run_with_its_error(
+    tmp_path: Path, call: str, staleness: int
+) -> None:
+    async def work() -> None:
+        simulation = Simulation(replace(SHARED, staleness=staleness), tmp_path)
+        original = getattr(simulation.trainer, call)
+
+        async def fails(*arguments: object) -> object:
+            if simulation.trainer.version >= 3:
+                raise TrainerLostError("gone")
+            return await original(*arguments)
+
+        setattr(simulation.trainer, call, fails)
+        with pytest.raises(TrainerLostError):
+            await simulation.run()
+
+    run_virtually(work())
+
+
+def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    async def work() -> None:
+        simulation = Simulation(replace(SHARED, checkpoint_every=2), tmp_path)
+        original = simulation.trainer.train_step
+
+        async def train_step(batch: TrainingBatch) -> StepOutput:
+            if simulation.trainer.version == 3:
+                raise DivergedError("loss is nan")
+            return await original(batch)
+
+        simulation.trainer.train_step = train_step  # type: ignore[method-assign]
+        with pytest.raises(DivergedError):
+            await simulation.run()
+        assert simulation.checkpoints.steps() == [2]
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("chance", range(6))
+def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
+    tmp_path: Path, chance: int
+) -> None:
+    async def work() -> tuple[Simulation, list[int]]:
+        # Batches are ready before the trainer is, so that pulls end within its steps.
+        plan = Plan(num_steps=8, staleness=3, during_step="aborted", turns=1, chance=chance)
+        simulation = Simulation(replace(plan, train_s=20.0), tmp_path)
+        for replica in simulation.replicas:
+            replica.pull_s = 4.0  # so that the next step may begin within a pull
+        sampled: list[int] = []
+        step = simulation.trainer.train_step
+
+        async def counted(batch: TrainingBatch) -> StepOutput:
+            before = sum(replica.sampled for replica in simulation.replicas)
+            output = await step(batch)
+            sampled.append(sum(replica.sampled for replica in simulation.replicas) - before)
+            return output
+
+        simulation.trainer.train_step = counted  # type: ignore[method-assign]
+        await simulation.run()
+        return simulation, sampled
+
+    simulation, sampled = run_virtually(work())
+    assert sampled == [0] * 8
+    assert simulation.trainer.version == 8
+
+
+@pytest.mark.parametrize("chance", range(3))
+def test_validation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: int) -> None:
+    plan = Plan(num_steps=6, staleness=1, during_step="aborted", chance=chance)
+    plan = replace(plan, validate_every=1, validation_problems=8, train_s=4.0)
+    simulation = run(plan, tmp_path)
+    assert len(simulation.recorder.validations) == 7
+    assert not any("#" in name for name in simulation.requested if "validation" in name)
+
+
+def test_a_lease_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+    """One replica: its pull waits for the lease, and the resume for the pull."""
+
+    async def work() -> float:
+        plan = Plan(num_steps=6, staleness=3, during_step="aborted", replicas=1, turns=1)
+        plan = replace(plan, validate_every=1, validation_problems=2, train_s=0.5)
+        await Simulation(plan, tmp_path).run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(work()) < 30.0  # a pull that waits gives up after `lag_timeout_s`, 30 s

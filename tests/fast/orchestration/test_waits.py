@@ -1,0 +1,260 @@
+import asyncio
+
+import pytest
+
+from tests.support.rollouts import (
+    PROBLEM,
+    SCRIPT,
+    CountingEnv,
+    Factory,
+    ScriptedGenerate,
+    config,
+)
+from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.orchestration.waits import Waits
+from torchtitan_rl.orchestration.watchdog import (
+    Watchdog,
+    describe_activities,
+    describe_group,
+    describe_replicas,
+)
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.types import Completion
+
+
+class Run:
+    """A run that only waits, on a clock that moves when told."""
+
+    def __init__(self, *, report_wait_s: float = 60, max_wait_s: float = 300) -> None:
+        self.now = 1000.0
+        self.progress = 0
+        self.activities: list[RolloutActivity] = []
+        self.said: list[str] = []
+        self.waits = Waits(clock=lambda: self.now)
+        self.watchdog = Watchdog(
+            self.waits,
+            progress=lambda: self.progress,
+            report_wait_s=report_wait_s,
+            max_wait_s=max_wait_s,
+            activities=lambda: self.activities,
+            say=self.said.append,
+            notes=lambda: ["replica0 serving, 2 requests"],
+        )
+        self.watchdog.look()
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + self.watchdog.tick_s)
+            self.watchdog.look()
+
+
+def activity(rollout_id: str, *, since_s: float, turn: int = 2) -> RolloutActivity:
+    return RolloutActivity(
+        rollout_id=rollout_id, turn=turn, phase=Phase.ENVIRONMENT, detail="step", since_s=since_s
+    )
+
+
+def test_a_quiet_period_is_reported_with_the_chain_of_waits() -> None:
+    run = Run()
+    run.activities = [activity("e0/p9/r0", since_s=1030), activity("e0/p12/r3", since_s=1002)]
+    run.watchdog.look()
+    with run.waits.on("trainer waits for a full batch", details=lambda: "3 of 16 groups finished"):
+        run.pass_time(20)
+        with run.waits.on("dataset waits for room in the buffer"):
+            run.pass_time(40)
+    assert run.said == [
+        "nothing has moved for 60 s:\n"
+        "  trainer waits for a full batch (60 s): 3 of 16 groups finished\n"
+        "  dataset waits for room in the buffer (40 s)\n"
+        "  2 rollouts run (2 in environment); longest: e0/p12/r3, turn 2, environment step for "
+        "58 s\n"
+        "  replica0 serving, 2 requests"
+    ]
+
+
+def test_a_long_wait_is_reported_once_per_period_until_something_moves() -> None:
+    run = Run()
+    run.pass_time(130)
+    assert len(run.said) == 2
+    run.progress += 1
+    run.pass_time(50)
+    assert len(run.said) == 2
+    run.pass_time(20)
+    assert len(run.said) == 3
+
+
+def test_progress_keeps_the_run_alive_however_long_one_wait_takes() -> None:
+    run = Run()
+    with run.waits.on("trainer waits for a full batch"):
+        for _ in range(50):
+            run.pass_time(30)
+            run.progress += 1
+    assert run.said == []
+
+
+def test_a_rollout_that_begins_something_new_is_progress() -> None:
+    run = Run()
+    run.activities = [activity("e0/p9/r0", since_s=0), activity("e0/p12/r3", since_s=900)]
+    run.pass_time(50)
+    run.activities[0] = activity("e0/p9/r0", since_s=run.now)
+    run.pass_time(50)
+    assert run.said == []
+
+
+def test_at_the_deadline_the_run_ends_with_the_chain() -> None:
+    run = Run()
+    with (
+        run.waits.on("trainer waits for a full batch"),
+        pytest.raises(DeadlineError, match=r"(?s)moved for 300 s:.*full batch \(300 s\)"),
+    ):
+        run.pass_time(301)
+
+
+def test_a_silent_hang_in_which_nobody_names_a_wait_ends_as_well() -> None:
+    run = Run()
+    with pytest.raises(DeadlineError, match="replica0 serving"):
+        run.pass_time(301)
+
+
+def test_a_wait_with_a_limit_of_its_own_may_take_as_long_as_that_and_no_longer() -> None:
+    run = Run()
+    with run.waits.on("trainer waits for its optimizer step", limit_s=1000):
+        run.pass_time(1000)
+        with pytest.raises(DeadlineError, match=r"optimizer step \(1005 s\), over its limit"):
+            run.pass_time(5)
+
+
+def test_a_wait_over_its_limit_ends_the_run_although_others_move() -> None:
+    run = Run()
+    with run.waits.on("replica0 waits for weights", limit_s=40):
+        for _ in range(4):
+            run.pass_time(10)
+            run.progress += 1
+        with pytest.raises(DeadlineError, match="replica0 waits for weights"):
+            run.pass_time(10)
+
+
+def test_time_in_which_the_process_was_stopped_is_not_quiet() -> None:
+    run = Run()
+    run.now += 100_000
+    run.watchdog.look()
+    assert run.said == []
+
+
+def test_a_wait_is_listed_exactly_while_it_is_open() -> None:
+    waits = Waits(clock=lambda: 0.0)
+    names: list[str] = []
+
+    def fail_while_waiting() -> None:
+        with waits.on("a waits for b"), waits.on("c waits for d"):
+            names.extend(wait.name for wait in waits.open())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_while_waiting()
+    assert names == ["a waits for b", "c waits for d"]
+    assert waits.open() == ()
+
+
+def test_equal_waits_of_two_tasks_close_each_their_own() -> None:
+    now = 0.0
+    waits = Waits(clock=lambda: now)
+    first, second = waits.on("group waits for a replica"), waits.on("group waits for a replica")
+    with first:
+        now = 5.0
+        second.__enter__()
+    assert [wait.since_s for wait in waits.open()] == [5.0]
+
+
+def test_the_deadline_error_ends_the_task_group_of_the_loops() -> None:
+    said: list[str] = []
+
+    async def hang() -> None:
+        waits = Waits()
+        watchdog = Watchdog(
+            waits,
+            progress=lambda: 0,
+            report_wait_s=0.01,
+            max_wait_s=0.03,
+            activities=list,
+            say=said.append,
+        )
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(watchdog.run())
+            with waits.on("trainer waits for a full batch"):
+                await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(hang())
+    assert isinstance(caught.value.exceptions[0], DeadlineError)
+    assert "trainer waits for a full batch" in said[0]
+
+
+def test_a_hanging_environment_is_named_by_rollout_turn_and_call() -> None:
+    class HangingEnv(CountingEnv):
+        async def step(self, completion: Completion) -> Observation | Terminal:
+            if self.calls.count("step") == 1:
+                await asyncio.Event().wait()
+            return await super().step(completion)
+
+    async def run() -> None:
+        waits, finished = Waits(), asyncio.Event()
+        rollouter = Rollouter(
+            generate=ScriptedGenerate(SCRIPT), environment=Factory(HangingEnv), config=config()
+        )
+        watchdog = Watchdog(
+            waits,
+            progress=lambda: 0,
+            report_wait_s=60,
+            max_wait_s=0.05,
+            activities=rollouter.activities,
+            say=print,
+        )
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(watchdog.run())
+            loops.create_task(rollouter.run_group("e0/p12", PROBLEM, size=2, seed=7))
+            with waits.on("trainer waits for a full batch", details=lambda: "0 of 1 finished"):
+                await finished.wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    chain = str(caught.value.exceptions[0])
+    assert "trainer waits for a full batch (0 s): 0 of 1 finished" in chain
+    assert (
+        "2 rollouts run (2 in environment); longest: e0/p12/r0, turn 2, environment step" in chain
+    )
+
+
+def test_equal_waits_are_one_line_of_the_chain() -> None:
+    run = Run()
+    with run.waits.on("group waits for a replica"), run.waits.on("trainer waits for a batch"):
+        run.pass_time(10)
+        with run.waits.on("group waits for a replica"), run.waits.on("group waits for a replica"):
+            assert run.watchdog.chain().splitlines() == [
+                "  group waits for a replica (10 s) [and 2 more]",
+                "  trainer waits for a batch (10 s)",
+                "  replica0 serving, 2 requests",
+            ]
+
+
+def test_a_group_is_described_by_its_rollout_that_has_waited_longest() -> None:
+    activities = [
+        activity("e0/p1/r1", since_s=7),
+        activity("e0/p1/r0", since_s=5),
+        activity("e0/p12/r1", since_s=1),
+    ]
+    text = describe_group("e0/p1", activities, 10)
+    assert text == "group e0/p1: 2 rollouts run; e0/p1/r0, turn 2, environment step for 5 s"
+    assert describe_group("e0/p2", activities, 10) == "group e0/p2 has no running rollout"
+
+
+def test_without_rollouts_there_is_nothing_to_describe() -> None:
+    assert describe_activities([], 10) == ""
+
+
+def test_replicas_are_described_with_state_and_load() -> None:
+    text = describe_replicas({"replica0": "serving", "replica1": "dead"}, {"replica0": 240})
+    assert text == "replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens outstanding"

@@ -1,0 +1,120 @@
+"""Published versions on their way to the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from tests.support.simulation import Plan, Simulation, settings
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.rows import Rows
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.turns import DuringStep, Turns
+from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+
+def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
+    handle = SharedMemoryHandle(version=version, path="", num_bytes=0) if has_weights else None
+    return FinishedStep(step=step, handle=handle)
+
+
+def make_feed(root: Path) -> tuple[Simulation, WeightFeed]:
+    """A feed over simulated parts, of which nothing evaluates; version 1 to 3 are readable."""
+    plan = Plan()
+    parts = Simulation(plan, root)
+    parts.trainer.readable |= {1, 2, 3}
+    state = RunState(settings(plan).capacity)
+    evaluator = Evaluator(
+        settings(plan).evaluation,
+        state,
+        problems=(),
+        rollouter=parts.rollouter,
+        router=parts.router,
+        rows=Rows(parts.recorder),
+        recorder=parts.recorder,
+    )
+    feed = WeightFeed(
+        settings(plan).feed,
+        state,
+        router=parts.router,
+        evaluator=evaluator,
+        turns=Turns(
+            DuringStep.BESIDE,
+            state,
+            router=parts.router,
+            trainer=parts.trainer,
+            recorder=parts.recorder,
+        ),
+        recorder=parts.recorder,
+    )
+    return parts, feed
+
+
+def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:
+    """What the replicas hold when all steps, queued at once, are closed; and the pulls done."""
+
+    async def work() -> tuple[set[int], list[int]]:
+        parts, feed = make_feed(root)
+        for step in steps:
+            feed.put(step)
+        running = asyncio.create_task(feed.run())
+        await feed.flush()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        pulled = [sync.version for sync in feed.take_syncs()]
+        assert not feed.needed_versions
+        return set(parts.router.versions().values()), pulled
+
+    return run_virtually(work())
+
+
+def test_a_version_is_not_passed_over_for_a_later_step_without_weights(tmp_path: Path) -> None:
+    steps = [finished(1, 1, has_weights=True), finished(2, 1, has_weights=False)]
+    assert versions_after(steps, tmp_path) == ({1}, [1])
+
+
+def test_a_version_is_passed_over_where_a_newer_one_waits(tmp_path: Path) -> None:
+    steps = [finished(number, number, has_weights=True) for number in (1, 2, 3)]
+    assert versions_after(steps, tmp_path) == ({3}, [3])
+
+
+def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
+    tmp_path: Path,
+) -> None:
+    async def work() -> int:
+        plan = Plan(num_steps=8, staleness=3, turns=1, validate_every=8, validation_problems=200)
+        parts = Simulation(plan, tmp_path)
+        publish, most = parts.trainer.publish, 0
+
+        async def counted(keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+            nonlocal most
+            handle = await publish(keep)
+            most = max(most, len(parts.trainer.readable))
+            return handle
+
+        parts.trainer.publish = counted  # type: ignore[method-assign]
+        await parts.run()
+        return most
+
+    assert run_virtually(work()) <= 3  # the newest, the one before, and one that is being fetched
+
+
+def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_replica(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        _, feed = make_feed(tmp_path)
+        handle = SharedMemoryHandle(version=2, path="", num_bytes=0)
+        await feed.resume(handle)
+        assert feed.needed_versions == {2}
+        running = asyncio.create_task(feed.run())
+        await asyncio.sleep(1.0)
+        assert not feed.needed_versions
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(work())

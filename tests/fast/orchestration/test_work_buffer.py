@@ -1,0 +1,249 @@
+"""The buffer between dataset and trainer: the bound, the order, the account."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
+from torchtitan_rl.orchestration.work_buffer import (
+    Entry,
+    GroupState,
+    StalenessError,
+    WorkBuffer,
+)
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+PROBLEM = Problem(problem_id="p", data={})
+
+
+def group(group_id: str, *, version: int = 0) -> RolloutGroup:
+    completion = Completion(
+        request_id=f"{group_id}/r0/t0",
+        token_ids=(7,),
+        logprobs=(-1.0,),
+        version_runs=(VersionRun(0, version),),
+        finish_reason=FinishReason.STOP,
+    )
+    rollout = Rollout(
+        rollout_id=f"{group_id}/r0",
+        group_id=group_id,
+        problem_id="p",
+        turns=(Turn(prompt_token_ids=(1,), completion=completion),),
+        status=RolloutStatus.COMPLETED,
+        reward=1.0,
+    )
+    return RolloutGroup(group_id=group_id, problem=PROBLEM, rollouts=(rollout,))
+
+
+def buffer(*, groups_per_step: int, staleness: int, window: float = 0.0) -> WorkBuffer:
+    return WorkBuffer(
+        derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
+    )
+
+
+def fill(work: WorkBuffer, version: int = 0) -> list[str]:
+    names = []
+    while work.has_room:
+        names.append(f"g{work.admitted}")
+        work.admit(names[-1], PROBLEM, version=version)
+        work.start(names[-1])
+    return names
+
+
+def taken(work: WorkBuffer, version: int = 0) -> list[str] | None:
+    batch = work.take(version)
+    return None if batch is None else [member.group_id for member in batch]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "window", "expected"),
+    [(0, 0.0, 8), (1, 0.0, 16), (1, 0.5, 12), (2, 0.5, 20), (0, 0.5, 12), (4, 1.0, 32)],
+)
+def test_the_capacity_follows_from_staleness_and_window(
+    staleness: int, window: float, expected: int
+) -> None:
+    capacity = derive_capacity(groups_per_step=8, staleness=staleness, window=window)
+    assert capacity.buffer == expected
+    if staleness:
+        assert (capacity.buffer + capacity.window - 2) // 8 == staleness
+        assert (capacity.buffer + 1 + capacity.window - 2) // 8 == staleness + 1  # not one more
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("rollout.groups_per_step", {"groups_per_step": 0, "staleness": 0, "window": 0.0}),
+        ("schedule.staleness", {"groups_per_step": 4, "staleness": -1, "window": 0.0}),
+        ("schedule.window", {"groups_per_step": 4, "staleness": 1, "window": 0.6}),
+        ("schedule.window", {"groups_per_step": 4, "staleness": 0, "window": 1.5}),
+        ("schedule.window", {"groups_per_step": 4, "staleness": 4, "window": float("nan")}),
+    ],
+)
+def test_a_combination_that_cannot_work_is_named(field: str, values: dict[str, float]) -> None:
+    errors = capacity_errors(**values)  # type: ignore[arg-type]
+    assert len(errors) == 1
+    assert errors[0].startswith(field)
+
+
+def test_a_batch_is_taken_in_order_of_admission_whatever_finished_first() -> None:
+    work = buffer(groups_per_step=2, staleness=0)
+    fill(work)
+    work.finish(group("g1"))
+    assert taken(work) is None
+    work.finish(group("g0"))
+    assert taken(work) == ["g0", "g1"]
+
+
+def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -> None:
+    work = buffer(groups_per_step=2, staleness=2, window=1.0)  # W = 3: two may overtake
+    fill(work)
+    work.finish(group("g1"))
+    work.finish(group("g2"))
+    assert taken(work) == ["g1", "g2"]
+    assert work.finish_batch() == ()
+    fill(work, version=1)
+    for name in ("g3", "g4", "g5"):
+        work.finish(group(name, version=1))
+    assert taken(work, version=1) is None  # g0 was overtaken twice
+    work.finish(group("g0"))
+    assert taken(work, version=1) == ["g0", "g3"]
+
+
+def test_slots_are_freed_when_the_batch_is_trained_and_not_before() -> None:
+    work = buffer(groups_per_step=2, staleness=0)
+    for name in fill(work):
+        work.finish(group(name))
+    work.take(0)
+    assert not work.has_room
+    work.finish_batch()
+    assert work.has_room
+    assert len(work) == 0
+
+
+def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them_next() -> None:
+    work = buffer(groups_per_step=2, staleness=0, window=0.5)  # three start
+    fill(work)
+    work.finish(group("g1"))
+    work.finish(group("g2"))
+    assert taken(work) == ["g1", "g2"]
+    late = work.finish_batch()
+    assert late == ("g0",)
+    work.restart("g0", version=1)
+    work.start("g0")
+    fill(work, version=1)
+    work.finish(group("g3", version=1))
+    work.finish(group("g4", version=1))
+    assert taken(work, version=1) is None  # restarted once: it is in the next batch
+    work.finish(group("g0", version=1))
+    assert taken(work, version=1) == ["g0", "g3"]
+
+
+def test_a_finished_group_that_was_not_needed_at_staleness_0_is_restarted_too() -> None:
+    work = buffer(groups_per_step=2, staleness=0, window=0.5)
+    for name in fill(work):
+        work.finish(group(name))
+    work.take(0)
+    assert work.finish_batch() == ("g2",)
+
+
+def test_a_token_that_is_too_old_is_refused_at_consumption() -> None:
+    work = buffer(groups_per_step=1, staleness=1)
+    fill(work, version=3)
+    work.finish(group("g0", version=1))
+    with pytest.raises(StalenessError, match=r"g0.*version 1.*at 3"):
+        work.take(3)
+
+
+def test_an_unknown_state_change_is_refused() -> None:
+    work = buffer(groups_per_step=1, staleness=0)
+    work.admit("g0", PROBLEM, version=0)
+    with pytest.raises(ValueError, match="waiting, not running"):
+        work.finish(group("g0"))
+    with pytest.raises(ValueError, match="no room"):
+        work.admit("g1", PROBLEM, version=0)
+
+
+@given(
+    groups_per_step=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    window_share=st.floats(0, 1),
+    choices=st.lists(st.integers(0, 10**6), max_size=120),
+)
+def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stuck(
+    groups_per_step: int, staleness: int, window_share: float, choices: list[int]
+) -> None:
+    work = buffer(
+        groups_per_step=groups_per_step,
+        staleness=staleness,
+        window=window_share * (staleness / 2 if staleness else 1.0),
+    )
+    version = 0
+    for choice in choices:
+        fill(work, version)
+        running = [entry for entry in work.entries if entry.state is GroupState.RUNNING]
+        if choice % 7 == 0 and work.entries:
+            work.discard(work.entries[choice % len(work.entries)].group_id, "chance")
+        elif running:
+            # Tokens of the oldest version that admission allows: the worst case.
+            slow = running[choice % len(running)]
+            work.finish(group(slow.group_id, version=slow.admitted_version))
+        else:
+            assert work.take(version) is not None, "all are finished and none can be taken"
+            version += 1
+            for name in work.finish_batch():
+                work.restart(name, version=version)
+                work.start(name)
+        if choice % 3 and work.take(version) is not None:
+            version += 1
+            for name in work.finish_batch():
+                work.restart(name, version=version)
+                work.start(name)
+        counts = work.counts()
+        live = sum(counts[state] for state in list(GroupState)[:4])
+        assert live == len(work)
+        assert work.admitted == live + work.trained + work.discarded.total()
+
+
+def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
+    def compared(one: Entry, other: object) -> bool:
+        raise AssertionError("P groups looked for among P others are P * P comparisons")
+
+    work = buffer(groups_per_step=64, staleness=1, window=0.5)
+    names = fill(work)
+    for name in names[8:]:
+        work.finish(group(name))
+    monkeypatch.setattr(Entry, "__eq__", compared)
+    batch = taken(work)
+    assert batch is None  # 8 groups may be overtaken by 32 others at most
+    for name in names[4:8]:
+        work.finish(group(name))
+    for name in names[:4]:
+        work.finish(group(name))
+    assert taken(work) == names[:64]
+
+
+def test_a_batch_that_was_put_back_is_taken_again_and_nothing_was_overtaken():
+    work = buffer(groups_per_step=4, staleness=1, window=0.5)
+    names = fill(work)
+    for name in names[1:]:
+        work.finish(group(name))
+    assert taken(work) is None
+    work.finish(group(names[0]))
+    before = [(entry.group_id, entry.overtaken) for entry in work.entries]
+    batch = taken(work)
+    assert batch == names[:4]
+    work.put_back()
+    assert [(entry.group_id, entry.overtaken) for entry in work.entries] == before
+    assert work.counts()[GroupState.FINISHED] == len(names)
+    assert taken(work) == batch

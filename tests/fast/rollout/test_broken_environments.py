@@ -1,0 +1,312 @@
+"""Environments that hang, raise, return garbage or are solved already: each ends by name."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from tests.support.rollouts import (
+    PROBLEM,
+    SCRIPT,
+    CountingEnv,
+    Factory,
+    Hanging,
+    ScriptedGenerate,
+    closes,
+    config,
+    only,
+    raising,
+    run_rollouts,
+)
+from torchtitan_rl.rollout.advantages import group_advantages
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.types import RolloutStatus
+
+
+def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
+    factory = Factory(Hanging)
+    rollout = only(factory, step_timeout_s=0.02)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.STEP_TIMEOUT, None)
+    assert "step: no answer after 0.02 s" in rollout.cause
+    assert factory.made[0].calls == ["reset", "step", "close"]
+    assert len(rollout.turns) == 1  # what was sampled before is kept
+
+
+def test_a_thread_that_hangs_does_not_keep_the_rollout():
+    release = threading.Event()
+
+    class Stuck(CountingEnv):
+        def step(self, completion):
+            release.wait()
+
+    factory = Factory(Stuck)
+    rollout = only(factory, step_timeout_s=0.02)
+    release.set()
+    assert rollout.status is RolloutStatus.STEP_TIMEOUT
+    assert closes(factory) == [1]
+
+
+def test_a_close_that_hangs_is_given_up_and_said():
+    class NeverCloses(CountingEnv):
+        async def close(self):
+            await asyncio.Event().wait()
+
+    rollout = only(Factory(NeverCloses), step_timeout_s=0.02)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
+    assert "close: no answer" in rollout.cause
+
+
+def test_an_environments_own_time_error_is_not_taken_for_a_limit():
+    class Raises(CountingEnv):
+        async def step(self, completion):
+            raise TimeoutError("the database")
+
+    rollout = only(Factory(Raises))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "step: TimeoutError: the database (test_broken_environments.py:" in rollout.cause
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "finish"])
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
+def test_trap_18_an_environment_that_raises_ends_alone_with_a_cause(method, error):
+    factory = Factory(raising(method, error), CountingEnv)
+    broken, sound = run_rollouts(factory, size=2, max_turns=2)
+    assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
+    assert method in broken.cause or "fail" in broken.cause
+    assert type(error).__name__ in broken.cause
+    assert (sound.status, sound.reward) == (RolloutStatus.COMPLETED, 1.0)
+    assert closes(factory) == [1, 1]
+
+
+def test_an_environment_that_cannot_be_made_is_an_env_error():
+    def explode():
+        raise OSError("no disk")
+
+    rollout = only(Factory(explode))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "creation: OSError: no disk" in rollout.cause
+
+
+def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():
+    class GivesUp(CountingEnv):
+        async def step(self, completion):
+            return Terminal(reward=3.0, status=RolloutStatus.ENV_ERROR)
+
+    rollout = only(Factory(GivesUp))
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_ERROR, None)
+
+
+def answering(method: str, answer):
+    class Wrong(CountingEnv):
+        pass
+
+    async def give(self, *args):
+        return answer() if callable(answer) else answer
+
+    setattr(Wrong, method, give)
+    return lambda: Wrong(turns=9)
+
+
+def observation(**fields) -> Observation:
+    return Observation(**{"prompt_token_ids": (1, 2), **fields})
+
+
+GARBAGE = [
+    None,
+    (1, 2),
+    "text",
+    observation(prompt_token_ids=()),
+    observation(prompt_token_ids=None),
+    observation(prompt_token_ids="abc"),
+    observation(prompt_token_ids=5),
+    observation(prompt_token_ids=[1, "2"]),
+    observation(prompt_token_ids=[1.5]),
+    observation(prompt_token_ids=[1, -1]),
+    observation(max_tokens=0),
+    observation(max_tokens="many"),
+    observation(stop_token_ids=None),
+    observation(stop_token_ids=["stop"]),
+    observation(turn_reward="high"),
+    observation(turn_text=7),
+    Terminal(reward="1.0"),
+    Terminal(reward=[1.0]),
+    Terminal(status="completed"),
+    Terminal(metrics=None),
+    Terminal(metrics={"right": "yes"}),
+    Terminal(turn_reward=object()),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: repr(garbage)[:60])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_garbage_from_an_environment_ends_its_rollout_only_and_is_named(method, garbage):
+    factory = Factory(answering(method, garbage), CountingEnv)
+    broken, sound = run_rollouts(factory, size=2)
+    assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
+    assert "the environment owes" in broken.cause
+    assert len(broken.turns) == (0 if method == "reset" else 1)
+    assert (sound.status, sound.reward) == (RolloutStatus.COMPLETED, 1.0)
+    assert closes(factory) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "garbage", [None, observation(), Terminal(reward="x"), Terminal(status=None)]
+)
+def test_garbage_from_finish_is_an_env_error(garbage):
+    rollout = only(Factory(answering("finish", garbage)), max_turns=1)
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "the environment owes" in rollout.cause
+
+
+def test_an_end_before_the_first_turn_is_an_env_error():
+    rollout = only(Factory(answering("reset", Terminal(reward=1.0))))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+
+
+@pytest.mark.parametrize(
+    "prompt", [lambda: range(10**9), lambda: itertools.count(1), lambda: [1] * 1_000_000]
+)
+def test_a_huge_or_endless_prompt_ends_as_max_tokens_without_being_read_to_its_end(prompt):
+    factory = Factory(answering("step", lambda: observation(prompt_token_ids=prompt())))
+    rollout = only(factory, max_total_tokens=50)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.125)
+
+
+def test_numbers_of_other_libraries_become_our_own():
+    terminal = Terminal(
+        reward=np.float32(0.5), turn_reward=True, metrics={"n": np.int64(3), "none": None}
+    )
+    first = observation(prompt_token_ids=np.array([4, 5]), max_tokens=np.int32(2))
+
+    class Numpy(CountingEnv):
+        async def reset(self):
+            return first
+
+        async def step(self, completion):
+            return terminal
+
+    rollout = only(Factory(Numpy))
+    (turn,) = rollout.turns
+    values = [rollout.reward, turn.reward, rollout.metrics["n"]]
+    assert values == [0.5, 1.0, 3.0]
+    assert {type(value) for value in values} == {float}
+    assert turn.prompt_token_ids == (4, 5)
+    assert {type(token_id) for token_id in turn.prompt_token_ids} == {int}
+    assert rollout.metrics == {"n": 3.0}
+
+
+class Unspeakable(Exception):
+    """Cannot even be printed."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def test_an_error_that_cannot_be_printed_ends_one_rollout():
+    rollout = only(Factory(raising("step", Unspeakable())))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "Unspeakable" in rollout.cause
+
+
+@pytest.mark.parametrize("answer", [Unspeakable(), Terminal(reward=Unspeakable())])
+def test_an_answer_that_cannot_be_printed_ends_one_rollout(answer):
+    rollout = only(Factory(answering("step", answer)))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+
+
+def test_numbers_that_raise_when_asked_end_one_rollout():
+    class Raises:
+        def __float__(self):
+            raise RuntimeError("not now")
+
+    rollout = only(Factory(answering("step", Terminal(reward=Raises()))))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "answer: RuntimeError: not now" in rollout.cause
+
+
+@pytest.mark.parametrize("messages", [["text"], None, 5, RuntimeError("no")])
+def test_messages_that_are_none_are_left_out_and_said(messages):
+    class Talks(CountingEnv):
+        @property
+        def messages(self):
+            if isinstance(messages, Exception):
+                raise messages
+            return messages
+
+    rollout = only(Factory(Talks))
+    assert (rollout.status, rollout.messages) == (RolloutStatus.COMPLETED, ())
+    assert "messages: " in rollout.cause
+
+
+def test_messages_are_a_copy_in_the_types_of_json():
+    message = {"role": "user", "content": ({1}, b"x", float), 3: None}
+
+    class Talks(CountingEnv):
+        messages = (message,)
+
+    rollout = only(Factory(Talks))
+    message["role"] = "changed"
+    (kept,) = rollout.messages
+    assert kept == {"role": "user", "content": ["{1}", "b'x'", "<class 'float'>"], "3": None}
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
+def test_an_environment_that_hangs_and_ignores_its_cancellation_is_left_behind(method):
+    class Deaf(CountingEnv):
+        pass
+
+    async def hang(self, *args):
+        self.calls.append(method)
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                self.calls.append("cancelled")
+
+    async def scenario():
+        rollouter = Rollouter(
+            generate=ScriptedGenerate(SCRIPT),
+            environment=Factory(lambda: Deaf(turns=9), CountingEnv),
+            config=config(step_timeout_s=0.02, max_turns=2),
+        )
+        group = await rollouter.run_group("g", PROBLEM, size=2, seed=0)
+        released.set()
+        return group
+
+    hang.__name__ = method
+    setattr(Deaf, method, hang)
+    released = asyncio.Event()
+    deaf, sound = asyncio.run(scenario()).rollouts
+    expected = RolloutStatus.MAX_TURNS if method == "close" else RolloutStatus.STEP_TIMEOUT
+    assert deaf.status is expected
+    assert f"{method}: no answer" in deaf.cause
+    assert sound.status is RolloutStatus.COMPLETED
+
+
+def test_an_environment_that_hangs_is_cancelled_and_may_clean_up_before_it_is_closed():
+    class Tidy(CountingEnv):
+        async def step(self, completion):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                self.calls.append("tidied")
+
+    factory = Factory(Tidy)
+    assert only(factory, step_timeout_s=0.05).status is RolloutStatus.STEP_TIMEOUT
+    assert factory.made[0].calls == ["reset", "tidied", "close"]
+
+
+def test_problems_that_are_all_solved_give_a_group_that_says_it_teaches_nothing():
+    group = run_rollouts(Factory(CountingEnv), size=4)
+    advantages = group_advantages([rollout.reward for rollout in group], "std")
+    assert advantages.values == (0.0,) * 4
+    assert not advantages.has_variance
+    assert {rollout.status for rollout in group} == {RolloutStatus.COMPLETED}

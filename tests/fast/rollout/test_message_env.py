@@ -1,0 +1,160 @@
+"""Environments in chat messages, through the wrapper and the rollouter, to episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.support.rollouts import PROBLEM, ScriptedGenerate, config
+from torchtitan_rl.rollout.env import Terminal
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.types import RolloutStatus
+
+END = ord("$")
+
+
+class LetterRenderer:
+    """One token a character: ``<role>:<content>$``. Refuses to extend by roles that it strips."""
+
+    stop_token_ids = (END,)
+
+    def __init__(self) -> None:
+        self.rendered = 0
+
+    def initial_prompt(self, messages, tools=()):
+        self.rendered += 1
+        text = "".join(f"{message['role'][0]}:{message['content']}$" for message in messages)
+        return tuple(map(ord, "".join(tool["name"] for tool in tools) + text + "a:"))
+
+    def extend(self, prompt, completion, new_messages):
+        if any(message["role"] == "tool" for message in new_messages):
+            return None
+        missing = () if completion[-1:] == (END,) else (END,)
+        text = "".join(f"{message['role'][0]}:{message['content']}$" for message in new_messages)
+        return prompt + completion + missing + tuple(map(ord, text + "a:"))
+
+    def parse(self, completion, prompt):
+        return {"role": "assistant", "content": self.decode(completion).rstrip("$")}
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+class Dialogue:
+    """A `MessageEnv` that goes through a list of answers and remembers what it was told."""
+
+    def __init__(self, *answers) -> None:
+        self.answers = list(answers)
+        self.told: list[dict] = []
+        self.threads = set()
+        self.closed = 0
+
+    def reset(self):
+        self.threads.add(threading.get_ident())
+        return MessageObservation(
+            messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+        )
+
+    async def step(self, message):
+        self.told.append(message)
+        return self.answers[len(self.told) - 1]
+
+    def finish(self, status):
+        return Terminal(reward=0.5)
+
+    async def close(self):
+        self.closed += 1
+
+
+def user(content: str, **changes) -> MessageObservation:
+    return MessageObservation(messages=[{"role": "user", "content": content}], **changes)
+
+
+def play(env: Dialogue, *completions: str, **limits):
+    script = [tuple(map(ord, completion)) for completion in completions]
+    generate = ScriptedGenerate(script)
+    rollouter = Rollouter(
+        generate=generate,
+        environment=lambda problem: MessageTokenEnv(env, LetterRenderer()),
+        config=config(**limits),
+    )
+    group = asyncio.run(rollouter.run_group("g", PROBLEM, size=1, seed=0))
+    assert env.closed == 1
+    return group.rollouts[0], generate
+
+
+def texts(rollout) -> list[str]:
+    return ["".join(map(chr, turn.prompt_token_ids)) for turn in rollout.turns]
+
+
+def test_a_conversation_extends_and_is_one_episode():
+    env = Dialogue(user("V", turn_reward=0.25), Terminal(reward=1.0, turn_reward=0.75))
+    rollout, generate = play(env, "x$", "y$")
+    assert texts(rollout) == ["s:S$u:U$a:", "s:S$u:U$a:x$u:V$a:"]
+    assert env.told == [
+        {"role": "assistant", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    assert [turn.reward for turn in rollout.turns] == [0.25, 0.75]
+    assert [turn.text for turn in rollout.turns] == ["x$", "y$"]
+    assert [message["content"] for message in rollout.messages] == ["S", "U", "x", "V", "y"]
+    assert len(rollout_to_episodes(rollout, 1.0)) == 1
+    assert generate.requests[0].sampling.stop_token_ids == (END,)
+
+
+def test_trap_16_a_completion_cut_at_its_budget_gets_its_end_in_the_next_prompt():
+    rollout, _ = play(
+        Dialogue(user("V"), Terminal(reward=1.0)), "xxxx", "y$", max_tokens_per_turn=2
+    )
+    assert texts(rollout)[1] == "s:S$u:U$a:xx$u:V$a:"
+    (episode,) = rollout_to_episodes(rollout, 1.0)
+    trained = [t for t, m in zip(episode.token_ids, episode.loss_mask, strict=True) if m]
+    assert "".join(map(chr, trained)) == "xxy$"
+
+
+def test_a_replaced_history_is_rendered_afresh_and_branches():
+    edited = MessageObservation(replace_messages=[{"role": "user", "content": "W"}])
+    rollout, _ = play(Dialogue(edited, user("V"), Terminal(reward=1.0)), "x$", "y$", "z$")
+    assert texts(rollout) == ["s:S$u:U$a:", "u:W$a:", "u:W$a:y$u:V$a:"]
+    assert [message["content"] for message in rollout.messages] == ["W", "y", "V", "z"]
+    assert [len(e.token_ids) for e in rollout_to_episodes(rollout, 1.0)] == [12, 16]
+
+
+def test_trap_17_where_extension_cannot_be_proven_the_whole_history_is_rendered():
+    tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
+    rollout, _ = play(Dialogue(tool, Terminal(reward=1.0)), "x", "y$")
+    assert texts(rollout)[1] == "s:S$u:U$a:x$t:T$a:"
+
+
+def test_tools_of_the_first_observation_are_kept_when_rendering_again():
+    class WithTools(Dialogue):
+        def reset(self):
+            return user("U", tools=[{"name": "add "}])
+
+    tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
+    rollout, _ = play(WithTools(tool, Terminal(reward=1.0)), "x$", "y$")
+    assert texts(rollout) == ["add u:U$a:", "add u:U$a:x$t:T$a:"]
+
+
+def test_plain_methods_run_beside_the_event_loop():
+    env = Dialogue(Terminal(reward=1.0))
+    play(env, "x$")
+    assert threading.get_ident() not in env.threads
+
+
+def test_limits_end_a_conversation_with_what_it_is_worth():
+    rollout, _ = play(Dialogue(user("V"), user("V")), "x$", "y$", max_turns=2)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.5)
+    rollout, _ = play(Dialogue(user("V" * 50)), "x$", max_total_tokens=40)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.5)
+
+
+@pytest.mark.parametrize("answer", [None, user("V", max_tokens=0)])
+def test_an_answer_of_the_wrong_kind_is_an_env_error_that_keeps_the_conversation(answer):
+    rollout, _ = play(Dialogue(answer), "x$")
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert rollout.messages[2] == {"role": "assistant", "content": "x"}

@@ -1,0 +1,352 @@
+"""No sampled token is lost between replica and router, and the account says so exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from tests.fast.generation.test_loop import running_loop
+from tests.support.far_replica import FarReplica
+from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    RequestGivenUpError,
+)
+from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
+from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.weights.staging import WeightStaging
+
+
+@dataclass
+class Ended:
+    """What the observer heard."""
+
+    heard: list[tuple[GenerationRequest, Completion, bool]] = field(default_factory=list)
+
+    def __call__(self, request: GenerationRequest, known: Completion, is_returned: bool) -> None:
+        self.heard.append((request, known, is_returned))
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(request.request_id for request, _, _ in self.heard)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(
+            len(known.token_ids) - len(request.resume_from.token_ids if request.resume_from else ())
+            for request, known, _ in self.heard
+        )
+
+    def check_tokens(self) -> None:
+        """Each token that is known is the one that was sampled there."""
+        for asked, known, _ in self.heard:
+            tokens = [*asked.prompt_token_ids, *known.token_ids]
+            for index in range(len(asked.prompt_token_ids), len(tokens)):
+                token, _ = scripted_token(tokens[:index], seed=None, version=0, vocab_size=40)
+                assert token == tokens[index]
+            assert len(known.logprobs) == len(known.versions) == len(known.token_ids)
+
+
+Scenario = Callable[[list[FarReplica], GeneratorRouter, Ended], Awaitable[None]]
+
+
+def virtually(scenario: Scenario, *, num_replicas: int = 2, **options: float) -> None:
+    """Run it, then see that everything adds up and nothing is left."""
+
+    async def run() -> None:
+        replicas = [FarReplica(f"r{n}") for n in range(num_replicas)]
+        ended = Ended()
+        router = GeneratorRouter(replicas, on_ended=ended, **options)  # type: ignore[arg-type]
+        await scenario(replicas, router, ended)
+        accounts = await router.account()
+        for account in accounts.values():
+            if account.is_live:
+                assert (account.unaccounted, account.running) == (0, 0)
+        assert ended.new_tokens == sum(account.received for account in accounts.values())
+        ended.check_tokens()
+        assert set(router.outstanding_tokens().values()) == {0}
+        for replica in replicas:
+            await replica.close()
+        await settle()
+        left = {
+            task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()
+        }
+        assert left == set()
+
+    run_virtually(run())
+
+
+async def end_of(task: asyncio.Task[Completion]) -> Completion | BaseException:
+    await asyncio.wait({task})
+    if task.cancelled():
+        return asyncio.CancelledError()
+    return task.exception() or task.result()
+
+
+async def iterations(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("again", [None, 0, 1, 3, 8])
+def test_a_request_that_is_cancelled_at_any_moment_is_accounted_to_the_last_token(
+    again: int | None,
+) -> None:
+    """``again``: a second cancel after so many iterations of the event loop."""
+    kinds = set()
+    # Every 0.1 s there is a step, and the end travels for 0.05 s: all phases of both.
+    for at in range(0, 200, 1):
+
+        async def scenario(
+            replicas: list[FarReplica], router: GeneratorRouter, ended: Ended, at: int = at
+        ) -> None:
+            other = asyncio.create_task(router.generate(request("other", max_tokens=9)))
+            task = asyncio.create_task(router.generate(request("a", max_tokens=5)))
+            await asyncio.sleep((at // 8) * 0.05)
+            await iterations(at % 8)
+            task.cancel()
+            if again is not None:
+                await iterations(again)
+                task.cancel()
+            outcome = await end_of(task)
+            await other
+            kinds.add(type(outcome))
+            if ended.names == ["other"]:
+                assert at == 0  # it never began
+            else:
+                assert ended.names == ["a", "other"]
+                (is_returned,) = [back for one, _, back in ended.heard if one.request_id == "a"]
+                assert is_returned == isinstance(outcome, Completion)
+
+        virtually(scenario)
+    assert kinds == {asyncio.CancelledError, Completion}
+
+
+def test_a_request_that_times_out_at_any_moment_is_accounted_to_the_last_token() -> None:
+    kinds = set()
+    for tenths in range(1, 12):
+        for offset_s in (-1e-6, 0.0, 1e-6, 0.05):
+
+            async def scenario(
+                replicas: list[FarReplica], router: GeneratorRouter, ended: Ended
+            ) -> None:
+                outcome = await end_of(
+                    asyncio.create_task(router.generate(request("a", max_tokens=6)))
+                )
+                kinds.add(type(outcome))
+                ((_, known, is_returned),) = ended.heard
+                assert is_returned == isinstance(outcome, Completion)
+                if isinstance(outcome, Completion):
+                    assert known == outcome
+
+            virtually(scenario, request_timeout_s=tenths / 10 + offset_s)
+    assert kinds == {GenerationTimeoutError, Completion}
+
+
+def test_an_account_is_exact_at_any_moment_while_ends_and_requests_travel() -> None:
+    async def scenario(replicas: list[FarReplica], router: GeneratorRouter, ended: Ended) -> None:
+        calls = [
+            asyncio.create_task(
+                router.generate(request(f"q{n}", prompt_len=3 + n, max_tokens=1 + n % 7))
+            )
+            for n in range(30)
+        ]
+        is_done = asyncio.gather(*calls)
+        num_running = num = 0
+        while not is_done.done():
+            accounts = await router.account()
+            assert [one.unaccounted for one in accounts.values()] == [0, 0]
+            num_running += any(one.running for one in accounts.values())
+            num += 1
+            await asyncio.sleep(0.013)
+            await iterations(num % 5)
+            if num in (5, 9):
+                await router.pause("abort")
+                assert [one.running for one in (await router.account()).values()] == [0, 0]
+                await router.resume()
+        assert num_running > 5
+
+    virtually(scenario)
+
+
+def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
+    async def scenario() -> None:
+        replica = FarReplica("r")
+        router = GeneratorRouter([replica])
+        replica.dropped_ends = 1
+        call = asyncio.create_task(router.generate(request("a", max_tokens=3)))
+        await asyncio.sleep(5)
+        account = (await router.account())["r"]
+        assert (account.sampled, account.received, account.running) == (3, 0, 0)
+        assert account.unaccounted == 3
+        call.cancel()
+        await asyncio.wait({call})
+        assert router.states()["r"] is ReplicaState.DEAD
+        await replica.close()
+
+    run_virtually(scenario())
+
+
+def test_of_a_killed_replica_the_account_says_what_was_lost_with_it() -> None:
+    async def scenario(replicas: list[FarReplica], router: GeneratorRouter, ended: Ended) -> None:
+        dying = replicas[0]
+        call = asyncio.create_task(router.generate(request("a", max_tokens=12)))
+        await asyncio.sleep(0.31)
+        await router.account()
+        await asyncio.sleep(0.2)
+        dying.kill()
+        done = await call
+        account = (await router.account())[dying.name]
+        assert not account.is_live
+        assert account.unaccounted is None
+        assert account.received > 0  # what was heard of goes on elsewhere
+        assert account.lost_tokens == max(0, account.sampled - account.received)
+        assert len(done.token_ids) == 12
+        assert ended.names == ["a"]
+
+    virtually(scenario)
+
+
+def test_refused_requests_are_not_heard_of_and_each_other_one_once() -> None:
+    async def scenario(replicas: list[FarReplica], router: GeneratorRouter, ended: Ended) -> None:
+        running = asyncio.create_task(router.generate(request("a", max_tokens=8)))
+        await settle()
+        with pytest.raises(InvalidRequestError, match="still outstanding"):
+            await router.generate(request("a"))
+        assert ended.heard == []
+        await running
+        async with router.lease() as lease:
+            await lease.generate(request("leased"))
+        router_call = asyncio.create_task(router.generate(request("aborted", max_tokens=90)))
+        await asyncio.sleep(0.4)
+        await router.abort(["aborted"])
+        await router_call
+        await router.pause("keep")
+        waiting = asyncio.create_task(router.generate(request("waiting", min_version=0)))
+        await settle()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await router.resume()
+        assert ended.names == ["a", "aborted", "leased", "waiting"]
+        assert [back for one, _, back in ended.heard if one.request_id == "waiting"] == [False]
+
+    virtually(scenario)
+
+
+def test_a_continued_request_tells_what_it_was_resumed_from_too() -> None:
+    async def scenario(replicas: list[FarReplica], router: GeneratorRouter, ended: Ended) -> None:
+        first = asyncio.create_task(router.generate(request("a", max_tokens=30)))
+        await asyncio.sleep(0.45)
+        await router.abort(["a"])
+        part = await first
+        whole = request("a", max_tokens=30, resume_from=part)
+        task = asyncio.create_task(router.generate(whole))
+        await asyncio.sleep(0.45)
+        task.cancel()
+        await asyncio.wait({task})
+        known = ended.heard[-1][1]
+        assert known.token_ids[: len(part.token_ids)] == part.token_ids
+        assert len(known.token_ids) > len(part.token_ids) > 0
+
+    virtually(scenario)
+
+
+def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_cancel_ends() -> None:
+    class Deaf(GatedReplica):
+        async def abort(self, request_ids: tuple[str, ...]) -> None: ...
+
+    async def scenario() -> None:
+        ended = Ended()
+        router = GeneratorRouter([Deaf("r", is_open=False)], on_ended=ended)
+        task = asyncio.create_task(router.generate(request("a")))
+        await settle()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert ended.names == ["a"]
+        assert router.states()["r"] is ReplicaState.DEAD
+        assert router.outstanding_tokens() == {"r": 0}
+
+    run_virtually(scenario())
+
+
+class GivingUp(ScriptedEngine):
+    """Gives up every request whose id begins with "bad" where another would end."""
+
+    def step(self) -> list:
+        return [
+            replace(output, refusal="no token is left")
+            if output.request_id.startswith("bad")
+            else output
+            for output in super().step()
+        ]
+
+
+def test_through_an_engine_loop_with_cancels_aborts_pulls_and_refusals_nothing_is_lost() -> None:
+    async def scenario() -> None:
+        with running_loop(GivingUp(step_delay_s=0.0005, max_running=4)) as loop:
+            ended = Ended()
+            replica = LoopReplica("r", loop, _NothingToStage())
+            router = GeneratorRouter([replica], on_ended=ended)
+            names = [f"{'bad' if n % 5 == 0 else 'a'}{n}" for n in range(40)]
+            calls = [
+                asyncio.create_task(router.generate(request(name, max_tokens=40))) for name in names
+            ]
+            for turn in range(1, 12):
+                await asyncio.sleep(0.004)
+                calls[3 * turn].cancel()
+                await router.abort([names[3 * turn + 1]])
+                if turn == 4:
+                    await router.sync_weights(handle(1), mode="hot_swap")
+                if turn == 7:
+                    await router.pause("abort")
+                    await router.resume()
+                account = (await router.account())["r"]
+                assert account.unaccounted == 0
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            given_up = [one for one in outcomes if isinstance(one, RequestGivenUpError)]
+            assert given_up
+            assert all(one.completion.token_ids for one in given_up)
+            account = (await router.account())["r"]
+            assert (account.unaccounted, account.running) == (0, 0)
+            assert account.sampled == ended.new_tokens == account.received
+            assert ended.names == sorted(names)
+            await replica.close()
+
+    asyncio.run(scenario())
+
+
+class _NothingToStage(WeightStaging):
+    def stage(self, handle: object) -> None: ...
+
+    def discard_before(self, version: int) -> None: ...
+
+
+def test_a_pause_that_cuts_and_a_close_end_each_request_once() -> None:
+    async def scenario() -> None:
+        replicas = [FarReplica(f"r{n}") for n in range(2)]
+        ended = Ended()
+        router = GeneratorRouter(replicas, on_ended=ended)
+        calls = [
+            asyncio.create_task(router.generate(request(f"q{n}", max_tokens=60))) for n in range(6)
+        ]
+        await asyncio.sleep(1.0)
+        await router.pause("abort")
+        await router.close()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
+        assert ended.names == [f"q{n}" for n in range(6)]
+        assert ended.new_tokens == sum(
+            replica.engine.stats().generated_tokens for replica in replicas
+        )
+
+    run_virtually(scenario())

@@ -1,0 +1,293 @@
+"""Completions that are sampled in pieces, against the same completions undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.replicas import GatedReplica
+from torchtitan_rl.errors import InvalidRequestError, ReplicaError
+from torchtitan_rl.generation.engine import Admission
+from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text, scripted_token
+from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    SamplingParams,
+    VersionRun,
+)
+
+VOCAB, EOS = 40, 7
+
+
+class CutReplica(GatedReplica):
+    """A scripted engine that is cut: its n-th call ends after ``cuts[n]`` tokens (aborted), or, if
+    negative, by the loss of the replica; the version goes up with each call that was cut."""
+
+    def __init__(self, name: str, cuts: list[int], *, moves_on: bool = False) -> None:
+        super().__init__(name)
+        self.cuts = cuts
+        self.moves_on = moves_on
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
+        await asyncio.sleep(0)
+        self.requests.append(request)
+        cut = self.cuts.pop(0) if self.cuts else None
+        if cut is not None and cut < 0:
+            raise ReplicaError(f"{self.name} died")
+        engine = ScriptedEngine(vocab_size=VOCAB, eos_token_id=EOS, version=self.version)
+        engine.add_request(Admission(request=request, arrival_s=0.0))
+        ended = []
+        while not ended:
+            if cut == 0:
+                ended = engine.abort((request.request_id,))
+            else:
+                ended = engine.step()
+                cut = None if cut is None else cut - 1
+        (output,) = ended
+        version = self.version
+        self.version += self.moves_on and output.finish_reason is FinishReason.ABORT
+        return Completion(
+            request_id=request.request_id,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            version_runs=(VersionRun(0, version),) if output.token_ids else (),
+            finish_reason=output.finish_reason,
+            replica=self.name,
+            stop_reason=output.stop_reason,
+            top_logprobs=output.top_logprobs,
+        )
+
+
+def generation(max_tokens: int, **sampling: object) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="id",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+    )
+
+
+def complete(
+    request: GenerationRequest, cuts: list[int], *, moves_on: bool = False
+) -> tuple[Completion, CutReplica]:
+    replica = CutReplica("r", list(cuts), moves_on=moves_on)
+    return asyncio.run(GeneratorRouter([replica]).generate(request)), replica
+
+
+def piece(*tokens: int, version: int = 0, reason: FinishReason = FinishReason.ABORT) -> Completion:
+    return Completion(
+        request_id="piece",
+        token_ids=tokens,
+        logprobs=tuple(-float(token) for token in tokens),
+        version_runs=(VersionRun(0, version),) if tokens else (),
+        finish_reason=reason,
+    )
+
+
+sampled = st.builds(
+    generation,
+    st.integers(1, 30),
+    min_tokens=st.integers(0, 1),
+    stop_token_ids=st.sampled_from([(), (11,), (11, 12)]),
+    stop=st.sampled_from([(), ("ab",), ("f", "gh", "i")]),
+    num_logprobs=st.sampled_from([0, 2]),
+    ignore_eos=st.booleans(),
+)
+cut_lists = st.lists(st.integers(0, 12), max_size=8)
+
+
+@given(request=sampled, cuts=cut_lists)
+def test_cut_anywhere_any_number_of_times_it_equals_the_undisturbed_completion(request, cuts):
+    undisturbed, _ = complete(request, [])
+    joined, replica = complete(request, cuts)
+    assert joined == undisturbed
+    ids = [one.request_id for one in replica.requests]
+    assert len(set(ids)) == len(ids)
+    assert all(one.resume_from is None for one in replica.requests)
+
+
+@given(request=sampled, cuts=cut_lists)
+def test_each_token_of_a_cut_completion_has_the_version_it_was_sampled_under(request, cuts):
+    joined, _ = complete(request, cuts, moves_on=True)
+    context = list(request.prompt_token_ids)
+    for token, logprob, version in zip(
+        joined.token_ids, joined.logprobs, joined.versions, strict=True
+    ):
+        expected = scripted_token(context, seed=None, version=version, vocab_size=VOCAB)
+        assert (token, logprob) == expected
+        context.append(token)
+    starts = [run.start for run in joined.version_runs]
+    assert starts == sorted(set(starts))
+
+
+@given(request=sampled, kept=st.integers(0, 30))
+def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request, kept):
+    undisturbed, _ = complete(request, [])
+    partial, _ = complete(replace(request, sampling=request.sampling), [])
+    kept = min(kept, len(partial.token_ids) - 1)
+    record = replace(
+        partial,
+        token_ids=partial.token_ids[:kept],
+        logprobs=partial.logprobs[:kept],
+        version_runs=partial.version_runs if kept else (),
+        finish_reason=FinishReason.ABORT,
+        stop_reason=None,
+        top_logprobs=partial.top_logprobs[:kept],
+    )
+    resumed, replica = complete(replace(request, resume_from=record), [])
+    assert resumed == undisturbed
+    assert sum(one.sampling.max_tokens for one in replica.requests) == (
+        request.sampling.max_tokens - kept
+    )
+
+
+@given(cuts=st.lists(st.integers(0, 9), max_size=5))
+def test_a_request_that_loses_replica_after_replica_ends_like_the_undisturbed_one(cuts):
+    request = generation(30)
+    undisturbed, _ = complete(request, [])
+
+    async def scenario():
+        replicas = [CutReplica(f"r{i}", [cut, -1]) for i, cut in enumerate(cuts)]
+        return await GeneratorRouter([*replicas, CutReplica("last", [])]).generate(request)
+
+    joined = asyncio.run(scenario())
+    assert replace(joined, replica="r") == undisturbed
+
+
+@given(
+    pieces=st.lists(
+        st.builds(
+            lambda tokens, version: piece(*tokens, version=version),
+            st.lists(st.integers(0, 5), max_size=4),
+            st.integers(0, 2),
+        ),
+        max_size=6,
+    ),
+    cut=st.integers(0, 6),
+)
+def test_joining_does_not_depend_on_where_it_was_joined_before(pieces, cut):
+    whole = join("id", pieces)
+    assert join("id", [join("id", pieces[:cut]), join("id", pieces[cut:])]) == whole
+    assert whole.versions == tuple(version for one in pieces for version in one.versions)
+
+
+def test_trap_7_a_budget_used_up_exactly_ends_by_length_without_another_request():
+    joined, replica = complete(generation(5, ignore_eos=True), [2, 3])
+    assert joined.finish_reason is FinishReason.LENGTH
+    assert [one.sampling.max_tokens for one in replica.requests] == [5, 3]
+    aborted = piece(1, 2, 3, 4, 5)
+    assert remaining_request(generation(5), aborted) is None
+    assert used_up(aborted).finish_reason is FinishReason.LENGTH
+
+
+def test_trap_7_shared_sampling_parameters_are_never_changed():
+    request = generation(9, min_tokens=4, seed=1)
+    before = replace(request.sampling)
+    rest = remaining_request(request, piece(1, 2, 3), attempt=2)
+    assert rest is not None
+    assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (6, 1)
+    assert (rest.request_id, rest.prompt_token_ids) == ("id#2", (1, 2, 3, 1, 2, 3))
+    assert request.sampling == before
+
+
+def test_trap_8_a_stop_string_that_straddles_cuts_stops_at_the_token_that_completes_it():
+    request = generation(30, ignore_eos=True)
+    undisturbed, _ = complete(request, [])
+    stop = scripted_text(undisturbed.token_ids[8:12])
+    for cuts in ([9], [10], [11], [9, 1, 1]):
+        stopped, replica = complete(
+            replace(request, sampling=replace(request.sampling, stop=(stop,))), cuts
+        )
+        assert stopped.token_ids == undisturbed.token_ids[:12]
+        assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, stop)
+        assert [one.num_resumed for one in replica.requests[:2]] == [0, cuts[0]]
+
+
+def test_trap_9_a_cut_before_the_first_token_leaves_the_request_as_it_was():
+    request = generation(9, seed=1)
+    assert remaining_request(request, piece()) == request
+
+
+def test_trap_8_a_seeded_request_goes_on_with_a_seed_of_its_own_that_is_always_the_same():
+    request = generation(20, seed=3, ignore_eos=True)
+    once, replica = complete(request, [4, 4])
+    again, _ = complete(request, [4, 4])
+    assert once == again
+    seeds = [one.sampling.seed for one in replica.requests]
+    assert len(set(seeds)) == 3
+    assert seeds[1] == continued_seed(3, once.token_ids[:4])
+    assert continued_seed(3, (1, 2)) == 3406039206462273791
+    assert continued_seed(-3, (1, 2)) not in (3406039206462273791, continued_seed(-4, (1, 2)))
+
+
+def test_times_of_the_pieces_add_up():
+    def timed(*tokens: int, first_s: float, decode_s: float) -> Completion:
+        metrics = CompletionMetrics(
+            queue_s=0.5,
+            time_to_first_token_s=first_s,
+            decode_s=decode_s,
+            inter_token_latency_s=0.0,
+            cached_tokens=len(tokens),
+            requests_in_flight=3,
+        )
+        return replace(piece(*tokens), metrics=metrics)
+
+    joined = join(
+        "id",
+        [
+            timed(first_s=1.0, decode_s=0.0),
+            timed(1, 2, first_s=2.0, decode_s=4.0),
+            timed(3, first_s=8.0, decode_s=0.0),
+        ],
+    ).metrics
+    assert joined is not None
+    assert joined.queue_s == 1.5
+    assert joined.time_to_first_token_s == 3.0
+    assert joined.decode_s == 12.0
+    assert joined.inter_token_latency_s == 6.0
+    assert joined.cached_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (piece(*range(6)), "it has 6 tokens, and sampling.max_tokens = 5"),
+        (replace(piece(1, 2), logprobs=(-1.0,)), "2 tokens and 1 logprobs"),
+        (replace(piece(1, 2), version_runs=()), "version runs start at"),
+        (replace(piece(1, 2), top_logprobs=(((1, -1.0),),)), "alternatives for 1 tokens instead"),
+        (replace(piece(1), version_runs=(VersionRun(0, 1), VersionRun(3, 2))), "start at"),
+    ],
+)
+def test_a_record_that_cannot_be_of_this_request_is_refused(record, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        complete(replace(generation(5), resume_from=record), [])
+
+
+def test_an_abort_that_the_caller_asked_for_is_not_continued():
+    async def scenario():
+        replica = GatedReplica("r", is_open=False)
+        router = GeneratorRouter([replica])
+        await router.pause(mode="abort")
+        call = asyncio.create_task(router.generate(generation(5)))
+        await asyncio.sleep(0)
+        await router.abort(["id", "unknown"])
+        done = await call
+        assert (done.finish_reason, done.token_ids) == (FinishReason.ABORT, ())
+        assert replica.served == []
+
+    asyncio.run(scenario())

@@ -1,0 +1,85 @@
+"""Episodes of rewarded sessions on disk, also where it is full."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.agents import asked
+from tests.support.served_sessions import make
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.serving.episodes_file import EpisodesFile
+from torchtitan_rl.serving.messages import RefusedError
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As on a disk with so much room, a file takes a part of what would make it longer."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_each_episode_is_a_line_with_its_session_and_reward(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+
+    async def scenario():
+        with EpisodesFile(path) as file:
+            sessions = make(keep=file.write)
+            await sessions.complete(asked((1, 2), "s", max_tokens=2))
+            await sessions.complete(asked((1, 2, 99), "s", max_tokens=3))
+            await sessions.complete(asked((5,), "unrewarded", max_tokens=1))
+            await sessions.close("unrewarded")
+            return await sessions.close("s", 0.5)
+
+    report = run_virtually(scenario())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["token_ids"] for line in lines] == [list(e.token_ids) for e in report.episodes]
+    assert len(lines) == 2
+    assert {(line["session_id"], line["reward"]) for line in lines} == {("s", 0.5)}
+    assert all(line["temperatures"] == list(report.temperatures) for line in lines)
+
+
+def test_a_full_disk_loses_no_session_and_leaves_no_half_line(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+
+    async def scenario():
+        with EpisodesFile(path) as file:
+            sessions = make(keep=file.write)
+            for name in ("first", "second"):
+                await sessions.complete(asked((1, 2), name, max_tokens=4))
+            await sessions.close("first", 1.0)
+            room = path.stat().st_size + 10
+            with files_of_at_most(room), pytest.raises(RefusedError) as error:
+                await sessions.close("second", 1.0)
+            assert error.value.refusal.code == "episodes_not_written"
+            assert path.stat().st_size == room - 10
+            assert sessions.counts()["sessions_open"] == 1
+            return await sessions.close("second", 1.0)
+
+    report = run_virtually(scenario())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["session_id"] for line in lines] == ["first", "second"]
+    assert lines[1]["token_ids"] == list(report.episodes[0].token_ids)
+
+
+def test_a_line_that_a_kill_cut_off_is_gone_when_the_file_is_opened_again(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    path.write_bytes(b'{"session_id":"whole"}\n{"session_id":"to')
+
+    async def scenario():
+        with EpisodesFile(path) as file:
+            sessions = make(keep=file.write)
+            await sessions.complete(asked((1, 2), "after", max_tokens=2))
+            await sessions.close("after", 0.5)
+
+    run_virtually(scenario())
+    found = [json.loads(line)["session_id"] for line in path.read_text().splitlines()]
+    assert found == ["whole", "after"]

@@ -1,0 +1,340 @@
+"""A fault at every await of the endpoint: whatever goes wrong, every request ends, once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from tests.support.await_faults import Faults, Kind
+from tests.support.endpoints import LinkedEndpoint, now
+from tests.support.http_driver import Client
+from tests.support.replicas import GatedReplica
+from tests.support.virtual_clock import VirtualLoop
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving import http_context
+from torchtitan_rl.serving.http_context import close_at_end
+from torchtitan_rl.serving.http_shell import HttpShell, ShellOptions, protect
+from torchtitan_rl.serving.link import FAILED, ControllerLink
+from torchtitan_rl.serving.messages import EndpointRequest, RequestEnd
+from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    SamplingParams,
+    VersionRun,
+)
+
+OPTIONS = ShellOptions(max_concurrent_requests=3)
+MAX_TOKENS = 6
+
+
+class TokenReplica(GatedReplica):
+    """Samples a token each 0.1 s, and tells what it sampled for sessions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.sampled_in: dict[str, int] = {}
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
+        known = len(request.resume_from.token_ids) if request.resume_from else 0
+        number = 0
+        self.running += 1
+        try:
+            while number < request.sampling.max_tokens and request.request_id not in self.aborted:
+                await asyncio.sleep(0.1)
+                number += 1
+                session = request.session_id or ""
+                self.sampled_in[session] = self.sampled_in.get(session, 0) + 1
+                if on_progress is not None:
+                    on_progress(_tokens(request, known + number - 1, 1, Progress))
+        finally:
+            self.running -= 1
+        is_cut = number < request.sampling.max_tokens
+        reason = FinishReason.ABORT if is_cut else FinishReason.LENGTH
+        return _tokens(request, None, number, Completion, finish_reason=reason, replica=self.name)
+
+
+def _tokens(request: Any, start: int | None, number: int, made: Any, **more: Any) -> Any:
+    position = {} if start is None else {"start": start}
+    return made(
+        request_id=request.request_id,
+        token_ids=(7,) * number,
+        logprobs=(-1.0,) * number,
+        version_runs=(VersionRun(0, 0),) if number else (),
+        **position,
+        **more,
+    )
+
+
+class Endpoint(LinkedEndpoint):
+    """Drains as the real one does: at the end of the grace what runs is refused."""
+
+    async def drain(self, grace_s: float) -> None:
+        await super().drain(grace_s)
+        await asyncio.sleep(grace_s)
+        self.link.close()
+
+
+@dataclass
+class FrontEnd:
+    """Plays vLLM: routes over a link, whose outputs one task takes."""
+
+    link: ControllerLink
+    waiting: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
+    num_asked: int = 0
+    is_dead: bool = False
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            streams = bool((await request.json()).get("stream"))
+            pieces = self.pieces(streams)
+            close_at_end(pieces.aclose)
+            if streams:
+                first = await anext(pieces)
+                if isinstance(first, RequestEnd) and first.refusal is not None:
+                    return _answer(first)
+                return StreamingResponse(_chunks(first, pieces))
+            answering = asyncio.ensure_future(anext(pieces))
+            gone = asyncio.ensure_future(_gone(request))
+            try:
+                await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+                return _answer(answering.result()) if answering.done() else Response()
+            finally:
+                for task in (answering, gone):
+                    task.cancel()
+                await asyncio.wait({answering, gone})
+
+        return app
+
+    async def pieces(self, streams: bool) -> AsyncIterator[Any]:
+        self.num_asked += 1
+        if self.is_dead:
+            yield RequestEnd(request_id="", refusal=FAILED)
+            return
+        request_id = f"chat-{self.num_asked}"
+        events = self.waiting[request_id] = asyncio.Queue()
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=(1, 2),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS),
+            session_id=http_context.session_id.get(),
+        )
+        self.link.submit(EndpointRequest(request=request, streams=streams))
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if isinstance(event, RequestEnd):
+                    return
+        finally:
+            self.link.abort([request_id])
+            del self.waiting[request_id]
+
+    async def take_outputs(self) -> None:
+        while True:
+            outputs = await self.link.next_outputs()
+            for item in (*outputs.progress, *outputs.ends):
+                if item.request_id in self.waiting:
+                    self.waiting[item.request_id].put_nowait(item)
+
+    def outputs_ended(self, task: asyncio.Task[None]) -> None:
+        self.is_dead = True
+        for request_id, events in self.waiting.items():
+            events.put_nowait(RequestEnd(request_id=request_id, refusal=FAILED))
+        self.link.fail("outputs are no longer taken")
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chunks(first: Any, pieces: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    yield b"first"
+    if not isinstance(first, RequestEnd):
+        async for _ in pieces:
+            yield b"piece"
+
+
+def _answer(end: RequestEnd) -> Response:
+    if end.refusal is not None:
+        error = {"message": end.refusal.message, "type": "x", "param": None, "code": "x"}
+        return Response(json.dumps({"error": error}), status_code=end.refusal.status)
+    assert end.completion is not None
+    return Response(str(len(end.completion.token_ids)))
+
+
+@dataclass
+class Outcome:
+    clients: list[Client]
+    link: ControllerLink
+    router: GeneratorRouter
+    replica: TokenReplica
+    sessions: Sessions
+    front: FrontEnd
+    shell: HttpShell
+    was_lost: bool = False
+    ends_s: float = 0.0  # when the service began to end in order
+
+
+async def play(faults: Faults) -> Outcome:
+    """A few seconds of an endpoint's life, and its end."""
+    link = ControllerLink(clock=now, lost_after_s=60.0)
+    link.attach()
+    front = FrontEnd(link)
+    replica = TokenReplica("replica0")
+    router = GeneratorRouter([replica], request_timeout_s=30.0)
+    sessions = Sessions(router, timeout_s=600.0)
+    shell = protect(front.app(), OPTIONS, commands=link)
+    outcome = Outcome([], link, router, replica, sessions, front, shell)
+    taking = asyncio.create_task(front.take_outputs(), name="endpoint outputs")
+    taking.add_done_callback(front.outputs_ended)
+    faults.is_counting = True
+    try:
+        async with EndpointService(Endpoint(link), router, sessions, interval_s=0.05) as service:
+            lost = asyncio.ensure_future(service.run_until_lost())
+            talk = asyncio.ensure_future(clients_talk(outcome))
+            await asyncio.wait({lost, talk}, return_when=asyncio.FIRST_COMPLETED)
+            outcome.was_lost = lost.done() and lost.exception() is not None
+            outcome.ends_s = now()
+            # What was begun is to be answered all the same; the rest never asks.
+            for task in (lost, talk):
+                task.cancel()
+                with contextlib.suppress(BaseException):
+                    await task
+    except (Exception, asyncio.CancelledError):  # injected into its beginning or its end
+        outcome.ends_s = outcome.ends_s or now()
+    link.close()  # as the end of its process does
+    await asyncio.sleep(20.0)
+    faults.is_counting = False
+    await shell._retries.close()
+    await sessions.aclose()
+    await asyncio.sleep(20.0)
+    taking.cancel()
+    return outcome
+
+
+async def clients_talk(outcome: Outcome) -> None:
+    def ask(path: str = "/v1/chat/completions", **options: Any) -> Client:
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        client = Client(outcome.shell, path, headers=headers, **options)
+        outcome.clients.append(client)
+        return client
+
+    async def ended(*clients: Client) -> None:
+        await asyncio.wait([client.task for client in clients])
+
+    session = {"X-Session-ID": "s"}
+    key = {"Idempotency-Key": "k", **session}
+    await ended(ask("/v1/sessions", body=b'{"session_id": "s"}'))
+    first = [ask(), ask(body=b'{"stream": true}', headers=session), ask(headers=key), ask()]
+    await asyncio.sleep(0.25)
+    leaving = [ask(headers=session), ask(body=b'{"stream": true}', headers=session)]
+    await asyncio.sleep(0.6)
+    again = ask(headers=key)
+    for client in leaving:
+        client._has_left.set()
+    await ended(*first, again, *leaving)
+    late = ask(headers=session)
+    await asyncio.sleep(0.15)
+    await ended(ask("/v1/sessions/s/reward", body=b'{"reward": 1.0}'))
+    await ended(late, ask("/v1/sessions/s", method="GET"))
+    ask(headers={"X-Session-ID": "open"})
+    await asyncio.sleep(0.35)  # the service ends in the middle of it
+
+
+def run(faults: Faults) -> Outcome:
+    def loop() -> VirtualLoop:
+        made = VirtualLoop()
+        made.set_task_factory(faults.factory)
+        made.set_exception_handler(lambda *_: None)
+        return made
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(play(faults))
+
+
+def watched(file: str) -> bool:
+    return "/torchtitan_rl/serving/" in file
+
+
+_LOOPS = {f"endpoint {name}" for name in ("bridge", "poll", "delivery", "status", "outputs")}
+
+
+def check(outcome: Outcome, faults: Faults) -> None:
+    unanswered = 0
+    for client in outcome.clients:
+        assert client.task.done(), "a request without an end"
+        assert sum(message["type"] == "http.response.start" for message in client.sent) <= 1
+        unanswered += not (client.is_whole or client._has_left.is_set())
+    # The app of one may have been ended by the fault itself: the server then answers 500.
+    assert unanswered <= (faults.kind is not Kind.DELAY and faults.hit is not None), "no answer"
+    if faults.hit is not None and faults.hit.get_name() in _LOOPS and faults.kind is not Kind.DELAY:
+        assert outcome.was_lost or faults.hit_s >= outcome.ends_s, "a dead loop in silence"
+    link, sessions = outcome.link, outcome.sessions
+    assert not link._pending
+    assert not link._answers
+    assert not outcome.front.waiting
+    assert outcome.replica.running == 0
+    assert set(outcome.router.outstanding_tokens().values()) == {0}
+    assert outcome.shell.counts()["http_requests_running"] == 0
+    assert outcome.shell.counts()["http_requests_queued"] == 0
+    counts = sessions.counts()
+    assert counts["sessions_open"] == counts["session_tokens_held"] == 0
+    sampled = sum(n for session, n in outcome.replica.sampled_in.items() if session)
+    assert counts["session_tokens_generated"] == sampled
+    parts = ("trained", "masked", "discarded")
+    assert sum(counts[f"session_tokens_{part}"] for part in parts) == sampled
+
+
+def test_without_a_fault_everyone_is_answered() -> None:
+    outcome = run(Faults(watches=watched))
+    check(outcome, Faults(watches=watched))
+    assert not outcome.was_lost
+    assert [client.status for client in outcome.clients[:5]] == [200] * 5
+    assert outcome.replica.aborted  # of clients that left
+    assert outcome.sessions.counts()["session_unseen_turns"] >= 2
+
+
+def chosen(sites: list[Any]) -> Collection[int]:
+    """Of each site the first and the last time."""
+    numbers: dict[Any, list[int]] = {}
+    for number, site in enumerate(sites):
+        numbers.setdefault(site, []).append(number)
+    return sorted({n[i] for n in numbers.values() for i in (0, -1)})
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_whatever_await_fails_every_request_ends_once_and_nothing_is_left(kind: Kind) -> None:
+    counted = Faults(watches=watched)
+    run(counted)
+    numbers = chosen(counted.sites)
+    assert len(numbers) > 45
+    for number in numbers:
+        faults = Faults(watches=watched, number=number, kind=kind)
+        outcome = run(faults)
+        try:
+            check(outcome, faults)
+        except AssertionError as error:
+            pytest.fail(f"{kind} at await {number}, {faults.sites[number : number + 1]}: {error}")

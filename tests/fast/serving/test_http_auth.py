@@ -1,0 +1,153 @@
+"""Who asks, and for which session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.http_driver import CHAT, Client
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving import http_context
+from torchtitan_rl.serving.http_auth import Authentication, check_keys, is_loopback, is_session_id
+from torchtitan_rl.serving.http_errors import OpenAIErrors, error_body
+
+OPEN = {"host": "127.0.0.1", "api_key": "", "admin_key": ""}
+LOCKED = {"host": "0.0.0.0", "api_key": "secret", "admin_key": "chief"}
+
+
+def ask(keys: dict[str, str], headers: Any = (), path: str = CHAT) -> tuple[Any, Any]:
+    """``(200, the session it was let in with)`` or ``(status, code)``."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = error_body(200, str(http_context.session_id.get()), code="in")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def run() -> tuple[Any, Any]:
+        client = Client(OpenAIErrors(Authentication(app, **keys)), path, headers=headers)
+        status, body = await client.answer()
+        if status == 401:
+            assert client.headers["www-authenticate"] == "Bearer"
+        return status, body["error"]["message" if status == 200 else "code"]
+
+    return asyncio.run(run())
+
+
+def bearer(token: str | bytes) -> dict[str, bytes]:
+    return {"Authorization": b"Bearer " + (token.encode() if isinstance(token, str) else token)}
+
+
+def test_a_loopback_address_without_a_key_lets_anyone_in() -> None:
+    assert ask(OPEN) == (200, "None")
+    assert ask(OPEN, bearer("whatever")) == (200, "None")
+
+
+def test_with_a_key_configured_only_that_key_is_let_in_also_on_loopback() -> None:
+    keys = {**OPEN, "api_key": "secret"}
+    assert ask(keys, bearer("secret")) == (200, "None")
+    assert ask(keys) == (401, "invalid_api_key")
+    for wrong in ("Secret", "secre", "secrets", ""):
+        assert ask(keys, bearer(wrong)) == (401, "invalid_api_key")
+    assert ask(keys, {"Authorization": "Basic secret"}) == (401, "invalid_api_key")
+    assert ask(keys, {"Authorization": "secret"}) == (401, "invalid_api_key")
+
+
+def test_the_scheme_of_the_token_is_matched_whatever_its_case() -> None:
+    assert ask(LOCKED, {"Authorization": "bearer secret"}) == (200, "None")
+
+
+@pytest.mark.parametrize("token", [b"\xff\xfe", "sécret".encode(), "秘密".encode(), b"\x00"])
+def test_tokens_that_are_not_ascii_are_refused_and_do_not_crash(token: bytes) -> None:
+    assert ask(LOCKED, bearer(token)) == (401, "invalid_api_key")
+    assert ask(LOCKED, bearer(token), "/admin/pause") == (403, "not_admin")
+
+
+def test_a_key_that_is_not_ascii_is_compared_as_utf_8() -> None:
+    keys = {**LOCKED, "api_key": "schlüssel"}
+    assert ask(keys, bearer("schlüssel")) == (200, "None")
+    assert ask(keys, bearer("schlussel")) == (401, "invalid_api_key")
+
+
+def test_health_is_open_and_metrics_and_the_openapi_document_are_not() -> None:
+    assert ask(LOCKED, path="/health") == (200, "None")
+    for path in ("/metrics", "/openapi.json", "/v1/models", "/health/", "//health", "/"):
+        assert ask(LOCKED, path=path) == (401, "invalid_api_key")
+
+
+def test_the_session_is_named_by_the_header_or_by_what_follows_the_key() -> None:
+    assert ask(LOCKED, {**bearer("secret"), "X-Session-ID": "12/r0"}) == (200, "12/r0")
+    assert ask(LOCKED, bearer("secret:12/r0")) == (200, "12/r0")
+    assert ask(OPEN, bearer("EMPTY:12/r0")) == (200, "12/r0")
+    assert ask(OPEN, {"X-Session-ID": "12/r0"}) == (200, "12/r0")
+    assert ask(LOCKED, bearer("secret:a:b")) == (200, "a:b")
+
+
+def test_two_names_for_the_session_must_agree() -> None:
+    assert ask(OPEN, {**bearer("k:a"), "X-Session-ID": "a"}) == (200, "a")
+    assert ask(OPEN, {**bearer("k:a"), "X-Session-ID": "b"}) == (400, "session_conflict")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "-a", "a/../b", "a//b", "a/", "x" * 129, "a\n"])
+def test_a_session_id_that_could_not_be_part_of_a_path_is_refused(name: str) -> None:
+    assert not is_session_id(name)
+    assert ask(OPEN, {"X-Session-ID": name}) == (400, "invalid_session_id")
+    if name.strip() == name:
+        assert ask(OPEN, bearer("k:" + name)) == (400, "invalid_session_id")
+
+
+def test_a_wrong_key_is_told_nothing_about_its_session() -> None:
+    assert ask(LOCKED, bearer("wrong:a b")) == (401, "invalid_api_key")
+
+
+def test_a_repeated_header_that_decides_is_refused() -> None:
+    twice = [("Authorization", "Bearer secret"), ("Authorization", "Bearer other")]
+    assert ask(LOCKED, twice) == (400, "repeated_header")
+
+
+def test_the_session_of_one_request_is_not_that_of_the_next() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(http_context.session_id.get())
+
+    async def run() -> None:
+        guarded = Authentication(app, **OPEN)
+        for name in ("a", "b"):
+            scope = {"type": "http", "path": CHAT, "headers": [(b"x-session-id", name.encode())]}
+            await guarded(scope, None, None)  # type: ignore[arg-type]
+            seen.append(http_context.session_id.get())
+
+    asyncio.run(run())
+    assert seen == ["a", None, "b", None]
+
+
+@pytest.mark.parametrize("path", ["/admin/pause", "/admin/resume", "/admin/versions", "/admin"])
+def test_admin_routes_open_with_the_admin_key_alone(path: str) -> None:
+    assert ask(LOCKED, bearer("chief"), path) == (200, "None")
+    assert ask(LOCKED, bearer("secret"), path) == (403, "not_admin")
+    assert ask(LOCKED, bearer("chief:a"), path) == (403, "not_admin")
+    assert ask(LOCKED, path=path) == (401, "invalid_api_key")
+
+
+def test_the_admin_key_opens_nothing_else() -> None:
+    assert ask(LOCKED, bearer("chief")) == (401, "invalid_api_key")
+
+
+def test_without_an_admin_key_there_are_no_admin_routes() -> None:
+    for headers in ({}, bearer(""), bearer("anything")):
+        assert ask(OPEN, headers, "/admin/pause") == (404, "no_admin")
+
+
+def test_an_address_that_others_reach_needs_a_key_and_keys_must_be_usable() -> None:
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.org", ""):
+        with pytest.raises(ConfigError, match="TORCHTITAN_RL_API_KEY"):
+            check_keys(host=host, api_key="", admin_key="")
+    for host in ("127.0.0.1", "127.8.0.1", "::1", "[::1]", "localhost"):
+        assert is_loopback(host)
+        check_keys(host=host, api_key="", admin_key="")
+    with pytest.raises(ConfigError, match=":"):
+        check_keys(host="127.0.0.1", api_key="a:b", admin_key="")
+    with pytest.raises(ConfigError, match="differ"):
+        check_keys(host="127.0.0.1", api_key="same", admin_key="same")

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.support.endpoints import HEALTHY, completion, ends_of, now, request
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import (
+    CommandAnswer,
+    FromEndpoint,
+    Refusal,
+    RefusedError,
+    RequestEnd,
+    SystemStatus,
+    ToEndpoint,
+)
+from torchtitan_rl.types import Progress, VersionRun
+
+
+def linked(**options: float) -> ControllerLink:
+    """A link on the current event loop, in its time."""
+    link = ControllerLink(clock=now, **options)
+    link.attach()
+    return link
+
+
+def progress(request_id: str, start: int, *tokens: int) -> Progress:
+    return Progress(
+        request_id=request_id,
+        start=start,
+        token_ids=tokens,
+        logprobs=tuple(-1.0 for _ in tokens),
+        version_runs=(VersionRun(0, 0),),
+    )
+
+
+def end(request_id: str) -> RequestEnd:
+    return RequestEnd(request_id=request_id, completion=completion(request_id))
+
+
+def test_a_poll_takes_everything_that_clients_want_once() -> None:
+    async def scenario() -> None:
+        link = linked()
+        link.submit(request("a"))
+        link.submit(request("b", streams=True))
+        link.abort(["a"])
+        batch = await link.poll()
+        assert [item.request.request_id for item in batch.requests] == ["a", "b"]
+        assert batch.aborts == ("a",)
+        assert await link.poll() == FromEndpoint()
+
+    run_virtually(scenario())
+
+
+def test_a_poll_that_finds_nothing_waits_for_a_client_about_a_second() -> None:
+    async def scenario() -> None:
+        link = linked()
+        began = now()
+        assert await link.poll() == FromEndpoint()
+        assert now() - began == pytest.approx(1.0)
+        polling = asyncio.create_task(link.poll())
+        await asyncio.sleep(0.25)
+        link.submit(request("a"))
+        batch = await polling
+        assert now() - began == pytest.approx(1.25)
+        assert [item.request.request_id for item in batch.requests] == ["a"]
+
+    run_virtually(scenario())
+
+
+def test_progress_and_ends_come_together_and_nothing_after_an_end() -> None:
+    async def scenario() -> None:
+        link = linked()
+        link.submit(request("a", streams=True))
+        link.deliver(ToEndpoint(progress=(progress("a", 0, 5, 6),)))
+        link.deliver(ToEndpoint(progress=(progress("a", 2, 7),), ends=(end("a"),)))
+        outputs = await link.next_outputs()
+        assert [piece.start for piece in outputs.progress] == [0, 2]
+        assert [item.request_id for item in outputs.ends] == ["a"]
+        link.submit(request("b"))
+        link.deliver(ToEndpoint(progress=(progress("a", 3, 8),), ends=(end("a"), end("b"))))
+        outputs = await link.next_outputs()
+        assert outputs.progress == ()
+        assert [item.request_id for item in outputs.ends] == ["b"]
+
+    run_virtually(scenario())
+
+
+def test_an_aborted_request_is_told_of_once_and_never_heard_of_again() -> None:
+    async def scenario() -> None:
+        link = linked()
+        link.submit(request("a"))
+        link.submit(request("b"))
+        await link.poll()
+        link.abort(["a", "unknown"])
+        link.abort(["a"])
+        assert (await link.poll()).aborts == ("a",)
+        link.deliver(ToEndpoint(progress=(progress("a", 0, 5),), ends=(end("a"), end("b"))))
+        assert set(await ends_of(link, 1)) == {"b"}
+
+    run_virtually(scenario())
+
+
+def test_a_command_gets_its_own_answer_or_its_refusal() -> None:
+    async def scenario() -> None:
+        link = linked()
+        asked = [asyncio.create_task(link.command("versions", {})) for _ in range(2)]
+        first, second = (await link.poll()).commands
+        refusal = Refusal(status=400, message="no", code="session_closed")
+        link.deliver(
+            ToEndpoint(
+                answers=(
+                    CommandAnswer(command_id=second.command_id, body={"newest": 3}),
+                    CommandAnswer(command_id=first.command_id, refusal=refusal),
+                    CommandAnswer(command_id="unknown"),
+                )
+            )
+        )
+        assert await asked[1] == {"newest": 3}
+        with pytest.raises(RefusedError, match="no") as raised:
+            await asked[0]
+        assert raised.value.refusal == refusal
+
+    run_virtually(scenario())
+
+
+def test_a_command_without_an_answer_ends_at_its_deadline_and_says_what_it_was() -> None:
+    async def scenario() -> None:
+        link = linked()
+        with pytest.raises(RefusedError, match="pause was not answered within 30 s") as raised:
+            await link.command("pause", {"mode": "wait"}, timeout_s=30.0)
+        assert raised.value.refusal.status == 504
+
+    run_virtually(scenario())
+
+
+def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
+    async def scenario() -> None:
+        link = linked()
+        asked = asyncio.create_task(link.command("resume", {}))
+        (command,) = (await link.poll()).commands
+        asked.cancel()
+        await asyncio.wait([asked])
+        link.deliver(ToEndpoint(answers=(CommandAnswer(command_id=command.command_id),)))
+        await asyncio.sleep(0)
+
+    run_virtually(scenario())
+
+
+def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() -> None:
+    async def scenario() -> None:
+        link = linked(lost_after_s=60.0)
+        link.submit(request("running"))
+        await link.poll()
+        link.deliver(ToEndpoint(status=HEALTHY))
+        link.submit(request("not polled"))
+        asked = asyncio.create_task(link.command("versions", {}))
+        await asyncio.sleep(59.0)
+        assert link.status().is_healthy
+        await asyncio.sleep(20.0)
+        assert not link.status().is_healthy
+        ends = await ends_of(link, 2)
+        assert {item.refusal.status for item in ends.values() if item.refusal} == {503}
+        with pytest.raises(RefusedError, match="does not answer"):
+            await asked
+        link.submit(request("later"))
+        assert (await ends_of(link, 1))["later"].refusal is not None
+        with pytest.raises(RefusedError, match="does not answer"):
+            await link.command("resume", {})
+
+    run_virtually(scenario())
+
+
+def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -> None:
+    async def scenario() -> None:
+        link = linked(lost_after_s=60.0)
+        link.submit(request("running"))
+        await link.poll()
+        link.deliver(ToEndpoint(status=HEALTHY))
+        link.submit(request("not polled"))
+        await asyncio.sleep(100.0)
+        batch = await link.poll()
+        assert batch.requests == ()
+        assert set(batch.aborts) == {"running", "not polled"}
+        await asyncio.sleep(20.0)
+        assert link.status().is_healthy
+        link.submit(request("new"))
+        assert [item.request.request_id for item in (await link.poll()).requests] == ["new"]
+        link.deliver(ToEndpoint(ends=(end("running"), end("new"))))
+        ends = await ends_of(link, 3)
+        assert ends["running"].refusal is not None
+        assert ends["new"].completion is not None
+
+    run_virtually(scenario())
+
+
+def test_a_closed_link_leaves_nothing_pending() -> None:
+    async def scenario() -> None:
+        link = linked()
+        link.submit(request("a"))
+        asked = asyncio.create_task(link.command("resume", {}))
+        await asyncio.sleep(0)
+        link.close()
+        link.submit(request("b"))
+        ends = await ends_of(link, 2)
+        assert {item.refusal.code for item in ends.values() if item.refusal} == {"shutting_down"}
+        with pytest.raises(RefusedError, match="shutting down"):
+            await asked
+
+    run_virtually(scenario())
+
+
+def test_the_status_is_the_last_one_delivered_with_the_gauges_of_this_process() -> None:
+    async def scenario() -> None:
+        link = linked()
+        assert not link.status().is_healthy
+        link.add_gauges(lambda: {"http_requests_running": 2.0})
+        link.deliver(ToEndpoint(status=SystemStatus(is_healthy=True, gauges={"x": 1.0})))
+        link.deliver(ToEndpoint())
+        await asyncio.sleep(0)
+        status = link.status()
+        assert status.is_healthy
+        assert status.gauges == {"x": 1.0, "torchtitan_rl_http_requests_running": 2.0}
+
+    run_virtually(scenario())
+
+
+def test_both_sides_may_live_on_threads_of_their_own() -> None:
+    link, num_requests, is_attached = ControllerLink(), 300, threading.Event()
+    polled: list[str] = []
+
+    async def controller() -> None:
+        while len(polled) < num_requests:
+            batch = await link.poll()
+            names = [item.request.request_id for item in batch.requests]
+            polled.extend(names)
+            link.deliver(ToEndpoint(ends=tuple(end(name) for name in names)))
+
+    def run_controller() -> None:
+        is_attached.wait()
+        asyncio.run(controller())
+
+    async def server() -> dict[str, RequestEnd]:
+        link.attach()
+        is_attached.set()
+        for index in range(num_requests):
+            link.submit(request(f"r{index}"))
+            if index % 7 == 0:
+                await asyncio.sleep(0)
+        return await ends_of(link, num_requests)
+
+    thread = threading.Thread(target=run_controller)
+    thread.start()
+    ends = asyncio.run(asyncio.wait_for(server(), 60))
+    thread.join(60)
+    assert polled == [f"r{index}" for index in range(num_requests)]
+    assert set(ends) == set(polled)

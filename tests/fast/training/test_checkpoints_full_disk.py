@@ -1,0 +1,228 @@
+"""Checkpoints where files cannot be written, renamed or removed, at any operation."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fast.training.test_checkpoints import names
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.training import checkpoint_files, checkpoints
+from torchtitan_rl.training.checkpoint_files import (
+    MARKER,
+    discard,
+    fingerprint,
+    list_files,
+    publish,
+    seal,
+    temporary_path,
+    write_attachments,
+    write_file,
+)
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
+
+
+class Disk:
+    """Counts operations on files; from the chosen one on, ``times`` of them fail."""
+
+    def __init__(self, failing: int, times: int) -> None:
+        self._failing = failing
+        self._times = times
+        self.operations = 0
+
+    def use(self) -> None:
+        self.operations += 1
+        if self._failing <= self.operations < self._failing + self._times:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            self.use()
+            return function(*arguments, **options)
+
+        return guarded
+
+
+@contextmanager
+def failing(operation: int, times: int = 1) -> Iterator[Disk]:
+    disk = Disk(operation, times)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdir", "open", "rename"):
+            patch.setattr(Path, name, disk.guard(getattr(Path, name)))
+        for name in ("fsync", "open"):
+            patch.setattr(checkpoint_files.os, name, disk.guard(getattr(os, name)))
+        yield disk
+
+
+def write(path: Path, data: bytes) -> None:
+    """As `CheckpointWriter` does it."""
+    temporary = temporary_path(path)
+    try:
+        discard(path)
+        temporary.mkdir(parents=True)
+        write_file(temporary / "data", data)
+        write_attachments(temporary, {"groups": b"3 groups"})
+        files = {name: fingerprint(temporary / name) for name in list_files(temporary)}
+        seal(temporary, {"data": data.decode()}, files)
+        publish(path)
+    except OSError:
+        discard(path)
+        raise
+
+
+def read(path: Path) -> bytes:
+    return (path / "data").read_bytes()
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_write_that_fails_at_any_operation_leaves_no_trace_and_can_be_done_again(
+    tmp_path: Path, is_again: bool
+) -> None:
+    """Of a new step, and of one that has a checkpoint already."""
+    operation = 0
+    while True:
+        operation += 1
+        directory = CheckpointDirectory(tmp_path / str(operation))
+        write(directory.path(1), b"old")
+        step = 1 if is_again else 2
+        try:
+            with failing(operation):
+                write(directory.path(step), b"new")
+        except OSError:
+            assert names(directory.root) == ["step-000001"]
+            assert read(directory.path(1)) == b"old"
+            assert CheckpointDirectory(directory.root).newest(checksums=True) == NewestCheckpoint(
+                path=directory.path(1), step=1
+            )
+            write(directory.path(step), b"again")
+            assert read(directory.path(step)) == b"again"
+            assert directory.newest(checksums=True).step == step
+        else:
+            break
+    assert operation > 15
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_disk_that_takes_nothing_any_more_leaves_what_the_next_start_can_go_on_from(
+    tmp_path: Path, is_again: bool
+) -> None:
+    """Not even what was begun can be undone; a later start finds a disk with room."""
+    for operation in range(1, 16):
+        directory = CheckpointDirectory(tmp_path / str(operation))
+        write(directory.path(1), b"old")
+        with failing(operation, times=1000), pytest.raises(OSError, match="No space left"):
+            write(directory.path(1 if is_again else 2), b"new")
+        found = CheckpointDirectory(directory.root).newest(checksums=True)
+        assert found.path is not None
+        assert read(found.path) in (b"old", b"new")
+        assert names(directory.root) == [found.path.name] or not is_again
+        write(directory.path(3), b"later")
+        assert directory.newest(checksums=True).step == 3
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(directory.path(step), b"data")
+
+    def half(path: Path, *, ignore_errors: bool = False) -> None:
+        (path / "data").unlink(missing_ok=True)
+        if not ignore_errors:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", half)
+        with pytest.raises(CheckpointError, match=r"step-000001.*Input/output error"):
+            directory.prune(keep=1)
+    found = directory.newest(checksums=True)
+    assert (found.step, found.passed_over) == (2, ())
+    assert names(tmp_path) == ["step-000002"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("file", ["data", MARKER, "attachments/groups"])
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(directory.path(step), b"data")
+    temporary_path(directory.path(3)).mkdir()
+    before = names(tmp_path)
+    opened = Path.open
+
+    def broken(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == directory.path(2) / file:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", broken)
+        with pytest.raises(CheckpointError, match=os.strerror(number)) as refused:
+            directory.newest(checksums=True)
+    assert "step-000002 cannot be read" in str(refused.value)
+    assert names(tmp_path) == before
+    assert directory.newest(checksums=True).step == 2
+
+
+@pytest.mark.parametrize("place", ["step-000002/data", ""])
+def test_a_checkpoint_of_which_the_size_cannot_be_asked_for_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        write(directory.path(step), b"data")
+    before = names(tmp_path)
+
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path == tmp_path / place:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(path, *arguments, **options)
+
+        return guarded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", broken(Path.stat))
+        patch.setattr(Path, "iterdir", broken(Path.iterdir))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            directory.newest()
+    assert names(tmp_path) == before
+
+
+def test_a_run_goes_on_where_old_checkpoints_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = checkpoints.shutil.rmtree
+
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if path.name.startswith("step-000001"):
+            if not ignore_errors:
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", refuse)
+
+    async def run() -> list[str]:
+        simulation = Simulation(Plan(checkpoint_every=1, num_steps=5), tmp_path)
+        await simulation.run()
+        return simulation.recorder.said
+
+    said = run_virtually(run())
+    assert any("old checkpoints could not be removed" in text for text in said)
+    assert names(tmp_path / "checkpoints") == [
+        "step-000001.removed",
+        "step-000004",
+        "step-000005",
+    ]

@@ -1,0 +1,371 @@
+import errno
+import gc
+import os
+import signal
+import subprocess
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights import leftovers, segment, shared_memory
+from torchtitan_rl.weights.image import plan_image, read_image, write_image
+from torchtitan_rl.weights.leftovers import remove_leftovers
+from torchtitan_rl.weights.segment import SegmentWriter
+from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((4,), value)}
+
+
+def larger_weights(value: float) -> dict[str, torch.Tensor]:
+    """That do not fit into the memory of `weights`."""
+    return {"w": torch.full((400,), value)}
+
+
+def files_under(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def make_publisher(tmp_path: Path) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher("run", tmp_path / "run", root=tmp_path / "shm")
+
+
+def test_at_most_the_current_version_and_the_one_before_exist(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(3):
+        handle = publisher.publish(version, weights(version))
+        assert Path(handle.path).stat().st_size == handle.num_bytes
+    assert files_under(tmp_path / "shm") == ["v1.safetensors", "v2.safetensors"]
+
+
+def test_a_kept_version_stays_readable_until_it_is_kept_no_longer(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(2):
+        publisher.publish(version, weights(version))
+    for version in range(2, 5):
+        publisher.publish(version, weights(version), keep=frozenset({1, 77}))
+    assert files_under(tmp_path / "shm") == ["v1.safetensors", "v3.safetensors", "v4.safetensors"]
+    publisher.publish(5, weights(5))
+    assert files_under(tmp_path / "shm") == ["v4.safetensors", "v5.safetensors"]
+
+
+def test_a_publishing_that_fails_leaves_the_current_and_the_kept_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    for version in range(3):
+        publisher.publish(version, weights(version), keep=frozenset({0}))
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+        with pytest.raises(WeightSyncError, match="cannot be published"):
+            publisher.publish(3, larger_weights(3), keep=frozenset({0}))
+    assert files_under(tmp_path) == ["v0.safetensors", "v2.safetensors"]
+
+
+def test_while_a_version_is_written_only_the_current_one_is_there_and_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.publish(1, weights(1))
+    seen: list[list[str]] = []
+    write = shared_memory.write_image
+
+    def write_and_look(*args: object) -> None:
+        seen.append(files_under(tmp_path / "shm"))
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shared_memory, "write_image", write_and_look)
+    publisher.publish(2, weights(2))
+    assert seen == [["v1.safetensors", "v2.unfinished"]]
+
+
+def test_a_version_whose_writing_failed_leaves_nothing_and_the_current_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("lost the device")
+
+    monkeypatch.setattr(shared_memory, "write_image", fail)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        publisher.publish(1, weights(1))
+    assert files_under(tmp_path) == ["v0.safetensors"]
+
+
+def test_publishing_a_version_again_keeps_it(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(5, weights(0))
+    publisher.publish(5, weights(1))
+    publisher.publish(6, weights(2))
+    assert files_under(tmp_path) == ["v5.safetensors", "v6.safetensors"]
+
+
+def test_memory_that_nobody_reads_is_written_again_and_no_other(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    handles = [publisher.publish(version, weights(version)) for version in range(2)]
+    first = Path(handles[0].path).stat().st_ino
+    assert Path(publisher.publish(2, weights(2)).path).stat().st_ino == first
+    second = Path(handles[1].path).stat().st_ino
+    held = SegmentReader().image(Path(handles[1].path))
+    before = held.clone()
+    assert Path(publisher.publish(3, weights(3)).path).stat().st_ino not in (first, second)
+    publisher.publish(4, weights(4))
+    assert torch.equal(held, before)
+
+
+def test_a_view_of_what_was_read_keeps_its_memory_from_being_written_again(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    inode = path.stat().st_ino
+    view = SegmentReader().image(path)[-4:].view(torch.float32)
+    publisher.publish(1, weights(1))
+    assert Path(publisher.publish(2, weights(2)).path).stat().st_ino != inode
+    assert view.item() == 0.0
+
+
+def test_what_was_given_up_cannot_be_read_under_its_old_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has opened the file just before."""
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    publisher.publish(1, weights(1))
+    lock = segment.fcntl.flock
+
+    def publish_then_lock(descriptor: int, operation: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(segment.fcntl, "flock", lock)
+            publisher.publish(2, weights(2))
+        lock(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.fcntl, "flock", publish_then_lock)
+        with pytest.raises(FileNotFoundError):
+            SegmentReader().image(path)
+
+
+def test_what_is_being_written_again_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has opened the file just before, and locks it while it is written."""
+    publisher = make_publisher(tmp_path)
+    path = Path(publisher.publish(0, weights(0)).path)
+    publisher.publish(1, weights(1))
+    write = shared_memory.write_image
+    with path.open("rb") as reader:
+
+        def lock_while_written(*args: object) -> None:
+            with pytest.raises(BlockingIOError):
+                segment.fcntl.flock(reader, segment.fcntl.LOCK_SH | segment.fcntl.LOCK_NB)
+            write(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(shared_memory, "write_image", lock_while_written)
+        publisher.publish(2, weights(2))
+
+
+def test_memory_outside_of_shared_memory_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    taken = []
+    monkeypatch.setattr(segment.Segment, "take_back", lambda *args: taken.append(args) or True)
+    for version in range(3):
+        publisher.publish(version, weights(version))
+    assert taken == []
+    assert files_under(tmp_path / "run") == ["v1.safetensors", "v2.safetensors"]
+
+
+def test_another_process_writes_into_memory_that_readers_do_not_find_before_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    publisher, writer = make_publisher(tmp_path), SegmentWriter()
+    maps = set()
+    for version in range(4):
+        layout = plan_image(weights(version), version)
+        begun = publisher.begin(layout, frozenset())
+        assert begun.path.suffix == ".unfinished"
+        image = writer.image(begun.path)  # its own map of the same memory
+        maps.add(image.data_ptr())
+        write_image(layout, weights(version), image)
+        handle = publisher.finish(layout, begun)
+        read = read_image(SegmentReader().image(Path(handle.path)), version)
+        assert torch.equal(read["w"], weights(version)["w"])
+        del read
+    assert len(maps) == 2  # both segments are mapped once
+    publisher.close()
+    assert writer.num_mapped == 2
+    with pytest.raises(FileNotFoundError):
+        writer.image(begun.path)
+    assert writer.num_mapped == 0
+
+
+def test_without_room_in_shared_memory_files_go_to_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    handle = publisher.publish(0, weights(0))
+    assert Path(handle.path).is_relative_to(tmp_path / "run")
+
+
+def test_room_that_vanishes_between_check_and_write_falls_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.publish(1, weights(1))
+    reserve = os.posix_fallocate
+    calls: list[int] = []
+
+    def reserve_second_time(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", reserve_second_time)
+    handle = publisher.publish(2, larger_weights(2))
+    assert files_under(tmp_path / "run") == ["v2.safetensors"]
+    assert files_under(tmp_path / "shm") == ["v1.safetensors"]
+    assert Path(handle.path).exists()
+
+
+def test_a_version_published_again_in_the_other_place_exists_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
+    publisher.publish(0, weights(1))
+    assert files_under(tmp_path / "shm") == []
+    assert files_under(tmp_path / "run") == ["v0.safetensors"]
+
+
+def test_no_room_anywhere_names_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make_publisher(tmp_path)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+    with pytest.raises(WeightSyncError, match=r"version 7 cannot be published: .*shm: .*run: "):
+        publisher.publish(7, weights(0))
+
+
+def test_close_removes_everything(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.publish(0, weights(0))
+    publisher.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    mine = Path(publisher.publish(0, weights(0)).path).parent
+    child = subprocess.Popen(["true"])
+    child.wait()
+    base = mine.name.rsplit("-pid", 1)[0]
+    dead = [
+        mine.with_name(f"{base}-pid{child.pid}-t1"),
+        mine.with_name(f"{base}-pid{os.getpid()}-t1"),  # the pid was given out again
+    ]
+    kept = [
+        mine,
+        mine.with_name(f"torchtitan-rl-run-ns1-pid{child.pid}-t1"),  # of another pid namespace
+        mine.with_name("torchtitan-rl-notes"),
+        mine.with_name("something-else"),
+    ]
+    for folder in [*dead, *kept]:
+        folder.mkdir(exist_ok=True)
+    assert remove_leftovers(mine.parent) == sorted(dead)
+    assert sorted(mine.parent.iterdir()) == sorted(kept)
+
+
+def publish_and_wait_for_a_kill(tmp_path: Path, *, kills_guard: bool = False) -> None:
+    """In a process of its own, which is killed -9 when it has published."""
+    child = os.fork()
+    if child == 0:
+        try:
+            publisher = make_publisher(tmp_path)
+            publisher.publish(0, weights(0))
+            if kills_guard:
+                assert publisher._guard is not None
+                publisher._guard._shell.kill()
+                publisher._guard._shell.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_what_a_killed_publisher_leaves_goes_without_any_later_run(tmp_path: Path) -> None:
+    publish_and_wait_for_a_kill(tmp_path)
+    deadline = time.monotonic() + 60.0
+    while list((tmp_path / "shm").iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_guard_leaves_the_folders_of_a_live_publisher_alone(tmp_path: Path) -> None:
+    """Also where its object is gone, but not its process, whose readers have paths only."""
+    path = Path(make_publisher(tmp_path).publish(0, weights(0)).path)
+    gc.collect()
+    publish_and_wait_for_a_kill(tmp_path)
+    assert SegmentReader().image(path).numel() > 0
+
+
+def test_where_the_guard_was_killed_too_the_next_command_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_rl.commands import cli
+
+    publish_and_wait_for_a_kill(tmp_path, kills_guard=True)
+    publisher = make_publisher(tmp_path / "another")
+    live = Path(publisher.publish(0, weights(0)).path)
+    assert files_under(tmp_path / "shm") == ["v0.safetensors"]
+    monkeypatch.setattr(leftovers.remove_leftovers, "__defaults__", (tmp_path / "shm",))
+    assert cli.main(["unknown command"]) == 2
+    assert files_under(tmp_path / "shm") == []
+    assert live.exists()
+
+
+def test_of_another_container_only_what_nobody_holds_any_more_is_removed(tmp_path: Path) -> None:
+    """Its processes cannot be seen from here, but its locks can."""
+    name = "torchtitan-rl-run-ns1-pid7-t{}"
+    live, dead, new = (tmp_path / name.format(i) for i in range(3))
+    lock = leftovers.make_folder(live)
+    assert lock is not None
+    for folder in (dead, new):
+        folder.mkdir()
+    for folder in (live, dead):
+        os.utime(folder, (0, 0))
+    assert remove_leftovers(tmp_path) == [dead]
+    os.close(lock)
+    assert remove_leftovers(tmp_path) == [live]
+    assert list(tmp_path.iterdir()) == [new]

@@ -1,0 +1,46 @@
+"""Agents through the real rollouter, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.support.agents import Hosted
+from tests.support.resuming import SeededGenerate
+from tests.support.rollouts import PROBLEM, config
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.serving.messages import RefusedError
+
+
+class SlowGenerate(SeededGenerate):
+    """Takes a second for each request."""
+
+    async def __call__(self, request, /):
+        await asyncio.sleep(1)
+        return await super().__call__(request)
+
+
+def roll_out(hosted: Hosted, *, generate=None, size=1, rubric=None, **limits):
+    rollouter = Rollouter(
+        generate=generate or SeededGenerate(),
+        environment=hosted,
+        config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
+        rubric=rubric,
+    )
+    group = run_virtually(rollouter.run_group("g", PROBLEM, size=size, seed=7))
+    return group.rollouts
+
+
+def only(agent, **options):
+    hosting = {k: options.pop(k) for k in ("grace_s", "reward_at_limit") if k in options}
+    hosted = Hosted(agent, **hosting)
+    (rollout,) = roll_out(hosted, **options)
+    assert hosted.sessions.counts()["sessions_open"] == 0
+    return rollout, hosted
+
+
+def refusal(error: RefusedError) -> tuple[int, str]:
+    return error.refusal.status, error.refusal.code
+
+
+CLOSED = (400, "session_closed")

@@ -1,0 +1,175 @@
+"""Environments, a dataset and a recorder for simulated runs: small, and real in what the controller
+sees of them. Replica and trainer are in files of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.simulated_faults import Fate, Strike, Undisturbed
+from tests.support.simulated_replica import VOCAB, SimReplica
+from tests.support.simulated_trainer import SimTrainer
+from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.types import Completion, Problem, RolloutStatus
+
+__all__ = ["Habits", "Memory", "SimDataset", "SimEnv", "SimReplica", "SimTrainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Of an environment; shares are of its calls."""
+
+    turns: int = 2
+    reward_levels: int = 5
+    env_fails: float = 0.0
+    env_hangs: float = 0.0
+    env_delay_s: float = 1.0
+
+
+class SimEnv:
+    """A turn is the prompt so far and a separator; the reward is a hash of what was sampled."""
+
+    replays = True
+
+    def __init__(
+        self,
+        problem: Problem,
+        habits: Habits,
+        chance: random.Random,
+        answered: list[Completion],
+        fate: Fate | None = None,
+    ) -> None:
+        self._answered = answered
+        self._prompt: tuple[int, ...] = (1, problem.data["seed"] % VOCAB)
+        self._habits = habits
+        self._chance = chance
+        self._fate = fate or Undisturbed()
+        self._turns = 0
+
+    async def reset(self) -> Observation:
+        strike = await self._strike("reset")
+        await self._delay()
+        if strike is not None and strike.action == "nonsense":
+            return "an observation"  # type: ignore[return-value]
+        return Observation(prompt_token_ids=self._prompt)
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        strike = await self._strike("step")
+        await self._delay()
+        if self._chance.random() < self._habits.env_fails:
+            raise RuntimeError("the environment failed by chance")
+        if strike is not None and strike.action == "nonsense":
+            return Observation(prompt_token_ids=())
+        self._prompt = (*self._prompt, *completion.token_ids, 0)
+        self._turns += 1
+        self._answered.append(completion)
+        if self._turns == self._habits.turns:
+            return self._terminal()
+        return Observation(prompt_token_ids=self._prompt)
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        strike = await self._strike("finish")
+        if strike is not None and strike.action == "nonsense":
+            return Terminal(reward=float("nan"))
+        return self._terminal()
+
+    async def close(self) -> None:
+        await self._strike("close")
+
+    def _terminal(self) -> Terminal:
+        levels = self._habits.reward_levels
+        return Terminal(reward=float(zlib.crc32(bytes(self._prompt)) % levels))
+
+    async def _strike(self, method: str) -> Strike | None:
+        strike = self._fate.at(f"env.{method}")
+        if strike is not None and strike.action == "late":
+            await asyncio.sleep(strike.seconds)
+        if strike is not None and strike.action == "raise":
+            raise RuntimeError("the environment failed as planned")
+        return strike
+
+    async def _delay(self) -> None:
+        if self._chance.random() < self._habits.env_hangs:
+            await asyncio.sleep(10_000.0)
+        await asyncio.sleep(self._chance.uniform(0.0, self._habits.env_delay_s))
+
+
+class SavedEnv(SimEnv):
+    """Goes on from a saved state instead of by replaying."""
+
+    replays = False
+
+    def state_dict(self) -> Any:
+        return [list(self._prompt), self._turns]
+
+    def load_state_dict(self, state: Any) -> None:
+        self._prompt, self._turns = tuple(state[0]), state[1]
+
+
+class ForgetfulEnv(SimEnv):
+    """Cannot be brought back."""
+
+    replays = False
+
+
+ENVIRONMENTS = {"replays": SimEnv, "saved": SavedEnv, "forgetful": ForgetfulEnv}
+
+
+class SimDataset:
+    """Problems 0 .. ``size`` - 1, epoch after epoch, in another order each."""
+
+    def __init__(self, size: int = 7, fate: Fate | None = None) -> None:
+        self._size = size
+        self._fate = fate or Undisturbed()
+        self._position = 0
+        self.drawn: list[str] = []  # ids of groups, in this life
+
+    @property
+    def epoch(self) -> int:
+        return (self._position - 1) // self._size
+
+    def next(self) -> Problem:
+        if self._fate.at("dataset.next") is not None:
+            raise StopIteration
+        self._position += 1
+        order = list(range(self._size))
+        random.Random(self.epoch).shuffle(order)
+        index = order[(self._position - 1) % self._size]
+        self.drawn.append(f"e{self.epoch}/p{index}")
+        return Problem(problem_id=f"p{index}", data={"seed": index})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+
+class Memory:
+    """A recorder that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.validations: list[ValidationRecord] = []
+        self.accounts: list[AccountRecord] = []
+        self.said: list[str] = []
+
+    def record_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def record_validation(self, record: ValidationRecord) -> None:
+        self.validations.append(record)
+
+    def record_account(self, record: AccountRecord) -> None:
+        self.accounts.append(record)
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def say(self, message: str) -> None:
+        self.said.append(message)

@@ -1,0 +1,261 @@
+"""A trainer as the controller sees it: one thread of work, deadlines, and checkpoints that are
+written while training goes on.
+
+Work goes on in tasks named ``machine: ...``, which stand for another process: a step that outlives
+its deadline, or whose caller was cancelled, still ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import random
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tests.support.simulated_faults import Fate, Undisturbed
+from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DeadlineError,
+    DivergedError,
+    TrainerLostError,
+    WeightSyncError,
+)
+from torchtitan_rl.training import checkpoint_files as files
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+if TYPE_CHECKING:
+    from tests.support.simulated_replica import SimReplica
+
+_T = TypeVar("_T")
+
+
+class SimTrainer:
+    """Weights are a checksum over every batch, in order: equal only where all of them are.
+
+    ``shares``: with the replicas, which have the devices at the beginning. ``complaints`` say who
+    used them out of turn. ``write_s``: how long a checkpoint is being written.
+    """
+
+    def __init__(
+        self,
+        *,
+        chance: random.Random,
+        step_s: float = 0.0,
+        shares: bool = False,
+        write_s: float = 0.0,
+        timeout_s: float = 1_000.0,
+        waits_alone: bool = False,
+        fate: Fate | None = None,
+    ) -> None:
+        self._chance = chance
+        self._step_s = step_s
+        self._write_s = write_s
+        self._timeout_s = timeout_s
+        self._waits_alone = waits_alone
+        self._fate = fate or Undisturbed()
+        self._is_offloaded = shares
+        self._shares = shares
+        self._thread = asyncio.Lock()
+        self._is_lost = False
+        self._writing: asyncio.Task[None] | None = None
+        self.is_alone = False  # takes a step for which replicas are to be empty
+        self.complaints: list[str] = []
+        self.awake: list[SimReplica] = []
+        self.switches = 0
+        self.weights = 0
+        self.version = 0
+        self.batches: list[TrainingBatch] = []
+        self.ages: list[int] = []  # the oldest token of each batch
+        self.readable: set[int] = set()
+        self.most_readable = 0
+
+    @property
+    def has_devices(self) -> bool:
+        """For itself alone."""
+        return self._shares and not self._is_offloaded
+
+    async def offload(self) -> None:
+        await self._call("offload", self._offload)
+
+    async def _offload(self) -> None:
+        await asyncio.sleep(0.02)
+        self._is_offloaded = True
+
+    async def onload(self) -> None:
+        await self._call("onload", self._onload)
+
+    async def _onload(self) -> None:
+        self.switches += self._is_offloaded
+        self._is_offloaded = False
+        holders = [replica.name for replica in self.awake if replica.is_sound]
+        if self._shares and holders:
+            self.complaints.append(f"the trainer comes while {holders} are awake")
+        await asyncio.sleep(0.02)
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        return await self._call("train_step", lambda: self._train_step(batch))
+
+    async def _train_step(self, batch: TrainingBatch) -> StepOutput:
+        self._uses_the_devices("steps")
+        self.is_alone = self._waits_alone
+        await asyncio.sleep(self._step_s * self._chance.uniform(0.5, 2.0))
+        self.is_alone = False
+        self._uses_the_devices("stepped")
+        for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
+            self.weights = zlib.crc32(rows.tobytes(), self.weights)
+        self.batches.append(batch)
+        self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
+        self.version += 1
+        return StepOutput(version=self.version)
+
+    async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
+        return await self._call("publish", lambda: self._publish(keep))
+
+    async def _publish(self, keep: frozenset[int]) -> SharedMemoryHandle:
+        self._uses_the_devices("publishes")
+        self.readable &= {max(self.readable, default=0), *keep}
+        strike = self._fate.at("trainer.publish.write")
+        if strike is not None and strike.action == "no_space":
+            raise WeightSyncError(f"version {self.version} cannot be published: no space")
+        self.readable.add(self.version)
+        self.most_readable = max(self.most_readable, len(self.readable))
+        return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
+
+    async def save_checkpoint(
+        self,
+        path: Path,
+        state: dict[str, Any],
+        attachments: Mapping[str, bytes] | None = None,
+        *,
+        version: int,
+    ) -> None:
+        await self._until_written()
+        await self._call("save_checkpoint", lambda: self._begin_checkpoint(path, version))
+        content = json.dumps([self.weights, self.version]).encode()
+        self._writing = asyncio.create_task(
+            self._write(path, content, state, dict(attachments or {})), name=f"machine: {path.name}"
+        )
+        self._writing.add_done_callback(_look)
+
+    async def _begin_checkpoint(self, path: Path, version: int) -> None:
+        self._uses_the_devices("saves")
+        if version != self.version:
+            raise CheckpointError(f"the trainer holds {self.version}, the run is at {version}")
+        folder = files.temporary_path(path)
+        try:
+            self._require_space("trainer.checkpoint.begin")
+            files.shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
+
+    async def _write(
+        self, path: Path, content: bytes, state: dict[str, Any], attachments: dict[str, bytes]
+    ) -> None:
+        folder = files.temporary_path(path)
+        late_s = self._seconds(self._fate.at("trainer.checkpoint.write"))
+        if late_s or self._write_s:
+            await asyncio.sleep(late_s + self._write_s * self._chance.uniform(0.0, 2.0))
+        try:
+            files.write_file(folder / "weights.json", content)
+            await asyncio.sleep(0)
+            self._require_space("trainer.checkpoint.middle")
+            files.write_attachments(folder, attachments)
+            records = {name: files.fingerprint(folder / name) for name in files.list_files(folder)}
+            await asyncio.sleep(0)
+            self._require_space("trainer.checkpoint.end")
+            files.seal(folder, state, records)
+            files.publish(path)
+        except OSError as error:
+            files.discard(path)
+            raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
+
+    async def finish_checkpoint(self) -> None:
+        await self._until_written()
+
+    async def _until_written(self) -> None:
+        """A failure is told once, to all who wait."""
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if writing.done() and self._writing is writing:
+                self._writing = None
+
+    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return await self._call("load_checkpoint", lambda: self._load(path))
+
+    async def _load(self, path: Path) -> dict[str, Any]:
+        self._uses_the_devices("loads")
+        self.weights, self.version = json.loads((path / "weights.json").read_text())
+        return files.read_document(path)
+
+    async def export_hf(self, path: Path) -> None:
+        self._uses_the_devices("exports")
+
+    async def close(self) -> None:
+        """Finish what is being written; what failed then is said nowhere any more."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait({writing}, timeout=300.0)
+            writing.cancel()
+
+    async def _call(self, method: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        strike = self._fate.at(f"trainer.{method}")
+        task: asyncio.Task[_T] = asyncio.create_task(
+            self._in_thread(work, strike.action if strike else "", self._seconds(strike)),
+            name=f"machine: trainer {method}",
+        )
+        task.add_done_callback(_look)
+        try:
+            async with deadline(self._timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            message = f"trainer: {method} did not end within {self._timeout_s:.0f} s"
+            raise DeadlineError(message) from None
+
+    async def _in_thread(
+        self, work: Callable[[], Awaitable[_T]], action: str, seconds: float
+    ) -> _T:
+        async with self._thread:
+            if action == "lost":
+                self._is_lost = True
+            if self._is_lost:
+                raise TrainerLostError("a process of the trainer died")
+            if action == "diverge":
+                raise DivergedError("loss is nan")
+            if action == "late":
+                await asyncio.sleep(seconds)
+            result = await work()
+            if action == "lost_after":
+                self._is_lost = True
+                raise TrainerLostError("a process of the trainer died")
+            if action == "late_after":
+                await asyncio.sleep(seconds)
+            return result
+
+    def _require_space(self, point: str) -> None:
+        strike = self._fate.at(point)
+        if strike is not None and strike.action == "no_space":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def _seconds(self, strike: Any) -> float:
+        return strike.seconds if strike is not None else 0.0
+
+    def _uses_the_devices(self, what: str) -> None:
+        if self._is_offloaded:
+            self.complaints.append(f"the trainer {what} offloaded")
+
+
+def _look(task: asyncio.Task[Any]) -> None:
+    """What a process meant for a caller that has left is no news."""
+    if not task.cancelled():
+        task.exception()

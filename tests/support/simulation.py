@@ -1,0 +1,215 @@
+"""A whole run without processes: the real controller, router and rollouts over simulated parts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.simulated_faults import Fate, Undisturbed
+from tests.support.simulated_parts import (
+    ENVIRONMENTS,
+    Habits,
+    Memory,
+    SimDataset,
+    SimReplica,
+    SimTrainer,
+)
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.orchestration.capacity import derive_capacity
+from torchtitan_rl.orchestration.consumer import ConsumerSettings
+from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.evaluation import EvaluationSettings
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.producer import ProducerSettings
+from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.sampling import SampledTokens
+from torchtitan_rl.orchestration.turns import DuringStep
+from torchtitan_rl.orchestration.weight_feed import FeedSettings
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.rubric import Rubric
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.types import (
+    Completion,
+    Problem,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Habits):
+    """One simulated run."""
+
+    num_steps: int = 6
+    groups_per_step: int = 3
+    group_size: int = 2
+    staleness: int = 0
+    window: float = 0.0
+    during_step: str = "beside"
+    zero_variance: str = "train"
+    replicas: int = 2
+    train_s: float = 1.0
+    order: str = "together"
+    validate_every: int = 0
+    validation_problems: int = 0
+    reserves: bool = False  # the last replica, for validation
+    checkpoint_every: int = 0
+    seed: int = 0
+    chance: int = 0  # of delays and failures; the seed of everything that may not matter
+    max_empty_batches: int = 1000
+    max_wait_s: float = 100_000.0
+    mode: str = "hot_swap"
+    env_kind: str = "replays"
+    problems: int = 7
+    token_s: float = 0.1
+    max_tokens: int = 12
+    checkpoint_s: float = 0.0  # writing one
+    request_timeout_s: float = 5_000.0
+    sync_timeout_s: float = 300.0
+    rollout_timeout_s: float = 2_000.0
+    env_timeout_s: float = 100.0
+    trainer_timeout_s: float = 1_000.0
+    parks_alone: bool = (
+        False  # complain of tokens sampled while a run that aborts its groups takes a step
+    )
+
+
+class Simulation:
+    """A controller with all its parts in reach. Make it on the loop that runs it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        root: Path,
+        *,
+        fate: Fate | None = None,
+        recorder: Recorder | None = None,
+        rubric: Rubric | None = None,
+    ) -> None:
+        self.plan = plan
+        chance = random.Random(plan.chance)
+        fate = fate or Undisturbed()
+        self.trainer = SimTrainer(
+            chance=chance,
+            step_s=plan.train_s,
+            shares=plan.during_step == "asleep",
+            write_s=plan.checkpoint_s,
+            timeout_s=plan.trainer_timeout_s,
+            waits_alone=plan.parks_alone and plan.during_step == "aborted",
+            fate=fate,
+        )
+        self.replicas = [
+            SimReplica(
+                f"r{i}", chance=chance, trainer=self.trainer, token_s=plan.token_s, fate=fate
+            )
+            for i in range(plan.replicas)
+        ]
+        self.sampled = SampledTokens()
+        self.router = GeneratorRouter(
+            self.replicas,
+            on_ended=self.sampled.on_ended,
+            request_timeout_s=plan.request_timeout_s,
+            sync_timeout_s=plan.sync_timeout_s,
+            reserved=[self.replicas[-1].name] if plan.reserves else [],
+        )
+        self.recorder = recorder or Memory()
+        self.answered: list[Completion] = []  # by the environments: finished turns
+        self.dataset = SimDataset(plan.problems, fate)
+        self.config = RolloutConfig(
+            groups_per_step=plan.groups_per_step,
+            group_size=plan.group_size,
+            max_turns=plan.turns,
+            max_total_tokens=200,
+            step_timeout_s=plan.env_timeout_s,
+            rollout_timeout_s=plan.rollout_timeout_s,
+            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens),
+        )
+        self.rollouter = Rollouter(
+            generate=self.router.generate,
+            environment=lambda problem: ENVIRONMENTS[plan.env_kind](
+                problem, plan, chance, self.answered, fate
+            ),
+            config=self.config,
+            rubric=rubric,
+            active_time=self.router.active_time,
+        )
+        self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
+        self.checkpoints = CheckpointDirectory(root / "checkpoints")
+        self.controller = Controller(
+            settings(plan),
+            Parts(
+                dataset=self.dataset,
+                validation_problems=[
+                    Problem(problem_id=f"v{i}", data={"seed": i})
+                    for i in range(plan.validation_problems)
+                ],
+                rollouter=self.rollouter,
+                batcher=self.batcher,
+                trainer=self.trainer,
+                router=self.router,
+                recorder=recorder or self.recorder,
+                checkpoints=self.checkpoints,
+                journals=JournalDirectory(root / "journal"),
+                sampled=self.sampled,
+            ),
+        )
+
+    async def run(self, *, resume: bool = False) -> None:
+        found = self.checkpoints.newest(checksums=True) if resume else None
+        try:
+            await self.controller.run(resume_from=found)
+            await self.trainer.export_hf(self.checkpoints.path(0))
+        finally:
+            assert not self.trainer.complaints
+            assert not any(record.unaccounted for record in self.recorder.accounts)
+
+    @property
+    def requested(self) -> list[str]:
+        """Ids of all requests that replicas were given, in order."""
+        return [name for replica in self.replicas for name in replica.requested]
+
+
+def settings(plan: Plan) -> ControllerSettings:
+    capacity = derive_capacity(
+        groups_per_step=plan.groups_per_step, staleness=plan.staleness, window=plan.window
+    )
+    return ControllerSettings(
+        capacity=capacity,
+        during_step=DuringStep(plan.during_step),
+        producer=ProducerSettings(
+            num_groups=plan.num_steps * plan.groups_per_step,
+            surplus=capacity.window - 1 if plan.staleness == 0 else 0,
+            group_size=plan.group_size,
+            temperature=1.0,
+            seed=plan.seed,
+            zero_variance=plan.zero_variance,  # type: ignore[arg-type]
+            max_resamples=1,
+            max_skipped=100,
+        ),
+        consumer=ConsumerSettings(
+            num_steps=plan.num_steps,
+            capacity=capacity.buffer,
+            checkpoint_every=plan.checkpoint_every,
+            max_empty_batches=plan.max_empty_batches,
+            step_timeout_s=plan.trainer_timeout_s,
+        ),
+        evaluation=EvaluationSettings(
+            every=plan.validate_every,
+            num_steps=plan.num_steps,
+            samples=1,
+            temperature=1.0,
+            seed=0,
+            success_reward=1.0,
+        ),
+        feed=FeedSettings(
+            mode=plan.mode,  # type: ignore[arg-type]
+            order=plan.order,  # type: ignore[arg-type]
+            lag_timeout_s=30.0,
+        ),
+        checkpoints_kept=2,
+        max_checkpoint_failures=3,
+        save_timeout_s=2_000.0,
+        report_wait_s=1_000.0,
+        max_wait_s=plan.max_wait_s,
+    )

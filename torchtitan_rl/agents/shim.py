@@ -1,0 +1,144 @@
+"""Stands between us and a command, and sees to it that nothing the command started outlives us.
+
+Run as a script (``python -I -S shim.py FD PROGRAM ARG...``), never imported; it imports
+little, so that it starts in milliseconds. FD is one end of a socket pair:
+
+- the other end is closed (our side gave up, or its process died of anything): kill everything;
+- the command has ended: kill what it left behind, then report that there.
+
+The report has lines: ``pid PID`` at the start, at the end ``exit CODE``, ``signal NUMBER`` or
+``error MESSAGE``; no such last line where our side gave up.
+
+As a child subreaper, the shim inherits every orphan below it, daemons that forked twice and made
+sessions of their own included, so its descendants are exactly what has to go (Linux; elsewhere
+only the command's own process group is killed). A program that kills the shim itself gets away
+with its daemons: this is tidiness, no sandbox.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.5  # how often to look whether the parent is still the same process
+KILL_S = 10.0  # after this a process is taken to be stuck in the kernel
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main() -> None:
+    parent, link = os.getppid(), int(sys.argv[1])
+    os.set_inheritable(link, False)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    for number in (*STOPPING, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # each only wakes the select below
+    command, outcome = start(sys.argv[2:], link)
+    if command:
+        os.close(0)  # the command alone holds its input and output
+        os.close(1)
+        outcome = watch(command, link, wake, parent)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        stuck = kill_everything_below(command)
+        if stuck:
+            outcome = f"error cannot kill processes {stuck}"
+    tell(link, outcome)
+
+
+def tell(link: int, line: str) -> None:
+    try:
+        os.write(link, line.encode(errors="replace"))
+    except OSError:  # nobody is there to hear it; `watch` sees that, too
+        return
+
+
+def start(argv: list[str], link: int) -> tuple[int, str]:
+    """Fork and exec; the command's pid, or 0 and why it could not be started."""
+    failure, report = os.pipe()  # closed by a successful exec
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            tell(link, f"pid {os.getpid()}\n")  # before the program can do anything to us
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+                signal.signal(number, signal.SIG_DFL)
+            os.execvp(argv[0], argv)
+        except BaseException as error:
+            os.write(report, f"error {error}".encode(errors="replace"))
+        finally:
+            os._exit(127)
+    os.close(report)
+    problem = os.read(failure, 4096).decode(errors="replace")
+    return (0, problem) if problem else (pid, "")
+
+
+def watch(command: int, link: int, wake: int, parent: int) -> str:
+    """How the command ended; "" where our side is gone, or told us to stop."""
+    while True:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are reaped, too
+            if ended[0] == command:
+                code = os.waitstatus_to_exitcode(ended[1])
+                return f"signal {-code}" if code < 0 else f"exit {code}"
+        readable, _, _ = select.select([link, wake], [], [], POLL_S)
+        woken_by = os.read(wake, 512) if wake in readable else b""
+        if link in readable or set(STOPPING) & set(woken_by) or os.getppid() != parent:
+            return ""
+
+
+def kill_everything_below(command: int) -> list[int]:
+    """Kill and reap until no child is left; returns those that would not die.
+
+    What dies hands its children up to us, so that nothing below is missed.
+    """
+    deadline = time.monotonic() + KILL_S
+    while True:
+        below = descendants(os.getpid())
+        for pid in below or [-command]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # gone already
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return []
+        if time.monotonic() > deadline:
+            return below
+        time.sleep(0.002)
+
+
+def descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as stat:
+                parent = int(stat.read().rpartition(b")")[2].split()[1])
+        except OSError:  # gone already
+            continue
+        children.setdefault(parent, []).append(int(entry))
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

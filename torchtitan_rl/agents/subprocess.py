@@ -1,0 +1,177 @@
+"""Programs that environments start, which never outlive the call that started them.
+
+`run_command` returns, raises or is cancelled only after the program and everything it started is
+dead. The same holds, a moment later, when our process dies for whatever reason, SIGKILL included:
+a shim between us and the program (`shim.py`) notices and cleans up. Not a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_rl.errors import TorchtitanRLError
+
+_SHIM = Path(__file__).with_name("shim.py")
+_CHUNK_BYTES = 1 << 16
+_OUTPUT_GRACE_S = 10.0  # from the end of the program to the end of its output
+
+
+class CommandError(TorchtitanRLError):
+    """A program could not be started, or how it ended is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """What a program did. Exactly one of ``exit_code``, ``signal`` and ``timed_out`` is set.
+
+    ``truncated``: the program wrote more than was kept of one of its outputs.
+    """
+
+    exit_code: int | None
+    signal: int | None  # that killed it
+    timed_out: bool
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+
+
+async def run_command(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes | None = None,
+    max_output_bytes: int = 1 << 20,
+) -> CommandResult:
+    """Run a program to its end or to its time-out, in a session of its own.
+
+    ``env`` replaces the environment. ``stdin`` None is an empty input. Of stdout and stderr each
+    the first ``max_output_bytes`` are kept; the rest is read and dropped. What the program left
+    running when it ended is killed, too. A plain (blocking) environment, which has a thread of
+    its own, calls this through `asyncio.run`.
+
+    Raises:
+        CommandError: the program could not be started, or not be killed, or it killed its shim.
+    """
+    if not argv:
+        raise CommandError("a command needs at least the program's name")
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        running = asyncio.ensure_future(
+            _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
+        )
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:  # the shim kills everything, then we go
+                cancelled = error
+                _hang_up(ours)
+        if cancelled is not None and not running.cancelled():
+            running.exception()  # what it came to does not matter any more
+        if cancelled is not None:
+            raise cancelled
+        return running.result()
+
+
+async def _run(
+    argv: Sequence[str],
+    ours: socket.socket,
+    theirs: socket.socket,
+    timeout_s: float,
+    cwd: str | Path | None,
+    env: Mapping[str, str] | None,
+    stdin: bytes | None,
+    max_output_bytes: int,
+) -> CommandResult:
+    try:
+        with theirs:
+            shim = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_SHIM), str(theirs.fileno()), *argv),
+                stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=cwd,
+                env=env,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:  # no such folder, a null byte in an argument, ...
+        raise CommandError(f"{argv[0]}: {error}") from error
+    transfers = asyncio.gather(
+        _feed(shim.stdin, stdin),
+        _read(shim.stdout, max_output_bytes),
+        _read(shim.stderr, max_output_bytes),
+    )
+    reporting = asyncio.ensure_future(_report(ours))  # ends when the shim has
+    timed_out = not (await asyncio.wait([reporting], timeout=timeout_s))[0]
+    _hang_up(ours)
+    pid, kind, value = await reporting
+    if not kind and pid:  # where the shim was killed, at least the program's own group goes
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    ended, _ = await asyncio.wait([transfers], timeout=_OUTPUT_GRACE_S)
+    if not ended:
+        transfers.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await transfers
+        raise CommandError(f"{argv[0]}: something it started cannot be killed; {kind} {value}")
+    await shim.wait()  # reaped
+    _, (stdout, more_stdout), (stderr, more_stderr) = transfers.result()
+    if kind == "error" or (not kind and not timed_out):
+        raise CommandError(f"{argv[0]}: {value or 'its shim was killed'}")
+    return CommandResult(
+        exit_code=int(value) if kind == "exit" else None,
+        signal=int(value) if kind == "signal" else None,
+        timed_out=timed_out and not kind,
+        stdout=stdout,
+        stderr=stderr,
+        truncated=more_stdout or more_stderr,
+    )
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Make the shim kill everything; harmless when it has ended."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_WR)
+
+
+async def _feed(writer: asyncio.StreamWriter | None, data: bytes | None) -> None:
+    if writer is None:
+        return
+    # The program may end, or close its input, without reading all of it.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        writer.write(data or b"")
+        await writer.drain()
+    writer.close()
+
+
+async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes, bool]:
+    """The first ``limit`` bytes, and whether there were more."""
+    kept, more = bytearray(), False
+    while reader is not None and (chunk := await reader.read(_CHUNK_BYTES)):
+        room = limit - len(kept)
+        kept += chunk[:room]
+        more = more or len(chunk) > room
+    return bytes(kept), more
+
+
+async def _report(link: socket.socket) -> tuple[int, str, str]:
+    """The program's pid (0: none) and how it ended (``exit 3``), "" where the shim did not say."""
+    loop, report = asyncio.get_running_loop(), b""
+    while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
+        report += chunk
+    first, _, rest = report.decode(errors="replace").partition("\n")
+    pid, last = (int(first[4:]), rest) if first.startswith("pid ") else (0, first)
+    kind, _, value = last.partition(" ")
+    return pid, kind, value

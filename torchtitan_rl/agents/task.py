@@ -1,0 +1,93 @@
+"""Tasks whose rollouts are agents.
+
+A subclass of `AgentTask` gives an agent for each problem, besides the dataset (and a rubric where
+the agent's own reward is not all). The training run then needs its endpoint, which serves them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.agents.agent import Agent, AgentHost
+from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+    from torchtitan_rl.rollout.rollout_run import EnvironmentFactory
+    from torchtitan_rl.serving.config import EndpointConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask(Task):
+    """``rollout.step_timeout_s`` is how long an agent may take between two requests."""
+
+    grace_s: float = 5.0  # to return a reward after a limit, and to end once cancelled
+    reward_at_limit: float | None = 0.0  # of an agent that returned none by then; None: it fails
+
+    def agent(self, problem: Problem) -> Agent:
+        """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`.
+
+        Called on the controller's event loop; what is slow belongs into the agent.
+        """
+        raise NotImplementedError
+
+    def agent_environment(
+        self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
+    ) -> TokenEnv:
+        return AgentEnv(
+            agent=self.agent(problem),
+            problem=problem,
+            host=host,
+            grace_s=min(self.grace_s, limits.step_timeout_s / 2),
+            reward_at_limit=self.reward_at_limit,
+            decode=tokenizer.decode,
+        )
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        raise RuntimeError("an agent's environment needs the endpoint: see environment_factory")
+
+
+def environment_factory(
+    task: Task, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost | None
+) -> EnvironmentFactory:
+    """What makes the environments of a task's rollouts.
+
+    Raises:
+        ValueError: the task's rollouts are agents, and there is no endpoint for them.
+    """
+    if not isinstance(task, AgentTask):
+        return partial(task.environment, tokenizer=tokenizer, limits=limits)
+    if host is None:
+        raise ValueError(f"{type(task).__name__} needs the endpoint")
+    return partial(task.agent_environment, tokenizer=tokenizer, limits=limits, host=host)
+
+
+def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0) -> list[str]:
+    """What is wrong between a task, the endpoint, and so many rollouts at once; a message each."""
+    if not isinstance(task, AgentTask):
+        return []
+    errors = []
+    if not endpoint.enabled:
+        errors.append(
+            f"endpoint.enabled is False: the rollouts of {type(task).__name__} are agents, which "
+            "ask the endpoint for completions; give --endpoint.enabled"
+        )
+    if num_rollouts > endpoint.max_concurrent_requests:
+        errors.append(
+            f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
+            f"{num_rollouts} agents ask at once, and the wait for a place would count against "
+            f"rollout.step_timeout_s; give at least {num_rollouts}"
+        )
+    if not task.grace_s > 0:
+        errors.append(f"task.grace_s is {task.grace_s}: give a number above 0")
+    if task.reward_at_limit is not None and not math.isfinite(task.reward_at_limit):
+        errors.append(
+            f"task.reward_at_limit is {task.reward_at_limit}: give a finite number, or None"
+        )
+    return errors

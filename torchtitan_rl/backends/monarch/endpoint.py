@@ -1,0 +1,118 @@
+"""The OpenAI-compatible endpoint in a process of its own: one actor, with the HTTP server in a
+thread beside it.
+
+The actor is a shell around its `ControllerLink`: the controller's calls poll it and deliver to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchtitan_rl.backends.monarch.runtime import (
+    ProcessLostError,
+    ProcessMesh,
+    call,
+    process_environment,
+    spawn_processes,
+    stop_processes,
+)
+from torchtitan_rl.backends.specs import EndpointSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.errors import DeadlineError, EndpointLostError
+from torchtitan_rl.serving.address import reachable
+from torchtitan_rl.serving.messages import FromEndpoint, ToEndpoint
+
+if TYPE_CHECKING:
+    from torchtitan_rl.backends.monarch.endpoint_process import EndpointProcess
+
+_ANSWER_S = 60.0  # deadline of a poll or a delivery
+_CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
+
+
+class EndpointActor(Actor):
+    """The endpoint's process."""
+
+    def __init__(self, spec: EndpointSpec) -> None:
+        self._spec = spec
+
+    @concurrent_endpoint
+    async def start(self) -> int:
+        """Take the address and serve; returns the port."""
+        self._process = await asyncio.to_thread(_start, self._spec)
+        return self._process.port
+
+    @concurrent_endpoint
+    async def poll(self) -> FromEndpoint:
+        self._process.require_running()
+        return await self._process.link.poll()
+
+    @concurrent_endpoint
+    async def deliver(self, batch: ToEndpoint) -> None:
+        self._process.link.deliver(batch)
+
+    @concurrent_endpoint
+    async def close(self, grace_s: float) -> None:
+        await asyncio.to_thread(self._process.close, grace_s)
+
+
+def _start(spec: EndpointSpec) -> EndpointProcess:
+    # It imports vLLM, which takes long: not on the actor's event loop.
+    from torchtitan_rl.backends.monarch.endpoint_process import EndpointProcess
+
+    return EndpointProcess(spec)
+
+
+class MonarchEndpoint:
+    """The endpoint's process, seen from the controller; see `Endpoint`."""
+
+    def __init__(self, mesh: ProcessMesh, spec: EndpointSpec) -> None:
+        self._mesh = mesh
+        self._spec = spec
+        self._actor: Any = mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
+        self._base_url = ""
+
+    @classmethod
+    async def spawn(cls, group: ProcessGroup, spec: EndpointSpec) -> MonarchEndpoint:
+        """Start the process; `start` then builds the server in it."""
+        environment = process_environment(group) | engine_environment(group.threads, spec.device)
+        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
+        return cls(mesh, spec)
+
+    @property
+    def base_url(self) -> str:
+        return self._base_url
+
+    async def start(self) -> None:
+        """Returns once clients can connect.
+
+        Raises:
+            EndpointLostError: the address is taken, or the server cannot be built.
+            DeadlineError: it took too long.
+        """
+        timeout_s = self._spec.endpoint.start_timeout_s
+        port = await self._call(self._actor.start.call_one(), "start", timeout_s)
+        self._base_url = f"http://{reachable(self._spec.endpoint.host)}:{port}/v1"
+
+    async def poll(self) -> FromEndpoint:
+        return await self._call(self._actor.poll.call_one(), "poll", _ANSWER_S)
+
+    async def deliver(self, batch: ToEndpoint) -> None:
+        await self._call(self._actor.deliver.call_one(batch), "delivery", _ANSWER_S)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop listening; requests that run may end within ``grace_s``, while somebody polls."""
+        await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
+
+    async def close(self) -> None:
+        """End the process, whatever state it is in."""
+        await stop_processes(self._mesh)
+
+    async def _call(self, awaitable: Any, what: str, timeout_s: float) -> Any:
+        try:
+            return await call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s)
+        except (ProcessLostError, DeadlineError) as error:
+            raise EndpointLostError(f"the endpoint's process is lost: {error}") from error

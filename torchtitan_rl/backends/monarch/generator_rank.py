@@ -1,0 +1,108 @@
+"""What runs in a generator process: one rank's engine, its loop, and its staged weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+
+from torchtitan_rl.backends.monarch.rdma import MonarchRdmaReader
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.mailbox import IDLE_S, Mailbox
+from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.traced_engine import TracedEngine
+from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.staging import WeightStaging
+
+
+class GeneratorRank:
+    """Built in a thread of the actor, on all ranks together."""
+
+    def __init__(self, spec: GeneratorSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}")
+        self.staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
+        with self._tracer.span("start"):
+            self._loop = self._build_loop()
+        self.replica = LoopReplica(spec.name, self._loop, self.staging)
+        self.mailbox = Mailbox(
+            self._loop,
+            interval_s=spec.stream_interval_s,
+            idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
+            stall_timeout_s=spec.generator.stall_timeout_s,
+        )
+        # What is here by now stays: going through it again would only hold the engine up.
+        gc.collect()
+        gc.freeze()
+        self._loop.start()
+
+    def _build_loop(self) -> EngineLoop:
+        generator, sync = self._spec.generator, self._spec.weight_sync
+        engine = VllmEngine(
+            VllmEngineOptions(
+                model=str(self._spec.model),
+                tensor_parallel=generator.tensor_parallel,
+                max_model_len=generator.max_model_len,
+                max_running_requests=generator.max_running_requests,
+                kv_cache_bytes=generator.kv_cache_bytes,
+                gpu_memory_utilization=generator.gpu_memory_utilization,
+                enable_prefix_caching=generator.enable_prefix_caching,
+                share_prefixes_across_versions=not sync.reset_prefix_cache_on_pull,
+                seed=self._spec.seed,
+                device=self._spec.device,
+                dtype=self._spec.dtype,
+                sleeps=self._spec.sleeps,
+                reasoning_parser=self._spec.reasoning_parser,
+            ),
+            self.staging,
+        )
+        return EngineLoop(
+            TracedEngine(engine, self._tracer),
+            self._channel(),
+            is_leader=self._rank == 0,
+            config=LoopConfig(
+                name=self._spec.name,
+                max_steps_per_decision=generator.max_steps_per_decision,
+                heartbeat_s=generator.heartbeat_s,
+                stream_interval_s=self._spec.stream_interval_s,
+                kv_policy=KvPolicy(
+                    reset_prefix_cache=sync.reset_prefix_cache_on_pull,
+                    recompute_running=sync.recompute_running_on_pull,
+                ),
+            ),
+            on_end=self._on_loop_end,
+        )
+
+    def _channel(self) -> LockstepChannel:
+        if self._spec.generator.tensor_parallel == 1:
+            return SoloChannel()
+        from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
+
+        return GlooLockstep(timeout_s=self._spec.generator.collective_timeout_s)
+
+    def _on_loop_end(self, failure: LoopFailedError | None) -> None:
+        if failure is None:
+            return
+        traceback.print_exception(failure)
+        if self._rank > 0:
+            # The other ranks may wait for this one inside a collective.
+            sys.stderr.flush()
+            os._exit(1)
+
+    async def stage(self, handle: WeightHandle) -> None:
+        """Fetch a version while decoding goes on; on every rank."""
+        with self._tracer.span("fetch weights", track="fetch", version=handle.version):
+            await self.replica.stage(handle)
+
+    async def close(self) -> None:
+        if self._rank == 0:
+            await self.replica.close()
+        self._tracer.close()

@@ -1,0 +1,133 @@
+"""All processes of a run, started together and ended in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
+from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.runtime import all_of, supervise
+from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
+from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.weights.transport import Transport, choose_transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcesses:
+    trainer: MonarchTrainer
+    replicas: tuple[MonarchReplica, ...]
+    endpoint: MonarchEndpoint | None
+
+
+@asynccontextmanager
+async def run_processes(
+    prepared: PreparedRun, *, trace_dir: Path | None
+) -> AsyncIterator[RunProcesses]:
+    """Trainer, replicas and endpoint, ready to be called; gone when the context is left.
+
+    Raises:
+        ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
+            ended.
+        ConfigError: the configured transport does not reach from the trainer to a replica.
+    """
+    supervise()
+    plan = prepared.plan
+    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
+    replicas: list[MonarchReplica] = []
+    endpoint: MonarchEndpoint | None = None
+    try:
+        for index, group in enumerate(plan.replicas):
+            spec = _generator_spec(prepared, index, trace_dir)
+            environment = engine_environment(group.threads, plan.device)
+            replicas.append(await MonarchReplica.spawn(group, spec, environment))
+        if plan.endpoint is not None:
+            endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
+        transport = await _transport(prepared, trainer, replicas)
+        start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
+        await all_of(start, *([] if endpoint is None else [endpoint.start()]))
+        yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
+    finally:
+        closes = [trainer.close(), *(replica.close() for replica in replicas)]
+        if endpoint is not None:
+            closes.append(endpoint.close())
+        await asyncio.gather(*closes)
+
+
+async def _start(
+    trainer: MonarchTrainer,
+    replicas: Sequence[MonarchReplica],
+    transport: Transport,
+    *,
+    is_shared: bool,
+) -> None:
+    """On shared devices the engines, which take what memory they find, come second."""
+    if not is_shared:
+        await all_of(trainer.start(transport), *(replica.start() for replica in replicas))
+        return
+    await trainer.start(transport)
+    await trainer.offload()
+    await all_of(*(replica.start() for replica in replicas))
+
+
+async def _transport(
+    prepared: PreparedRun, trainer: MonarchTrainer, replicas: Sequence[MonarchReplica]
+) -> Transport:
+    """From where the processes are, which they themselves know best."""
+    hosts = await asyncio.gather(*(replica.hosts() for replica in replicas))
+    return choose_transport(
+        prepared.config.weight_sync.transport,
+        trainer_host=await trainer.host(),
+        replica_hosts=[host for of_replica in hosts for host in of_replica],
+    )
+
+
+def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
+    config = prepared.config
+    return TrainerSpec(
+        checkpoint=prepared.policy_dir,
+        trainer=config.trainer,
+        dtype=config.policy.dtype,
+        seed=prepared.plan.trainer.seed,
+        num_steps=config.num_steps,
+        run_dir=config.run_dir.absolute(),
+        log_dir=config.log_dir.absolute(),
+        trace_dir=trace_dir,
+    )
+
+
+def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -> GeneratorSpec:
+    config, group = prepared.config, prepared.plan.replicas[index]
+    return GeneratorSpec(
+        name=group.name,
+        model=prepared.policy_dir,
+        device=prepared.plan.device,
+        dtype=config.policy.dtype,
+        seed=group.seed,
+        generator=config.generator,
+        weight_sync=config.weight_sync,
+        log_dir=config.log_dir.absolute(),
+        trace_dir=trace_dir,
+        stream_interval_s=config.endpoint.interval_s,
+        sleeps=prepared.plan.is_shared,
+        reasoning_parser=config.endpoint.reasoning_parser,
+    )
+
+
+def _endpoint_spec(prepared: PreparedRun) -> EndpointSpec:
+    config = prepared.config
+    return EndpointSpec(
+        model=prepared.policy_dir,
+        device=prepared.plan.device,
+        dtype=config.policy.dtype,
+        max_model_len=config.generator.max_model_len,
+        generation_config="vllm",  # what is sampled is the run's decision, not the checkpoint's
+        endpoint=config.endpoint,
+        keys=prepared.keys,
+        log_dir=config.log_dir.absolute(),
+    )

@@ -1,0 +1,59 @@
+"""What each kind of process is built from. Specs are pickled: plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """What a replica's ranks need to build their engine."""
+
+    name: str
+    model: Path
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    generator: GeneratorConfig
+    weight_sync: WeightSyncConfig
+    log_dir: Path
+    trace_dir: Path | None
+    stream_interval_s: float = 0.02  # between two messages with ends and progress
+    sleeps: bool = False  # it shares its devices
+    reasoning_parser: str = ""  # the endpoint's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What the trainer's ranks need."""
+
+    checkpoint: Path
+    trainer: TrainerConfig
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    num_steps: int
+    run_dir: Path
+    log_dir: Path
+    trace_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSpec:
+    """What the endpoint's process needs."""
+
+    model: Path
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int
+    generation_config: Literal["auto", "vllm"]  # auto: defaults of sampling are the model's own
+    endpoint: EndpointConfig
+    keys: Keys
+    log_dir: Path

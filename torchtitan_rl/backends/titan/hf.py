@@ -1,0 +1,121 @@
+"""Weights between torchtitan's (sharded) model and Hugging Face names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
+
+# isort: split
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from torchtitan_rl.backends.titan.model import PolicyModel
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.weights.image import TensorPart
+
+# What of a checkpoint's directory is not copied to an export: weights of any format, histories.
+_NOT_COPIED = (
+    *("*.safetensors", "*.bin", "*.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack"),
+    *("*.onnx", "original", ".*"),
+)
+
+
+def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
+    """Fill the model from the directory's safetensors; each rank reads its shards. Collective.
+
+    Raises:
+        ConfigError: there is no safetensors file.
+    """
+    if not any(checkpoint_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"policy.checkpoint: {checkpoint_dir} has no *.safetensors file; save the model with "
+            "safe_serialization"
+        )
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    hf_state = adapter.to_hf(model.state_dict())
+    load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
+    model.load_state_dict(adapter.from_hf(hf_state))
+
+
+def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Whole tensors in ``dtype`` on the CPU, on rank 0; an empty dict on other ranks. Collective.
+
+    A tied head is left out. Tensors may share memory with the model: they hold until its next step.
+    """
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            state[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
+    return state
+
+
+def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | None:
+    """What this rank has to write of each tensor, in ``dtype``, so that all ranks together write
+    each once. Not collective, and nothing is copied: valid until the model's next step.
+
+    None where a tensor is cut in a way that makes no box of it (data and tensor parallelism along
+    the same dimension). A tied head is left out.
+    """
+    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    parts: dict[str, TensorPart] = {}
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        part = _part(value, dtype)
+        if part is None:
+            return None
+        parts[name] = part
+    return parts
+
+
+def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
+    """Of several ranks that hold the same, the first writes it."""
+    if not isinstance(value, DTensor):
+        is_first, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
+    else:
+        mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
+        assert where is not None  # every rank has a share of every tensor
+        places = [
+            Replicate() if size == 1 else place
+            for size, place in zip(mesh.shape, value.placements, strict=True)
+        ]
+        cuts = [place.dim for place in places if type(place) is Shard]
+        num_replicated = sum(place.is_replicate() for place in places)
+        if len(set(cuts)) + num_replicated < len(places):
+            return None
+        is_first = not any(w for w, p in zip(where, places, strict=True) if p.is_replicate())
+        _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
+        local = value.to_local()
+    return TensorPart(
+        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_first else None
+    )
+
+
+def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:
+    """Write a directory that transformers and vLLM load: ``state``, with configuration and
+    tokenizer files from ``source``. Not collective; replaces what is there, all or nothing."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+    weights = temporary / "model.safetensors"
+    weights.touch()
+    mode = weights.stat().st_mode  # save_file makes a file for the owner alone
+    save_file(state, weights, metadata={"format": "pt"})
+    weights.chmod(mode)
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)

@@ -1,0 +1,169 @@
+"""Dense Qwen3 and Llama-family policies as torchtitan models.
+
+Both are torchtitan's Qwen3: Llama is the same without the norms on queries and keys. (torchtitan's
+own Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.)
+
+Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
+
+# isort: split
+from torchtitan.config import CompileConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+from torchtitan_rl.backends.titan.attention import DocumentAttention, document_mask
+from torchtitan_rl.backends.titan.rope import ScaledRoPE
+from torchtitan_rl.backends.titan.setup import Layout
+from torchtitan_rl.config.hf_model import PolicyArchitecture
+from torchtitan_rl.training.config import TrainerConfig
+
+_NO_INIT = {"weight": skip_param_init}  # every weight comes from the checkpoint
+
+
+class PolicyModel(Qwen3Model):
+    """torchtitan's decoder with logits of selected tokens only: the head is most of a small model's
+    work, and only trained tokens need it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
+
+    def forward(
+        self,
+        tokens_BL: torch.Tensor,
+        positions_BL: torch.Tensor,
+        attention_masks: Any,
+        selected_S: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [1, S, V] (vocabulary-sharded DTensor under tensor parallelism) of the tokens at
+        ``selected_S``, indices into the flattened [B * L]."""
+        h_BLD = self.tok_embeddings(tokens_BL)
+        for layer in self.layers.values():
+            h_BLD = layer(h_BLD, attention_masks, positions_BL)
+        h_BLD = self.norm(h_BLD)
+        if isinstance(h_BLD, DTensor):  # replicated over the tensor-parallel ranks by now
+            h_BLD = h_BLD.to_local()
+        logits_1SV: torch.Tensor = self.lm_head(h_BLD.flatten(0, 1)[None, selected_S])
+        return logits_1SV
+
+    def get_attention_masks(self, positions_BL: torch.Tensor) -> Any:
+        if isinstance(self.config.first_attention.inner_attention, DocumentAttention.Config):
+            return document_mask(positions_BL)
+        return super().get_attention_masks(positions_BL)
+
+
+def build_policy(
+    architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, *, dtype: str
+) -> PolicyModel:
+    """A parallelized model on its device, its weights float32 and *not yet set*, that computes in
+    ``dtype``."""
+    model_config = _model_config(architecture, config, layout, dtype)
+    with torch.device("meta"):
+        bare = model_config.build()
+    model: PolicyModel = parallelize_qwen3(
+        bare,
+        parallel_dims=layout.dims,
+        training=TrainingConfig(
+            seq_len=config.row_len,
+            local_batch_size=config.rows_per_microbatch,
+            mixed_precision_param=dtype,
+            mixed_precision_reduce="float32",
+        ),
+        parallelism=layout.parallelism,
+        compile_config=CompileConfig(enable=config.compile, components=["model"]),
+        ac_config={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
+            config.activation_checkpointing
+        ],
+        dump_folder="",
+    )
+    if layout.device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                # gloo cannot scale while it reduces.
+                module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=layout.device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=layout.device)
+    return model
+
+
+def _model_config(
+    architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, dtype: str
+) -> Any:
+    a = architecture
+    norm = partial(RMSNorm.Config, eps=a.norm_eps, param_init=_NO_INIT)
+    layers = [
+        Qwen3TransformerBlock.Config(
+            attention_norm=norm(normalized_shape=a.dim),
+            ffn_norm=norm(normalized_shape=a.dim),
+            attention=make_gqa_config(
+                dim=a.dim,
+                n_heads=a.num_heads,
+                n_kv_heads=a.num_kv_heads,
+                head_dim=a.head_dim,
+                wqkv_param_init=_NO_INIT,
+                wo_param_init=_NO_INIT,
+                inner_attention=_inner_attention(layout.device, dtype),
+                rope=_rope(a, config.row_len),
+                qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
+            ),
+            feed_forward=make_ffn_config(
+                dim=a.dim,
+                hidden_dim=a.hidden_dim,
+                w1_param_init=_NO_INIT,
+                w2w3_param_init=_NO_INIT,
+            ),
+        )
+        for _ in range(a.num_layers)
+    ]
+    model_config = PolicyModel.Config(
+        dim=a.dim,
+        vocab_size=a.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=a.vocab_size, embedding_dim=a.dim, param_init=_NO_INIT
+        ),
+        norm=norm(normalized_shape=a.dim),
+        lm_head=Linear.Config(in_features=a.dim, out_features=a.vocab_size, param_init=_NO_INIT),
+        layers=layers,
+        enable_weight_tying=a.has_tied_embeddings,
+    )
+    set_qwen3_sharding_config(
+        model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=False
+    )
+    return model_config
+
+
+def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
+    scaling = architecture.rope_scaling
+    scaled: dict[str, Any] = {}
+    if scaling is not None:
+        scaled = {"scaling": "llama", **asdict(scaling)}
+    # Positions restart in each document, so none is beyond a row's length.
+    return ScaledRoPE.Config(
+        dim=architecture.head_dim, max_seq_len=row_len, theta=architecture.rope_theta, **scaled
+    )
+
+
+def _inner_attention(device: torch.device, dtype: str) -> Any:
+    if device.type == "cpu":
+        return DocumentAttention.Config()
+    # varlen's kernels take no float32.
+    return VarlenAttention.Config() if dtype == "bfloat16" else FlexAttention.Config()

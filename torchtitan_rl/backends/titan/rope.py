@@ -1,0 +1,41 @@
+"""Rotary embeddings of Llama 3.1 and later, in the layout of Hugging Face checkpoints.
+
+torchtitan has their frequency scaling only for its other layout (adjacent pairs), which needs the
+permutation of weights that `titan_model` avoids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
+
+# isort: split
+from torchtitan.models.common import CosSinRoPE
+
+
+class ScaledRoPE(CosSinRoPE):
+    """Cosines and sines [max_seq_len, 2 * dim]; ``scaling="llama"`` is understood, too."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        config = self.config
+        if config.scaling != "llama":
+            cache: torch.Tensor = super()._precompute_cache()
+            return cache
+        frequencies = config.theta ** -(torch.arange(0, config.dim, 2).float() / config.dim)
+        # Long wavelengths are slowed down by the factor, short ones are kept, and those between
+        # are blended by how often they fit into the original context (Llama 3.1).
+        turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / config.scaling_factor)
+        positions = torch.arange(config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies).repeat(1, 2)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)

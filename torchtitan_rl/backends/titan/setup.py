@@ -1,0 +1,112 @@
+"""Everything torchtitan needs before a model is built: its device, a process group, meshes.
+
+Import this before any other module of torchtitan, in every process: torchtitan's modules copy the
+device's name when they are imported, and without an accelerator it must be the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtitan.tools.utils as titan_utils
+
+from torchtitan_rl.training.config import TrainerConfig
+
+if not torch.accelerator.is_available():
+    _copied = sys.modules.get("torchtitan.distributed.parallel_dims")
+    if _copied is not None and _copied.device_type != "cpu":
+        raise ImportError("import torchtitan_rl.backends.titan.setup before torchtitan's modules")
+    titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+
+# isort: split
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+
+# torchtitan's default backend fails under FSDP of torch 2.13 with more than one process.
+SPMD_BACKEND = "partial_dtensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where this rank stands. Groups are None where they would have one rank."""
+
+    device: torch.device
+    parallelism: Any  # torchtitan's ParallelismConfig
+    dims: Any  # torchtitan's ParallelDims
+    rank: int
+    data_rank: int
+    data_ranks: int
+    data_group: dist.ProcessGroup | None
+    tensor_group: dist.ProcessGroup | None
+    owns_process_group: bool
+
+
+def set_up(config: TrainerConfig) -> Layout:
+    """Join the process group that torchrun's variables describe (without them: a group of one) and
+    build torchtitan's meshes.
+
+    Raises:
+        ValueError: the world size is not the configuration's.
+    """
+    device = _device()
+    owns = not dist.is_initialized()
+    if owns:
+        _join(device, timeout=timedelta(seconds=config.step_timeout_s))
+    if dist.get_world_size() != config.world_size:
+        raise ValueError(
+            f"the trainer is configured for {config.world_size} ranks and runs on "
+            f"{dist.get_world_size()}"
+        )
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=config.data_parallel_replicate,
+        data_parallel_shard_degree=config.data_parallel_shard,
+        tensor_parallel_degree=config.tensor_parallel,
+        spmd_backend=SPMD_BACKEND,
+    )
+    set_spmd_backend(SPMD_BACKEND)
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims.build_mesh()
+    data_mesh = dims.get_optional_mesh("batch")
+    tensor_mesh = dims.get_optional_mesh("tp")
+    return Layout(
+        device=device,
+        parallelism=parallelism,
+        dims=dims,
+        rank=dist.get_rank(),
+        data_rank=0 if data_mesh is None else data_mesh.get_local_rank(),
+        data_ranks=1 if data_mesh is None else data_mesh.size(),
+        # The batch axis has no communicator of its own; loss, with the same ranks, has.
+        data_group=None if data_mesh is None else dims.get_mesh("loss").get_group(),
+        tensor_group=None if tensor_mesh is None else tensor_mesh.get_group(),
+        owns_process_group=owns,
+    )
+
+
+def tear_down(layout: Layout) -> None:
+    """Leave the process group, if `set_up` made it."""
+    if layout.owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device = torch.device(titan_utils.device_type, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def _join(device: torch.device, *, timeout: timedelta) -> None:
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)

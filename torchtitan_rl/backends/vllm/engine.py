@@ -1,0 +1,348 @@
+"""vLLM's `LLMEngine` as an `Engine`; it and `vllm_*` beside it alone know vLLM's internals.
+
+One instance per rank, in the rank's own process; ranks are stepped in lockstep by their loops
+("external launcher"). `engine_environment` must be set when the process starts.
+
+Invariants
+- vLLM adds a random suffix of each rank's own to request ids, so ids are mapped here.
+- Prefills are never chunked: seeded requests cannot be drawn in pieces on CPU.
+- Scheduling is synchronous: lengths read between steps are exact.
+- Prefix blocks carry the number of the pull they were computed after, so no request that is added
+  later reads older ones, whether or not the cache could be reset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+
+from torchtitan_rl.backends.vllm.cpu import (
+    CPU_BLOCK_TOKENS,
+    in_passing_thread,
+    keep_linear_weights,
+    repack_linears,
+    unique_shared_memory,
+)
+from torchtitan_rl.backends.vllm.logprobs import SampledLogprobs
+from torchtitan_rl.backends.vllm.resume import (
+    let_runner_resume,
+    resumed_detokenizer,
+    scheduled_request,
+)
+from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_params
+from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
+from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
+from torchtitan_rl.generation.rate import ReadingRate
+from torchtitan_rl.types import EngineStats, FinishReason
+
+# vLLM ends a request so whose grammar rejects what was sampled.
+_NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
+
+
+class StagedWeights(Protocol):
+    """Where a pull finds the tensors of a version (see `weights/staging.py`)."""
+
+    def tensors(self, version: int, /) -> Mapping[str, torch.Tensor]:
+        """The whole policy in Hugging Face names and shapes; read only.
+
+        Raises:
+            WeightSyncError: that version is not staged.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngineOptions:
+    """One replica's engine. All ranks of a replica get the same options."""
+
+    model: str  # a directory in Hugging Face format
+    tensor_parallel: int = 1
+    max_model_len: int = 512
+    max_running_requests: int = 128
+    max_batched_tokens: int = 4096  # of one step; at least max_model_len is used
+    kv_cache_bytes: int = 128 << 20  # CPU
+    gpu_memory_utilization: float = 0.85  # CUDA
+    enable_prefix_caching: bool = True
+    share_prefixes_across_versions: bool = False  # only where the config asks for it by name
+    seed: int = 0  # of unseeded requests; each replica needs its own
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
+    version: int = 0  # of the weights in ``model``
+    sleeps: bool = False  # `sleep` gives the device's memory back (CUDA)
+    reasoning_parser: str = ""  # of requests whose structured output begins behind reasoning
+
+
+class VllmEngine:
+    """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
+
+    def __init__(self, options: VllmEngineOptions, weights: StagedWeights | None = None) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._options = options
+        self._weights = weights
+        self._version = options.version
+        self._num_pulls = 0
+        self._running: dict[str, _Running] = {}
+        self._rate = ReadingRate()
+        is_cpu = options.device == "cpu"
+        if is_cpu:
+            from torchtitan_rl.backends.vllm.cpu_kernels import use_cpu_kernels
+
+            keep_linear_weights()
+            use_cpu_kernels()
+        is_cpu_group = is_cpu and options.tensor_parallel > 1
+        names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
+        build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(options)))
+        with names:
+            self._engine: Any = in_passing_thread(build) if is_cpu else build()
+        self._counters = _Counters()
+        self._engine.logger_manager = self._counters
+        self._core = self._engine.engine_core.engine_core
+        worker = self._engine.model_executor.driver_worker.worker
+        self._model = worker.get_model()
+        let_runner_resume(self._core, worker.model_runner)
+        self._limits = EngineLimits(
+            max_model_len=options.max_model_len,
+            vocab_size=self._engine.model_config.get_vocab_size(),
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def add_request(self, admission: Admission) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        request = admission.request
+        is_shared = self._options.share_prefixes_across_versions
+        prompt = tokens_input(
+            list(request.prompt_token_ids),
+            cache_salt=None if is_shared else f"pull-{self._num_pulls}",
+        )
+        num_resumed, detokenizer = request.num_resumed, None
+        try:
+            params = vllm_sampling_params(request.sampling, num_resumed)
+            checked = self._engine.input_processor.process_inputs(
+                request.request_id,
+                prompt,
+                params,
+                supported_tasks=self._engine.get_supported_tasks(),
+                arrival_time=admission.arrival_s,
+            )
+            self._engine.input_processor.assign_request_id(checked)
+            checked.reasoning_ended, checked.reasoning_parser_kwargs = reasoning_of(
+                request.sampling
+            )
+            queued = scheduled_request(self._core, checked, num_resumed)
+            if num_resumed:
+                tokenizer = self._engine.tokenizer if params.detokenize else None
+                detokenizer = resumed_detokenizer(tokenizer, checked, queued)
+        except Exception as cause:  # of many types; nothing has been changed so far
+            raise InvalidRequestError(
+                f"request {request.request_id!r} refused by vLLM: {cause}"
+            ) from cause
+        self._engine.output_processor.add_request(checked, None, None, 0)
+        state = self._engine.output_processor.request_states[checked.request_id]
+        state.logprobs_processor = SampledLogprobs(request.sampling)
+        state.detokenizer = detokenizer or state.detokenizer
+        self._core.add_request(queued)
+        self._running[request.request_id] = _Running(state, num_resumed)
+
+    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+        found = [self._running.pop(name) for name in request_ids if name in self._running]
+        # vLLM gives no output for an aborted request, so it is read before.
+        outputs = [_output(running) for running in found]
+        if found:
+            self._engine.abort_request([one.state.request_id for one in found], internal=True)
+        return outputs
+
+    def step(self) -> list[EngineOutput]:
+        self._counters.steps += 1
+        outputs = []
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            running = self._running.pop(output.request_id)
+            sampled = output.outputs[0]
+            if sampled.finish_reason == "error":
+                outputs.append(_output(running, refusal=_NO_TOKEN))
+                continue
+            reason = _finish_reason(output.request_id, sampled.finish_reason)
+            outputs.append(_output(running, reason, stop_reason=sampled.stop_reason))
+        return outputs
+
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def generated_lengths(self) -> dict[str, int]:
+        return {name: running.num_sampled for name, running in self._running.items()}
+
+    def partial_outputs(self) -> list[EngineOutput]:
+        return [_output(running) for running in self._running.values()]
+
+    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+        return [
+            _output(running, start=start)
+            for request_id, start in starts.items()
+            if (running := self._running.get(request_id)) and running.num_sampled > start
+        ]
+
+    def sleep(self) -> None:
+        if self._running:
+            raise RuntimeError(f"asked to sleep with {len(self._running)} requests unfinished")
+        if self._options.sleeps and self._options.device == "cuda":
+            self._engine.sleep(level=2)  # the weights, too: a pull comes before the next step
+
+    def wake_up(self) -> None:
+        if self._options.sleeps and self._options.device == "cuda":
+            self._engine.wake_up()
+
+    def swap_weights(self, version: int) -> None:
+        if self._weights is None:
+            raise WeightSyncError(f"version {version}: this engine was built without weight sync")
+        tensors = self._weights.tensors(version)
+        try:
+            loaded = self._model.load_weights(iter(tensors.items()))
+        except Exception as cause:
+            raise WeightSyncError(
+                f"version {version}: a tensor does not fit {self._options.model}: {cause!r}"
+            ) from cause
+        if loaded is not None:
+            missing = {name for name, _ in self._model.named_parameters()} - loaded
+            if missing:
+                raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
+        if self._options.device == "cpu":
+            repack_linears(self._model)
+        self._version = version
+        self._num_pulls += 1
+
+    def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
+        return bool(self._engine.reset_prefix_cache(reset_running_requests=recompute_running))
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._core.scheduler.get_request_counts()
+        return EngineStats(
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            kv_use=float(self._core.scheduler.kv_cache_manager.usage),
+            preemptions=self._counters.preemptions,
+            generated_tokens=self._counters.generated_tokens,
+            tokens_per_second=self._rate.read(self._counters.generated_tokens),
+            steps=self._counters.steps,
+        )
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """vLLM's `RequestState`, whose first ``num_resumed`` output tokens were sampled before."""
+
+    state: Any
+    num_resumed: int
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.state.detokenizer.num_output_tokens()) - self.num_resumed
+
+
+class _Counters:
+    """Stands where vLLM's stat loggers do, and only counts. Recomputations after a pull count as
+    preemptions. Of tokens it counts what the scheduler put out in each step, one for each request
+    that sampled: all that were sampled, since no request is aborted while a step runs."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self.generated_tokens = 0
+
+    def record(self, *, iteration_stats: Any, **_: Any) -> None:
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+            self.generated_tokens += iteration_stats.num_generation_tokens
+
+    def log(self) -> None:
+        """vLLM asks for a log line every 10 s; the loop's stats are read instead."""
+
+    def record_sleep_state(self, sleep: int, level: int) -> None:
+        """vLLM tells it that the engine fell asleep or woke up; the controller knows."""
+
+
+def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
+    """vLLM's names and values for these options, for an engine of vLLM's own, too."""
+    is_cpu = options.device == "cpu"
+    args: dict[str, Any] = {
+        "model": options.model,
+        "tensor_parallel_size": options.tensor_parallel,
+        "dtype": "float32" if is_cpu else options.dtype,
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_running_requests,
+        "max_num_batched_tokens": max(options.max_model_len, options.max_batched_tokens),
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": is_cpu,
+        "disable_log_stats": False,  # the stats hold each request's times
+    }
+    if options.reasoning_parser:
+        args["structured_outputs_config"] = {"reasoning_parser": options.reasoning_parser}
+    if options.sleeps and not is_cpu:
+        args["enable_sleep_mode"] = True
+    if options.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "external_launcher"
+    if is_cpu:
+        args["kv_cache_memory_bytes"] = options.kv_cache_bytes
+        args["block_size"] = CPU_BLOCK_TOKENS
+    else:
+        args["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return args
+
+
+def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
+    if reason in ("stop", "repetition"):
+        return FinishReason.STOP
+    if reason == "length":
+        return FinishReason.LENGTH
+    raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
+
+
+def _output(
+    running: _Running,
+    reason: FinishReason = FinishReason.ABORT,
+    *,
+    stop_reason: int | str | None = None,
+    start: int = 0,
+    refusal: str = "",
+) -> EngineOutput:
+    """What a request has from token ``start`` on. In vLLM's stats a time of 0.0 means never."""
+    state, sampled = running.state, running.state.logprobs_processor
+    token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
+    if len(sampled.sampled) != len(token_ids) - first:
+        raise RuntimeError(
+            f"request {state.external_req_id!r}: {len(token_ids) - first} tokens but "
+            f"{len(sampled.sampled)} logprobs"
+        )
+    return EngineOutput(
+        request_id=state.external_req_id,
+        token_ids=tuple(token_ids[first + start :]),
+        logprobs=tuple(sampled.sampled[start:]),
+        finish_reason=reason,
+        cached_tokens=state.num_cached_tokens,
+        scheduled_s=state.stats.scheduled_ts or None,
+        first_token_s=state.stats.first_token_ts or None,
+        last_token_s=state.stats.last_token_ts or None,
+        stop_reason=stop_reason,
+        top_logprobs=tuple(sampled.top[start:]),
+        refusal=refusal,
+    )

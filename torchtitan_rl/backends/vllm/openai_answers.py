@@ -1,0 +1,163 @@
+"""What the endpoint adds to the answers of vLLM's chat and completion classes.
+
+Policy versions, for requests with ``return_token_ids``; errors of a stream's beginning as error
+responses; refusals in the words of the controller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Response
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.outputs import CompletionOutput
+
+from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
+from torchtitan_rl.serving.http_context import close_at_end
+from torchtitan_rl.serving.http_errors import error_body
+
+_NO_BEAMS = "beam search is not served"
+
+
+def error_response(status: HTTPStatus, message: str, code: str) -> Response:
+    body = error_body(status, message, code=code)
+    return Response(body, status_code=status, media_type="application/json")
+
+
+class _Stream:
+    """An answer in chunks; its first output can be waited for before the response begins."""
+
+    def __init__(self, outputs: AsyncIterator[Any]) -> None:
+        self.chunks: AsyncIterator[str]
+        self._outputs = outputs
+        self._first: list[Any] = []
+
+    async def begin(self) -> AsyncIterator[str]:
+        """Raises what the first output raises."""
+        close_at_end(self._close)
+        async for output in self._outputs:
+            self._first.append(output)
+            break
+        return self.chunks
+
+    async def _close(self) -> None:
+        """Ends the requests that it is an answer to, where they have not ended."""
+        for stream in (self.chunks, self._outputs):
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+    async def outputs(self) -> AsyncGenerator[Any, None]:
+        for output in self._first:
+            yield output
+        async for output in self._outputs:
+            yield output
+
+
+class _Versions:
+    """The policy versions of each choice of one answer, once its last token has been seen."""
+
+    def __init__(self, num_choices: int = 1) -> None:
+        """``num_choices``: of each prompt, where there may be several."""
+        self._num_choices = num_choices
+        self._runs: dict[int, list[list[int]]] = {}
+
+    def note(self, prompt: int, output: CompletionOutput) -> None:
+        if output.weight_versions is not None:
+            runs = [[span.start, int(span.version)] for span in output.weight_versions]
+            self._runs[prompt * self._num_choices + output.index] = runs
+
+    async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        """``outputs``, which are request outputs or (prompt, request output) pairs, unchanged."""
+        async for item in outputs:
+            prompt, result = item if isinstance(item, tuple) else (0, item)
+            for output in result.outputs:
+                self.note(prompt, output)
+            yield item
+
+    def add_to(self, choices: list[Any]) -> None:
+        for choice in choices:
+            choice.policy_versions = self._runs.get(choice.index, [])
+
+    async def added(self, chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            yield self._with_versions(chunk) if '"finish_reason":"' in chunk else chunk
+
+    def _with_versions(self, chunk: str) -> str:
+        body = json.loads(chunk.removeprefix("data: "))
+        for choice in body["choices"]:
+            if choice.get("finish_reason"):
+                choice["policy_versions"] = self._runs.get(choice["index"], [])
+        return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class _Errors:
+    """Before vLLM's serving classes: errors of a stream that has begun."""
+
+    def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
+        if isinstance(message, RefusedRequest):
+            return error_body(message.http_status, message.message, code=message.code).decode()
+        answer: str = super().create_streaming_error_response(message, *args, **options)  # type: ignore[misc]
+        return answer
+
+
+class Chat(_Errors, OpenAIServingChat):
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        if request.use_beam_search:
+            return self.create_error_response(_NO_BEAMS, param="use_beam_search")
+        answer = await super().create_chat_completion(request, raw_request)
+        return await answer.begin() if isinstance(answer, _Stream) else answer
+
+    async def chat_completion_full_generator(
+        self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
+    ) -> Any:
+        versions = _Versions()
+        answer = await super().chat_completion_full_generator(
+            request, versions.noted(outputs), *args, **options
+        )
+        if request.return_token_ids and hasattr(answer, "choices"):
+            versions.add_to(answer.choices)
+        return answer
+
+    def chat_completion_stream_generator(
+        self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
+    ) -> _Stream:
+        stream, versions = _Stream(outputs), _Versions()
+        chunks = super().chat_completion_stream_generator(
+            request, versions.noted(stream.outputs()), *args, **options
+        )
+        stream.chunks = versions.added(chunks) if request.return_token_ids else chunks
+        return stream
+
+
+class Completions(_Errors, OpenAIServingCompletion):
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        if request.use_beam_search:
+            return self.create_error_response(_NO_BEAMS, param="use_beam_search")
+        answer = await super().create_completion(request, raw_request)
+        return await answer.begin() if isinstance(answer, _Stream) else answer
+
+    def request_output_to_completion_response(
+        self, results: list[Any], request: Any, *args: Any, **options: Any
+    ) -> Any:
+        answer = super().request_output_to_completion_response(results, request, *args, **options)
+        if request.return_token_ids:
+            versions = _Versions(request.n or 1)
+            for prompt, result in enumerate(results):
+                for output in result.outputs:
+                    versions.note(prompt, output)
+            versions.add_to(answer.choices)
+        return answer
+
+    def completion_stream_generator(
+        self, request: Any, prompts: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
+    ) -> _Stream:
+        stream, versions = _Stream(outputs), _Versions(request.n or 1)
+        chunks = super().completion_stream_generator(
+            request, prompts, versions.noted(stream.outputs()), *args, **options
+        )
+        stream.chunks = versions.added(chunks) if request.return_token_ids else chunks
+        return stream

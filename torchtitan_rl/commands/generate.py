@@ -1,0 +1,262 @@
+"""A stand-alone generator: completes a file of prompts with one vLLM replica, without Monarch.
+
+``torchtitan-rl generate --model DIR --input prompts.jsonl --output out.jsonl``. Under ``torchrun
+--nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N tensor-parallel ranks.
+`generation/prompts_file.py` describes the lines; answers come in the order of the input.
+
+Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.generator import generator_errors, read_policy_facts
+from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.rules import RULES, Bounds
+from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.generation.prompts_file import (
+    PromptLine,
+    format_completion,
+    format_error,
+    parse_line,
+)
+from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
+from torchtitan_rl.rollout.config import SamplingConfig
+from torchtitan_rl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from torchtitan_rl.generation.loop import EngineLoop
+
+Device = Literal["cpu", "cuda"]
+
+_SHARED = (  # options that are a `GeneratorConfig`'s
+    "max_model_len",
+    "max_running_requests",
+    "kv_cache_bytes",
+    "gpu_memory_utilization",
+    "threads",
+    "max_steps_per_decision",
+    "collective_timeout_s",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
+
+    model: Path  # a directory in Hugging Face format
+    input: Path  # JSONL: prompt or prompt_token_ids; optional id and sampling fields
+    output: Path  # JSONL
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    seed: int | None = None  # of every line; None draws from the engine's generator
+    engine_seed: int = 0
+    max_model_len: int = 512
+    max_running_requests: int = 128
+    kv_cache_bytes: int = 128 << 20
+    gpu_memory_utilization: float = 0.85
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1  # OMP threads of each rank
+    max_steps_per_decision: int = 4
+    collective_timeout_s: float = 1800.0
+
+    def errors(self) -> list[str]:
+        wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
+        found = list(wrong.values())
+        sound = with_defaults_for(self, wrong)
+        if "model" not in wrong:
+            found += but_about(wrong, _model_errors(sound))
+        if "input" not in wrong and not os.path.isfile(self.input):
+            found.append(f"input is {self.input}: it is not a file; give a JSONL file of prompts")
+        if "output" not in wrong:
+            if not os.path.isdir(self.output.parent):
+                found.append(f"output is {self.output}: make its directory first")
+            elif os.path.isdir(self.output):
+                found.append(f"output is {self.output}: that is a directory; give a file")
+            elif cause := cannot_write(self.output.parent, self.output.name):
+                found.append(f"output is {self.output}: {cause}; give another")
+        return found
+
+
+_BOUNDS = {
+    **{name: RULES[GeneratorConfig][name] for name in _SHARED},
+    "max_tokens": RULES[SamplingConfig]["max_tokens_per_turn"],
+    "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),
+    "top_p": Bounds(least=0.0, most=1.0, above=True),
+    "top_k": Bounds(least=0, most=2**31 - 1),
+    "min_p": Bounds(least=0.0, most=1.0),
+    "seed": Bounds(least=-MAX_SEED, most=MAX_SEED),
+    "engine_seed": Bounds(least=0, most=2**32 - 1),
+}
+
+
+def _model_errors(options: GenerateOptions) -> list[str]:
+    """Of the model and of the lengths that it allows."""
+    if not os.path.isfile(options.model / "config.json"):
+        return [f"model is {options.model}: it has no config.json; give a Hugging Face directory"]
+    try:
+        policy = read_policy_facts(options.model)
+    except (OSError, ValueError) as error:
+        return [f"model is {options.model}: no usable Hugging Face checkpoint ({error})"]
+    generator = GeneratorConfig(
+        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
+        **{name: getattr(options, name) for name in _SHARED},
+    )
+    return [
+        message.removeprefix("generator.").replace(" generator.", " ")
+        for message in generator_errors(generator, policy, is_on_cpu=_device(options) == "cpu")
+        if "heartbeat_s" not in message  # which is chosen to fit
+    ]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run with command-line ``args`` (default: the process's own); returns the exit code."""
+    import tyro
+
+    options = tyro.cli(GenerateOptions, args=args, prog="torchtitan-rl generate")
+    if errors := options.errors():
+        for message in errors:
+            print(f"error: {message}", file=sys.stderr)
+        return 2
+    device = _prepare_environment(options)
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    try:
+        loop = _build_loop(options, device, is_leader=is_leader)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    loop.start()
+    if is_leader:
+        return _complete_file(options, loop)
+    loop.join()
+    if loop.failure is not None:
+        print(f"error: {loop.failure}", file=sys.stderr)
+    return 0 if loop.failure is None else 1
+
+
+def _prepare_environment(options: GenerateOptions) -> Device:
+    """Must run before torch is imported; what the caller has set stays."""
+    from torchtitan_rl.backends.vllm.cpu import engine_environment
+
+    device = _device(options)
+    for name, value in engine_environment(options.threads, device).items():
+        os.environ.setdefault(name, value)
+    return device
+
+
+def _device(options: GenerateOptions) -> Device:
+    from torchtitan_rl.backends.vllm.cpu import installed_device
+
+    return installed_device() if options.device == "auto" else options.device
+
+
+def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) -> EngineLoop:
+    from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+    from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
+    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    engine = VllmEngine(
+        VllmEngineOptions(
+            model=str(options.model),
+            tensor_parallel=world_size,
+            max_model_len=options.max_model_len,
+            max_running_requests=options.max_running_requests,
+            kv_cache_bytes=options.kv_cache_bytes,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            seed=options.engine_seed,
+            device=device,
+        )
+    )
+    channel: LockstepChannel = SoloChannel()
+    if world_size > 1:
+        from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
+
+        channel = GlooLockstep(timeout_s=options.collective_timeout_s)
+    config = LoopConfig(
+        name="generate",
+        max_steps_per_decision=options.max_steps_per_decision,
+        heartbeat_s=min(60.0, options.collective_timeout_s / 4),
+    )
+    return EngineLoop(engine, channel, is_leader=is_leader, config=config)
+
+
+def _complete_file(options: GenerateOptions, loop: EngineLoop) -> int:
+    """Submit every line, write every answer, close the loop."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    defaults = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
+    start_s, num_tokens, num_errors = time.monotonic(), 0, 0
+    try:
+        with options.input.open(encoding="utf-8") as lines:
+            answers = [
+                _submit(parse_line(text, number, defaults=defaults, encode=tokenizer.encode), loop)
+                for number, text in enumerate(lines, start=1)
+                if text.strip()
+            ]
+        with options.output.open("w", encoding="utf-8") as output:
+            for line, future in answers:
+                text, sampled = _answer(line, future, tokenizer)
+                output.write(text + "\n")
+                output.flush()
+                num_tokens += sampled or 0
+                num_errors += sampled is None
+    finally:
+        loop.close()
+    took_s = time.monotonic() - start_s
+    print(
+        f"{len(answers) - num_errors} completions, {num_errors} errors, {num_tokens} tokens in "
+        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}",
+        file=sys.stderr,
+    )
+    return 1 if num_errors else 0
+
+
+def _submit(line: PromptLine, loop: EngineLoop) -> tuple[PromptLine, Future[Completion] | None]:
+    if line.request is None:
+        return line, None
+    try:
+        return line, loop.submit(line.request)
+    except InvalidRequestError as error:
+        return PromptLine(name=line.name, error=str(error)), None
+
+
+def _answer(
+    line: PromptLine, future: Future[Completion] | None, tokenizer: Any
+) -> tuple[str, int | None]:
+    """The line to write, and how many tokens were sampled (None: it failed)."""
+    if future is None:
+        return format_error(line.name, line.error or ""), None
+    try:
+        completion = future.result()
+    except GenerationError as error:
+        return format_error(line.name, str(error)), None
+    decode = tokenizer.decode
+    return format_completion(line.name, completion, decode), len(completion.token_ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

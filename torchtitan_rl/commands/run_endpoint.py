@@ -1,0 +1,96 @@
+"""The endpoint within a training run: agents' requests become turns of rollouts, anybody else's go
+to the router.
+
+A run whose endpoint's process dies is over: agents would only fail from then on. It ends by the
+error, and its newest checkpoint and its journal are what it goes on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+from torchtitan_rl.agents.agent import AgentHost
+from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.bridge import BridgeCounts
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.messages import Endpoint
+from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.session_record import SessionEnding
+from torchtitan_rl.serving.sessions import Sessions
+
+_T = TypeVar("_T")
+
+
+class RunEndpoint:
+    """``host`` is what agents need."""
+
+    def __init__(self, host: AgentHost, sessions: Sessions, service: EndpointService) -> None:
+        self.host = host
+        self._sessions = sessions
+        self._service = service
+        self._before: dict[str, float] = {}
+
+    async def beside(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do ``work`` as long as there is an endpoint.
+
+        Raises:
+            EndpointLostError: its process is gone; ``work`` was cancelled.
+        """
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._service.run_until_lost())
+        try:
+            await asyncio.wait([doing, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                watching.result()
+            return await doing
+        finally:
+            doing.cancel()
+            watching.cancel()
+            await asyncio.wait([doing, watching])
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the time since the last call, which starts the next period."""
+        sessions = self._sessions.counts()
+        totals = _request_totals(self._service.counts) | {
+            f"endpoint/sessions/{ending.value}": sessions[f"sessions_{ending.value}"]
+            for ending in SessionEnding
+        }
+        metrics = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        self._before = totals
+        return metrics | {"endpoint/sessions_open": float(sessions["sessions_open"])}
+
+
+@asynccontextmanager
+async def run_endpoint(
+    endpoint: Endpoint, router: GeneratorRouter, config: EndpointConfig, keys: Keys
+) -> AsyncIterator[RunEndpoint]:
+    """Serve on an endpoint that has started, until the context is left."""
+    async with AsyncExitStack() as stack:
+        agents = stack.enter_context(AgentThread())
+        sessions = Sessions(router, timeout_s=config.session_timeout_s)
+        stack.push_async_callback(sessions.aclose)
+        service = await stack.enter_async_context(
+            EndpointService(endpoint, router, sessions, interval_s=config.interval_s)
+        )
+        host = AgentHost(
+            base_url=endpoint.base_url,
+            model=config.model_name,
+            sessions=sessions,
+            api_key=keys.api,
+            loop=agents.loop,
+        )
+        yield RunEndpoint(host, sessions, service)
+
+
+def _request_totals(counts: BridgeCounts) -> dict[str, float]:
+    refused = {f"endpoint/refused/{code}": float(n) for code, n in counts.by_refusal.items()}
+    return refused | {
+        "endpoint/requests": float(counts.polled),
+        "endpoint/completed": float(counts.completed),
+        "endpoint/aborted": float(counts.aborted),
+    }

@@ -1,0 +1,26 @@
+"""What a run is told, and what is checked and planned before its first process starts."""
+
+from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.orchestration.config import CheckpointConfig, ScheduleConfig, ValidationConfig
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.training.config import LossConfig, OptimizerConfig, TrainerConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "EndpointConfig",
+    "GeneratorConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "WeightSyncConfig",
+]

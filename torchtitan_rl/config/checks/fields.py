@@ -1,0 +1,143 @@
+"""What is wrong with each field of a configuration by itself: its type, its value, its text.
+
+Every number of every configuration class has a rule in `validation_rules`; a field without one is
+an error of the program (`KeyError`), so that a new field cannot go unchecked. Relations between
+fields are checked elsewhere, on a configuration `with_defaults_for` what is wrong by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torchtitan_rl.config.checks.rules import RULES, Bounds
+from torchtitan_rl.rollout.task import Task
+
+_C = TypeVar("_C")
+
+_ANY_NUMBER = Bounds(least=-1e300, most=1e300, fix="a finite number")
+_MAY_BE_EMPTY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
+
+
+def field_errors(
+    config: Any, prefix: str = "", *, rules: Mapping[type, Mapping[str, Bounds]] = RULES
+) -> dict[str, str]:
+    """What is wrong with a field by itself: one message, by its dotted name. All are looked at,
+    down into nested configurations.
+
+    Of a task's own fields the types are checked, and that numbers are finite; the rest is the
+    task's matter (`Task.errors`).
+    """
+    kind: Any = type(config)
+    hints = _hints(kind)
+    own = None if isinstance(config, Task) else rules.get(type(config), {})
+    errors: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        name, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
+            errors |= field_errors(value, f"{name}.", rules=rules)
+        elif fix := _type_error(hint, value) or _value_error(own, field.name, name, value):
+            errors[name] = f"{name} is {_shown(value)}: {fix}"
+    return errors
+
+
+def with_defaults_for(config: _C, wrong: Collection[str], prefix: str = "") -> _C:
+    """``config`` with the fields of these dotted names at their classes' defaults, as far as they
+    have one."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if name in wrong:
+            if field.default is not dataclasses.MISSING:
+                changes[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                changes[field.name] = field.default_factory()
+        elif dataclasses.is_dataclass(value) and any(one.startswith(f"{name}.") for one in wrong):
+            changes[field.name] = with_defaults_for(value, wrong, f"{name}.")
+    return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+def but_about(wrong: Collection[str], errors: Iterable[str]) -> list[str]:
+    """Those of the messages that name none of these fields, which have messages of their own."""
+    names = "|".join(map(re.escape, wrong))
+    naming = re.compile(rf"(?<![\w.])(?:{names})(?!\w|\.\w)")
+    return [error for error in errors if not wrong or not naming.search(error)]
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind)
+    except NameError:  # a task whose types are imported for type checkers only
+        return {field.name: Any for field in dataclasses.fields(kind)}
+
+
+def _value_error(
+    rules: Mapping[str, Bounds] | None, field: str, name: str, value: Any
+) -> str | None:
+    """For a value of the right type."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        bounds = _ANY_NUMBER if rules is None else rules[field]
+        if fix := bounds.error(number):
+            return fix
+    if isinstance(value, str | Path):
+        return _text_error(str(value), may_be_empty=rules is None or name in _MAY_BE_EMPTY)
+    return None
+
+
+def _text_error(text: str, *, may_be_empty: bool) -> str | None:
+    if not text.strip() and not may_be_empty:
+        return "give one that is not empty"
+    if not text.isprintable():
+        return "give one without line breaks and other control characters"
+    return None
+
+
+def _type_error(hint: Any, value: Any) -> str | None:
+    """What to give instead, or None."""
+    if _fits(hint, value):
+        return None
+    return f"give {_describe(hint)}"
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in choices
+    if origin in (Union, types.UnionType):
+        return any(_fits(choice, value) for choice in choices)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(choices) == 2 and choices[1] is Ellipsis:
+            return all(_fits(choices[0], one) for one in value)
+        return len(value) == len(choices) and all(map(_fits, choices, value))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, choices))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(choice) for choice in choices)
+    if origin is tuple:
+        return f"a tuple of {len(choices)} values"
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+    return names.get(hint) or ("None" if hint is type(None) else f"a {hint.__name__}")
+
+
+def _shown(value: Any) -> str:
+    text = str(value) if isinstance(value, int | float | Path) else repr(value)
+    return text if text.isprintable() else repr(text)

@@ -1,0 +1,162 @@
+"""Everything that can be known to be wrong before a process starts: one message per error.
+
+Each message names the field, its value and the fix. Nothing here raises for a error, so that a
+user sees all of them at once: first what is wrong with a field by itself, then what does not go
+together. A relation with a field that is wrong by itself is not reported.
+"""
+
+from __future__ import annotations
+
+from torchtitan_rl.agents.task import AgentTask, agent_errors
+from torchtitan_rl.config.checks.endpoint import endpoint_errors
+from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.generator import (
+    MachineFacts,
+    PolicyFacts,
+    generator_errors,
+    head_errors,
+    read_policy_facts,
+)
+from torchtitan_rl.config.checks.loss import loss_errors
+from torchtitan_rl.config.checks.machine import (
+    file_errors,
+    max_rollouts,
+    memory_errors,
+    parallelism_errors,
+)
+from torchtitan_rl.config.checks.paths import path_errors
+from torchtitan_rl.config.checks.timeouts import timeout_errors
+from torchtitan_rl.config.plan import needs_endpoint
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.generation.decision import kv_policy_errors
+from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.orchestration.capacity import capacity_errors
+from torchtitan_rl.serving.address import Keys
+
+__all__ = ["MachineFacts", "PolicyFacts", "find_errors", "read_policy_facts"]
+
+
+def find_errors(
+    config: RunConfig,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    keys: Keys | None = None,
+) -> list[str]:
+    """Every error in ``config`` for this policy on this machine; empty where it can start.
+
+    Without a policy, what depends on it is not looked at. Its problems are not looked at either:
+    see `validation_problems`.
+    """
+    wrong = field_errors(config)
+    errors = list(wrong.values())
+    if {"policy", "task"} & wrong.keys():  # without these there is nothing to look at
+        return errors
+    sound = with_defaults_for(config, wrong)
+    errors += but_about(wrong, _relations(sound, policy, machine, keys or Keys.of()))
+    if "name" not in wrong and "output_dir" not in wrong:
+        errors += path_errors(sound)
+    if not any(name == "task" or name.startswith("task.") for name in wrong):
+        errors += config.task.errors()
+    return errors
+
+
+def _relations(
+    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts, keys: Keys
+) -> list[str]:
+    """What does not go together, of fields that are right by themselves."""
+    is_on_cpu = not machine.cuda_devices
+    schedule = _schedule(config)
+    errors = [*_sampling(config), *_lengths(config), *timeout_errors(config), *schedule]
+    if policy is not None:
+        errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+        errors += head_errors("trainer.tensor_parallel", config.trainer.tensor_parallel, policy)
+        errors += memory_errors(config, policy, machine)
+    errors += [
+        *loss_errors(config.trainer.loss, staleness=config.schedule.staleness),
+        *parallelism_errors(config, machine),
+        *_placement(config),
+        *_weight_sync(config),
+    ]
+    if needs_endpoint(config):
+        errors += endpoint_errors(config.endpoint, keys)
+    if isinstance(config.task, AgentTask) and not schedule:
+        errors += agent_errors(config.task, config.endpoint, num_rollouts=max_rollouts(config))
+        errors += file_errors(config, machine)
+    return errors
+
+
+def _sampling(config: RunConfig) -> list[str]:
+    temperature = config.validation.temperature
+    if temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        return []
+    return [
+        f"validation.temperature is {temperature}: give 0 (greedy) or {MIN_TEMPERATURE} to "
+        f"{MAX_TEMPERATURE}"
+    ]
+
+
+def _lengths(config: RunConfig) -> list[str]:
+    errors = []
+    total = config.rollout.max_total_tokens
+    if total > config.generator.max_model_len:
+        errors.append(
+            f"rollout.max_total_tokens is {total}: give at most generator.max_model_len "
+            f"({config.generator.max_model_len})"
+        )
+    if total > config.trainer.row_len:
+        errors.append(
+            f"trainer.row_len is {config.trainer.row_len}: give at least rollout.max_total_tokens "
+            f"({total}), so that every episode fits into a row"
+        )
+    if config.rollout.sampling.max_tokens_per_turn >= total:
+        errors.append(
+            f"rollout.sampling.max_tokens_per_turn is "
+            f"{config.rollout.sampling.max_tokens_per_turn}: give less than "
+            f"rollout.max_total_tokens ({total}), which holds the prompt too"
+        )
+    if config.trainer.row_len % config.trainer.tensor_parallel:
+        errors.append(
+            f"trainer.row_len is {config.trainer.row_len}: give a multiple of "
+            f"trainer.tensor_parallel ({config.trainer.tensor_parallel})"
+        )
+    return errors
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    errors = capacity_errors(
+        groups_per_step=config.rollout.groups_per_step,
+        staleness=config.schedule.staleness,
+        window=config.schedule.window,
+    )
+    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    if is_reserved and config.generator.replicas < 2:
+        errors.append(
+            "validation.placement is reserved: give at least 2 generator.replicas, or shared"
+        )
+    return errors
+
+
+def _placement(config: RunConfig) -> list[str]:
+    if config.placement == "separate":
+        return []
+    errors = []
+    if config.validation.placement == "reserved" and config.validation.num_problems > 0:
+        errors.append(
+            "validation.placement is reserved: with placement colocated nothing is generated "
+            "beside training; give shared"
+        )
+    if config.weight_sync.transport == "rdma":
+        errors.append(
+            "weight_sync.transport is rdma: with placement colocated trainer and replicas are on "
+            "one machine; give shared_memory or auto"
+        )
+    return errors
+
+
+def _weight_sync(config: RunConfig) -> list[str]:
+    sync = config.weight_sync
+    return kv_policy_errors(
+        resets=sync.reset_prefix_cache_on_pull,
+        recomputes=sync.recompute_running_on_pull,
+        drains=sync.mode == "drain",
+    )

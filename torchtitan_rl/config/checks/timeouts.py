@@ -1,0 +1,62 @@
+"""What must hold between the time-outs of a run.
+
+A limit that guards against a part that is stuck must be longer than what that part may take by
+its own limit; else it ends work that was in order. One message per field that is too short or long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.config.run import RunConfig
+
+
+def timeout_errors(config: RunConfig) -> list[str]:
+    """One message per field."""
+    rollout, sync, schedule = config.rollout, config.weight_sync, config.schedule
+    request_s = config.generator.request_timeout_s
+    whole = {"rollout.rollout_timeout_s": rollout.rollout_timeout_s}
+    errors = [
+        _at_most("rollout.step_timeout_s", rollout.step_timeout_s, whole),
+        _at_most("generator.request_timeout_s", request_s, whole) if request_s is not None else "",
+        _at_most(
+            "weight_sync.lag_timeout_s",
+            sync.lag_timeout_s,
+            {"weight_sync.timeout_s": sync.timeout_s},
+        ),
+        _more_than(
+            "schedule.max_wait_s",
+            schedule.max_wait_s,
+            {
+                "schedule.report_wait_s": schedule.report_wait_s,
+                "rollout.rollout_timeout_s": rollout.rollout_timeout_s,
+                "weight_sync.timeout_s": sync.timeout_s,
+            },
+        ),
+    ]
+    if isinstance(config.task, AgentTask):
+        errors.append(
+            _more_than(
+                "endpoint.session_timeout_s",
+                config.endpoint.session_timeout_s,
+                {"rollout.step_timeout_s": rollout.step_timeout_s},
+            )
+        )
+    return [error for error in errors if error]
+
+
+def _at_most(name: str, value: float, bounds: Mapping[str, float]) -> str:
+    broken = {other: bound for other, bound in bounds.items() if value > bound}
+    return f"{name} is {value}: give at most {_listed(broken)}" if broken else ""
+
+
+def _more_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
+    broken = {other: bound for other, bound in bounds.items() if value <= bound}
+    if not broken:
+        return ""
+    return f"{name} is {value}: give more than {_listed(broken)}, or it ends what is in order"
+
+
+def _listed(bounds: Mapping[str, float]) -> str:
+    return " and ".join(f"{name} ({bound})" for name, bound in bounds.items())

@@ -1,0 +1,177 @@
+"""What a Hugging Face ``config.json`` says about a policy, and whether we can train it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.errors import ConfigError
+
+_SUPPORTED = {"qwen3": True, "llama": False}  # model_type -> has norms on queries and keys
+_MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NORM_EPS = 1e-6  # what transformers assumes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches its rotary frequencies; names are torchtitan's."""
+
+    scaling_factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyArchitecture:
+    """The sizes of a dense decoder. ``dtype`` is what its checkpoint is stored in."""
+
+    dim: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    has_qk_norm: bool
+    has_tied_embeddings: bool
+    dtype: str
+
+
+def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
+    """Read ``config.json``, as transformers 4 or 5 wrote it.
+
+    Raises:
+        ConfigError: the file is not there, or describes a model that is not supported.
+    """
+    path = checkpoint_dir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"policy.checkpoint: {path} is not there; give a Hugging Face directory")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.checkpoint: {path} cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"policy.checkpoint: {path} is no JSON object")
+    if reasons := _unsupported(config):
+        raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
+    rope = _rope(config)
+    return PolicyArchitecture(
+        dim=config["hidden_size"],
+        hidden_dim=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=_head_dim(config),
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", _NORM_EPS),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=_llama3_scaling(rope),
+        has_qk_norm=_SUPPORTED[config["model_type"]],
+        has_tied_embeddings=config.get("tie_word_embeddings", False),
+        dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+    )
+
+
+def architecture_errors(checkpoint_dir: Path) -> list[str]:
+    """Why the model in a directory cannot be trained, one message each."""
+    try:
+        read_architecture(checkpoint_dir)
+    except ConfigError as error:
+        return error.errors
+    return []
+
+
+def _unsupported(config: dict[str, Any]) -> list[str]:
+    kind = config.get("model_type")
+    if kind not in _SUPPORTED:
+        return [f"model_type {kind!r} is not supported; use one of {', '.join(_SUPPORTED)}"]
+    reasons = [
+        f"{field} {config[field]!r} is not supported; use a model without it"
+        for field in _MUST_BE_OFF
+        if config.get(field)
+    ]
+    if config.get("sliding_window") and kind != "qwen3":  # which has a field that turns it on
+        reasons.append(
+            f"sliding_window {config['sliding_window']!r} is not supported; use a model without it"
+        )
+    if others := {str(one) for one in config.get("layer_types") or ()} - {"full_attention"}:
+        reasons.append(f"layer_types {', '.join(sorted(others))}: use full_attention alone")
+    if config.get("hidden_act", "silu") != "silu":
+        reasons.append(f"hidden_act {config['hidden_act']!r} is not supported; use silu")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        reasons.append("partial_rotary_factor is not supported; use a model that rotates it all")
+    return [*reasons, *_unsupported_sizes(config), *_unsupported_rope(config)]
+
+
+def _unsupported_sizes(config: dict[str, Any]) -> list[str]:
+    optional = ("num_key_value_heads", "head_dim")
+    bad = [
+        f"{name} is {config.get(name)!r}; it must be a whole number above 0"
+        for name in (*_SIZES, *(name for name in optional if config.get(name) is not None))
+        if not _is_size(config.get(name))
+    ]
+    if bad:
+        return bad
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        return [f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"]
+    if _head_dim(config) % 2:
+        return [f"head_dim {_head_dim(config)} is odd, and cannot be rotated"]
+    return []
+
+
+def _unsupported_rope(config: dict[str, Any]) -> list[str]:
+    rope = _rope(config)
+    kind = _rope_type(rope)
+    if kind not in ("default", "llama3"):
+        return [f"rope_type {kind!r} is not supported; use default or llama3"]
+    if kind == "llama3" and (missing := [name for name in _LLAMA3 if name not in rope]):
+        return [f"rope_type 'llama3' lacks {', '.join(missing)}"]
+    return []
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    # What transformers assumes where the file does not say.
+    of_heads = config["hidden_size"] // config["num_attention_heads"]
+    default = 128 if config["model_type"] == "qwen3" else of_heads
+    return int(config.get("head_dim") or default)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of transformers 5, or ``rope_scaling`` of 4."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _llama3_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
+    if _rope_type(rope) != "llama3":
+        return None
+    return Llama3Scaling(
+        scaling_factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+    )
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")

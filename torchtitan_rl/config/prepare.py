@@ -1,0 +1,249 @@
+"""From a configuration to something that can start: the policy found, the processes planned,
+every error reported. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import pprint
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.machine import (
+    WeightRoom,
+    free_bytes,
+    machine_facts,
+    max_rollouts,
+    num_published_versions,
+    published_bytes,
+    weight_room,
+)
+from torchtitan_rl.config.checks.paths import path_errors
+from torchtitan_rl.config.checks.problems import ProblemsError, training_errors, validation_problems
+from torchtitan_rl.config.checks.resume import (
+    resume_changes,
+    resume_errors,
+    run_identity,
+    step_errors,
+)
+from torchtitan_rl.config.checks.run import (
+    MachineFacts,
+    PolicyFacts,
+    find_errors,
+    read_policy_facts,
+)
+from torchtitan_rl.config.hf_model import architecture_errors
+from torchtitan_rl.config.plan import ProcessPlan, plan_processes
+from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run_folder import is_complete, read_saved_run, write_identity
+from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.types import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """``notes`` are lines that the user should see when the run starts. ``identity`` is what a
+    resumed run will be compared with. A complete run has nothing left to do."""
+
+    config: RunConfig
+    policy_dir: Path
+    plan: ProcessPlan
+    capacity: Capacity
+    keys: Keys
+    validation_problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def describe(self) -> str:
+        """What ``--dry-run`` prints."""
+        return "\n".join(
+            [
+                pprint.pformat(self.config, width=100, sort_dicts=False),
+                f"policy: {self.policy_dir}",
+                f"outputs: {self.config.run_dir}",
+                self.plan.describe(),
+                self.capacity.describe(),
+                f"rollouts: at most {max_rollouts(self.config)} at once, "
+                f"{self.config.request_timeout_s:g} s for a request, "
+                f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
+                f"weights: at most {num_published_versions(self.config)} versions published at "
+                "a time",
+                *self.notes,
+            ]
+        )
+
+
+def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> PreparedRun:
+    """Find, check and plan. ``machine`` replaces the one that this runs on.
+
+    Raises:
+        ConfigError: with all errors; the task's problems are read where its fields are right.
+    """
+    machine = machine or machine_facts()
+    keys = Keys.of()
+    wrong = field_errors(config)
+    if {"policy", "task"} & wrong.keys():
+        raise ConfigError(find_errors(config, None, machine, keys))
+    policy_dir: Path | None = None
+    policy: PolicyFacts | None = None
+    errors: list[str] = []
+    if "policy.checkpoint" not in wrong:
+        policy_dir, policy, errors = _find_policy(config.policy.checkpoint)
+    errors += find_errors(config, policy, machine, keys)
+    sound = with_defaults_for(config, wrong)
+    problems: tuple[Problem, ...] = ()
+    if not wrong and not config.task.errors():
+        problems, found = _problems(config)
+        errors += found
+    notes: list[str] = []
+    if policy is not None:
+        room = _weight_room(sound, policy, machine)
+        errors += but_about(wrong, [room.error] if room.error else [])
+        notes += [room.note] if room.note else []
+    resumed = _Resumed()
+    if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
+        resumed = _compare(sound, run_identity(sound, policy_dir))
+        errors += but_about(wrong, resumed.errors)
+    if errors or policy_dir is None:
+        raise ConfigError(errors)
+    return PreparedRun(
+        config=config,
+        policy_dir=policy_dir,
+        plan=plan_processes(
+            config, devices=machine.cuda_devices, cores=sorted(os.sched_getaffinity(0))
+        ),
+        capacity=derive_capacity(
+            groups_per_step=config.rollout.groups_per_step,
+            staleness=config.schedule.staleness,
+            window=config.schedule.window,
+        ),
+        keys=keys,
+        validation_problems=problems,
+        notes=(*notes, *resumed.notes),
+        identity=resumed.identity,
+        is_complete=resumed.is_complete,
+    )
+
+
+@contextmanager
+def claim_run(prepared: PreparedRun) -> Iterator[None]:
+    """Hold the run's folder, made if need be, and write down what the run is.
+
+    Raises:
+        ConfigError: another process holds it, or has had it since `prepare_run`, or it cannot be
+            written to.
+    """
+    run_dir = prepared.config.run_dir
+    with hold_run(run_dir):
+        if errors := path_errors(prepared.config):
+            raise ConfigError(errors)
+        try:
+            write_identity(run_dir, prepared.identity)
+            prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(run_dir, error) from error
+        yield
+
+
+def _find_policy(checkpoint: str) -> tuple[Path | None, PolicyFacts | None, list[str]]:
+    """The policy's directory and facts, and what is wrong with it."""
+    try:
+        policy_dir = resolve_checkpoint(checkpoint)
+    except ConfigError as error:
+        return None, None, error.errors
+    if errors := architecture_errors(policy_dir):
+        return policy_dir, None, errors
+    try:
+        return policy_dir, read_policy_facts(policy_dir), []
+    except (OSError, ValueError) as error:
+        return (
+            policy_dir,
+            None,
+            [
+                f"policy.checkpoint is {checkpoint}: no usable Hugging Face checkpoint ({error}); "
+                "give a directory with config.json, tokenizer.json and *.safetensors"
+            ],
+        )
+
+
+def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
+    errors: list[str] = []
+    problems: tuple[Problem, ...] = ()
+    try:
+        problems = validation_problems(config)
+    except ProblemsError as error:
+        errors.append(str(error))
+    return problems, errors + training_errors(config)
+
+
+def _weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
+    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
+
+    if config.weight_sync.transport == "rdma":
+        return WeightRoom()
+    root, run_dir = SHARED_MEMORY_ROOT, config.run_dir.absolute()
+    free = {root: free_bytes(root)}
+    if not _same_file_system(root, run_dir):
+        free[run_dir] = free_bytes(run_dir)
+    return weight_room(
+        num_versions=num_published_versions(config),
+        num_bytes=published_bytes(config, policy, machine),
+        free=free,
+        root=root,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resumed:
+    errors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+def _compare(config: RunConfig, identity: dict[str, Any]) -> _Resumed:
+    """With what the run's folder has, where the run is to go on with that."""
+    run_dir = config.run_dir
+    if held := lock_errors(run_dir):
+        return _Resumed(errors=tuple(held))
+    if not config.checkpoint.resume:
+        return _Resumed(identity=identity)
+    saved = read_saved_run(run_dir)
+    if saved is None:
+        return _Resumed(
+            identity=identity, notes=(f"{run_dir} holds nothing to resume: the run begins",)
+        )
+    before = saved.identity or {}
+    errors = (*resume_errors(before, identity), *step_errors(saved.step, config))
+    notes = []
+    if not before:
+        notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
+    if changes := resume_changes(before, identity):
+        notes.append(f"changed since the checkpoint: {', '.join(changes)}")
+    is_done = is_complete(saved, config)
+    if is_done:
+        notes.append(
+            f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
+        )
+    return _Resumed(errors=errors, notes=tuple(notes), identity=identity, is_complete=is_done)
+
+
+def _same_file_system(one: Path, other: Path) -> bool:
+    return _device(one) == _device(other)
+
+
+def _device(place: Path) -> int | None:
+    while not os.path.exists(place) and place != place.parent:
+        place = place.parent
+    try:
+        return place.stat().st_dev
+    except OSError:
+        return None

@@ -1,0 +1,93 @@
+"""What a run's folder says of the run, before it is continued: read only, without its processes.
+
+``identity.json`` is what the run was last started as, so that a run that was killed before its
+first checkpoint, and goes on from its journal, is known too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.checks.paths import IDENTITY_FILE
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.training.checkpoint_files import MARKER, read_document, write_file
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+
+IDENTITY = "identity"  # its key in the document of a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
+
+    checkpoint: Path | None
+    step: int
+    evaluated_step: int | None
+    identity: dict[str, Any] | None
+
+
+def read_saved_run(run_dir: Path) -> SavedRun | None:
+    """None where there is nothing to go on with. Changes nothing."""
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    launched = _read_identity(run_dir / IDENTITY_FILE)
+    for step in reversed(directory.steps()):
+        try:
+            document = read_document(directory.path(step)).get("extra") or {}
+        except CheckpointError:  # it was removed or damaged just now
+            continue
+        return SavedRun(
+            checkpoint=directory.path(step),
+            step=step,
+            evaluated_step=document.get("evaluated_step"),
+            identity=document.get(IDENTITY) or launched,
+        )
+    if launched is None:
+        return None
+    return SavedRun(checkpoint=None, step=0, evaluated_step=None, identity=launched)
+
+
+def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
+    """All or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = run_dir / f"{IDENTITY_FILE}.tmp"
+    try:
+        write_file(temporary, json.dumps(identity, indent=2).encode() + b"\n")
+        temporary.replace(run_dir / IDENTITY_FILE)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_complete(saved: SavedRun, config: RunConfig) -> bool:
+    """Whether nothing is left to do: all steps, the last validation, and the export."""
+    if saved.checkpoint is None or saved.step < config.num_steps:
+        return False
+    if not config.checkpoint.export_hf:
+        return config.validation.num_problems == 0 or saved.evaluated_step == saved.step
+    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
+    return exported.is_file() and (
+        exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
+    )
+
+
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    try:
+        identity = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return identity if isinstance(identity, dict) else None

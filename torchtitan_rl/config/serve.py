@@ -1,0 +1,139 @@
+"""The configuration of ``torchtitan-rl serve``, its checks and its plan. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import pprint
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from torchtitan_rl.config.checks.endpoint import endpoint_errors
+from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.generator import (
+    generator_errors,
+    read_policy_facts,
+    room_errors,
+)
+from torchtitan_rl.config.checks.machine import machine_facts
+from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.rules import MAX_SECONDS, RULES, Bounds
+from torchtitan_rl.config.plan import ServingPlan, plan_serving
+from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import EndpointConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Serve a model through an OpenAI-compatible HTTP endpoint."""
+
+    model: Positional[str]
+    """A directory in Hugging Face format, or ``package:NAME``."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights on CUDA. A CPU always computes in float32."""
+    seed: int = 0
+    """Seed of requests that bring none of their own."""
+    log_dir: Path = Path("outputs/serve")
+    """Folder for the output of each process."""
+    episodes_file: Path | None = None
+    """JSONL file for the episodes of each session that is closed with a reward."""
+    grace_s: float = 5.0
+    """Seconds that running requests have to finish at shutdown."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    endpoint: EndpointConfig = field(default_factory=lambda: EndpointConfig(port=8000))
+
+
+_BOUNDS = {
+    "seed": Bounds(least=0, most=2**32 - 1),
+    "grace_s": Bounds(least=0.0, most=MAX_SECONDS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedServe:
+    config: ServeConfig
+    model_dir: Path
+    plan: ServingPlan
+    keys: Keys
+
+    def describe(self) -> str:
+        """What ``--dry-run`` prints."""
+        host, port = self.config.endpoint.host, self.config.endpoint.port
+        return "\n".join(
+            [
+                pprint.pformat(self.config, width=100, sort_dicts=False),
+                f"model: {self.model_dir}",
+                f"address: {host}, port {port or 'chosen at start'}; "
+                f"API key: {'set' if self.keys.api else 'none'}, "
+                f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
+                f"logs: {self.config.log_dir}",
+                self.plan.describe(),
+            ]
+        )
+
+
+def prepare_serve(config: ServeConfig) -> PreparedServe:
+    """Find the model, check everything, plan the processes. Starts nothing.
+
+    Raises:
+        ConfigError: with all errors.
+    """
+    wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
+    if "model" in wrong:
+        raise ConfigError(list(wrong.values()))
+    model_dir = resolve_checkpoint(config.model, field="MODEL")
+    try:
+        policy = read_policy_facts(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"MODEL is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
+            "directory with config.json, tokenizer.json and *.safetensors"
+        ) from error
+    machine, keys = machine_facts(), Keys.of()
+    sound = with_defaults_for(config, wrong)
+    errors = [
+        *wrong.values(),
+        *but_about(
+            wrong,
+            [
+                *generator_errors(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
+                *room_errors(sound.generator, policy, machine),
+                *endpoint_errors(sound.endpoint, keys),
+            ],
+        ),
+        *but_about(wrong, _path_errors(sound)),
+    ]
+    if errors:
+        raise ConfigError(errors)
+    return PreparedServe(
+        config=config,
+        model_dir=model_dir,
+        plan=plan_serving(
+            config.generator,
+            config.endpoint,
+            devices=machine.cuda_devices,
+            seed=config.seed,
+        ),
+        keys=keys,
+    )
+
+
+def _path_errors(config: ServeConfig) -> list[str]:
+    errors = []
+    if cause := cannot_write(config.log_dir):
+        errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
+    file = config.episodes_file
+    if file is None:
+        return errors
+    if os.path.isdir(file):
+        errors.append(f"episodes_file is {file}: that is a directory; give a file")
+    elif not os.path.isdir(file.parent):
+        errors.append(f"episodes_file is {file}: make its directory first")
+    elif cause := cannot_write(file.parent, file.name):
+        errors.append(f"episodes_file is {file}: {cause}; give another")
+    return errors

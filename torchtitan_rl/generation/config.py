@@ -1,0 +1,62 @@
+"""Configuration of the generator's replicas and of their engine loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchtitan_rl.generation.decision import KvPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """The replicas that generate: how many, how large, and when one counts as lost."""
+
+    replicas: int = 2
+    """Number of vLLM engines. Each holds the whole policy."""
+    tensor_parallel: int = 1
+    """Ranks of each replica."""
+    max_model_len: int = 512
+    """Longest prompt plus completion, in tokens."""
+    max_running_requests: int = 128
+    """Requests that one replica decodes at once; the others wait in its queue."""
+    kv_cache_bytes: int = 128 << 20
+    """KV cache of each rank on a CPU, in bytes. On CUDA see ``gpu_memory_utilization``."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a CUDA device's memory that an engine may use, weights included."""
+    enable_prefix_caching: bool = True
+    """Compute a prompt that several requests share once."""
+    max_steps_per_decision: int = 4
+    """Engine steps between two looks at the inbox. More steps cost fewer broadcasts between ranks;
+    fewer steps admit new requests sooner."""
+    heartbeat_s: float = 60.0
+    """Seconds after which an idle replica of several ranks exchanges an empty decision. Keep it
+    well below ``collective_timeout_s``."""
+    collective_timeout_s: float = 1800.0
+    """Seconds for one exchange between a replica's ranks."""
+    request_timeout_s: float | None = None
+    """Seconds for one request, which is one turn. Default: ``rollout.rollout_timeout_s``, or an
+    hour in ``serve``. Set it only where turns are much shorter than rollouts."""
+    stall_timeout_s: float = 120.0
+    """A replica with requests whose engine makes no progress for so many seconds is lost."""
+    start_timeout_s: float = 300.0
+    """Seconds for a replica's start, loading the model included."""
+    threads: int = 1
+    """OpenMP threads of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
+    it well below the time-out of the channel. ``version``: of the weights the engine starts with.
+    Listeners are told of progress every ``stream_interval_s`` or, where they do not stream, every
+    ``progress_interval_s`` at most.
+    """
+
+    name: str = "replica"
+    max_steps_per_decision: int = 4
+    heartbeat_s: float = 60.0
+    kv_policy: KvPolicy = field(default_factory=KvPolicy)
+    version: int = 0
+    stream_interval_s: float = 0.02
+    progress_interval_s: float = 1.0
+    stats_interval_s: float = 0.2  # between two readings of the engine's counters

@@ -1,0 +1,47 @@
+"""Configuration of the OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """The OpenAI-compatible HTTP endpoint, in a process of its own.
+
+    Keys are never part of a configuration: clients need the environment variable
+    ``TORCHTITAN_RL_API_KEY``, the admin routes ``TORCHTITAN_RL_ADMIN_KEY``.
+    """
+
+    enabled: bool = False
+    """Start the endpoint in a training run. Tasks whose rollouts are agents need it."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Any address but this machine's own needs an API key."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    model_name: str = "policy"
+    """Name of the model that clients ask for."""
+    tool_call_parser: str = ""
+    """vLLM's name of a tool call parser, such as ``hermes``. Empty: tool calls stay text."""
+    reasoning_parser: str = ""
+    """vLLM's name of a reasoning parser. Empty: reasoning stays text."""
+    chat_template: str = ""
+    """File with a chat template. Empty: the tokenizer's own."""
+    max_body_bytes: int = 4 << 20
+    """Largest request body, in bytes."""
+    max_n: int = 16
+    """Largest number of completions of one request (``n``)."""
+    max_tokens: int = 0
+    """Longest completion, in tokens; 0 is what the context has room for."""
+    max_concurrent_requests: int = 256
+    """Requests that run at once; more of them queue."""
+    max_queued_requests: int = 1024
+    """Requests that queue; more of them are refused with 503."""
+    interval_s: float = 0.02
+    """Seconds between two messages of progress from the replicas."""
+    session_timeout_s: float = 600.0
+    """A session without a request or a reward for so many seconds is abandoned."""
+    start_timeout_s: float = 300.0
+    """Seconds for the endpoint's start."""
+    threads: int = 1
+    """OpenMP threads of the endpoint's process."""

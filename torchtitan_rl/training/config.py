@@ -1,0 +1,99 @@
+"""Configuration of the trainer, its loss and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy loss; every field is one independent choice. `training/losses` has the formulas
+    and the settings of published methods. The defaults are GRPO's clipped surrogate."""
+
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """PPO's clipped surrogate, or CISPO's clipped weights on the log-likelihood."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or of the whole sequence (GSPO)."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - ``clip_low``."""
+    clip_high: float = 0.28
+    """The ratio is clipped above 1 + ``clip_high``. Larger than ``clip_low`` is DAPO's
+    clip-higher."""
+    proximal_policy: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    """The policy that the ratio is taken against (decoupled PPO): the one that sampled the tokens,
+    the weights before this step, or a policy in between according to the tokens' age."""
+    importance_weight: Literal["none", "token", "sequence"] = "none"
+    """Weight proximal / behaviour, for the proximal policies other than behaviour."""
+    importance_weight_cap: float = 2.0
+    """Importance weights are truncated at this value."""
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave out tokens, or sequences, whose policy / behaviour is outside ``mask_low`` and
+    ``mask_high``; ``geometric`` takes a sequence's geometric mean."""
+    mask_low: float = 0.5
+    """Smallest policy / behaviour that is trained on."""
+    mask_high: float = 5.0
+    """Largest policy / behaviour that is trained on."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Mean over tokens (DAPO), mean over sequences (GRPO), or a constant divisor (Dr. GRPO)."""
+    constant_length: int = 0
+    """Tokens that each sequence counts as, where ``aggregation`` is ``constant``."""
+    kl_coefficient: float = 0.0
+    """Above 0: weight of a KL penalty against the initial policy, which is kept in memory."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
+    max_log_ratio: float = 20.0
+    """Log-ratios are clamped to plus or minus this value before the exponential."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moments."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_steps: int = 0
+    """Last steps, over which the learning rate falls linearly to ``min_lr_factor`` of its peak."""
+    min_lr_factor: float = 0.0
+    """Share of the peak learning rate at the end of the decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """torchtitan's trainer. Its number of ranks is ``data_parallel_replicate`` x
+    ``data_parallel_shard`` x ``tensor_parallel``."""
+
+    data_parallel_replicate: int = 1
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard: int = 1
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    tensor_parallel: int = 1
+    """Ranks that each layer is split over."""
+    row_len: int = 512
+    """Tokens of a packed row; at least the longest episode."""
+    rows_per_microbatch: int = 8
+    """Rows of one forward and backward pass on each rank. Lower it when memory runs out."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the model with ``torch.compile``."""
+    threads: int = 2
+    """OpenMP threads of each rank."""
+    step_timeout_s: float = 1800.0
+    """Seconds for one optimizer step, and for a collective between the ranks."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel
