@@ -172,7 +172,7 @@ def _judge(life: Life, main: asyncio.Task[None]) -> None:
 
 def _held(simulation: Simulation) -> list[str]:
     """What a run that is over still holds on to."""
-    held = [f"{slot.name} is leased" for slot in simulation.router._slots.all if slot.is_leased] + [
+    held = [f"{slot.name} is pinned" for slot in simulation.router._slots.all if slot.is_pinned] + [
         f"{slot.name} has a load of {slot.outstanding_requests} requests"
         for slot in simulation.router._slots.all
         if slot.outstanding_requests or slot.outstanding_tokens

@@ -1,5 +1,5 @@
 """64 greedy requests on two replicas in processes of their own, while weights are pulled 20 times
-and all replicas are emptied 10 times; a lease; then one replica is killed.
+and all replicas are emptied 10 times; a pin; then one replica is killed.
 
 ``python -m tests.real.router_scenario DIR`` prints one JSON object."""
 
@@ -63,7 +63,7 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def nobody_waits_for(number: int) -> GenerationRequest:
+def no_caller_waits_for(number: int) -> GenerationRequest:
     """A request that is cancelled."""
     return GenerationRequest(
         request_id=f"cancelled{number}",
@@ -122,7 +122,7 @@ async def disturbed(
     lagging = 0
     unaccounted: list[int | None] = []
     for version in range(1, NUM_PULLS + 1):
-        nobodys = asyncio.create_task(router.generate(nobody_waits_for(version)))
+        nobodys = asyncio.create_task(router.generate(no_caller_waits_for(version)))
         await asyncio.sleep(0.05)
         handle = await asyncio.to_thread(publisher.publish, version, tensors)
         partials |= await router.partials()
@@ -156,17 +156,17 @@ async def disturbed(
     }
 
 
-async def leased(
+async def pinned(
     router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any
 ) -> dict[str, Any]:
-    async with router.lease() as lease:
+    async with router.pin() as pin:
         handle = await asyncio.to_thread(publisher.publish, NUM_PULLS + 1, tensors)
         report = await router.sync_weights(handle, mode="hot_swap")
-        done = await lease.generate(requests()[0])
+        done = await pin.generate(requests()[0])
         seen = {
-            "version": lease.version,
+            "version": pin.version,
             "sampled_under": sorted(set(done.versions)),
-            "is_held": report.held == (lease.replica,),
+            "is_held": report.held == (pin.replica,),
             "others": sorted(router.versions().values()),
         }
     await asyncio.sleep(1.0)
@@ -205,7 +205,7 @@ async def scenario(root: Path) -> dict[str, Any]:
         alone = await asyncio.gather(*(router.generate(item) for item in requests()))
         seen = await disturbed(router, publisher, tensors)
         done = seen.pop("done")
-        lease = await leased(router, publisher, tensors)
+        pin = await pinned(router, publisher, tensors)
         accounts = (await router.account()).values()
         states = sorted(router.states().values())
         outstanding = sum(router.outstanding_tokens().values())
@@ -219,7 +219,7 @@ async def scenario(root: Path) -> dict[str, Any]:
             "sampled": sum(account.sampled for account in accounts),
             "known": ended.tokens,
             "not_returned": ended.not_returned,
-            "lease": lease,
+            "pin": pin,
             "killed": await killed(router, list(alone)),
         }
     finally:

@@ -36,11 +36,11 @@ def test_no_pull_no_pause_and_no_kill_changes_loses_or_repeats_a_streamed_greedy
     assert set(seen["unaccounted"]) == {0}  # aborts, cancels and pulls lose no sampled token
     assert seen["known"] == seen["sampled"] > 64 * 100
     assert seen["not_returned"] == 20
-    lease = seen["lease"]
-    assert lease["sampled_under"] == [lease["version"]]
-    assert lease["is_held"]
-    assert lease["others"] == [lease["version"], lease["version"] + 1]
-    assert lease["after"] == [lease["version"] + 1] * 2
+    pin = seen["pin"]
+    assert pin["sampled_under"] == [pin["version"]]
+    assert pin["is_held"]
+    assert pin["others"] == [pin["version"], pin["version"] + 1]
+    assert pin["after"] == [pin["version"] + 1] * 2
     killed = seen["killed"]
     assert killed["num_equal"] == 16  # streams go on where their replica died
     assert killed["heard_fits"]

@@ -19,12 +19,12 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings
 from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.device_sharing import DuringStep
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.sampling import SampledTokens
-from torchtitan_rl.orchestration.turns import DuringStep
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter

@@ -35,7 +35,7 @@ class RunEndpoint:
         self._service = service
         self._before: dict[str, float] = {}
 
-    async def beside(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def background(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Do ``work`` as long as there is an endpoint.
 
         Raises:

@@ -26,13 +26,13 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings, StopRequested
 from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.device_sharing import during_step
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
-from torchtitan_rl.orchestration.turns import during_step
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollout_run import EnvironmentFactory
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -147,7 +147,7 @@ async def _train(prepared: PreparedRun, signals: _Signals) -> None:
                 )
                 signals.controller, signals.say = controller, recorder.say
                 training = controller.run(resume_from=found if is_resumed else None)
-                await (training if endpoint is None else endpoint.beside(training))
+                await (training if endpoint is None else endpoint.background(training))
                 if config.checkpoint.export_hf:
                     with recorder.phase("export"):
                         await processes.trainer.export_hf(config.run_dir.absolute() / "policy")

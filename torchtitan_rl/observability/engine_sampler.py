@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
-from torchtitan_rl.observability.beside import beside
+from torchtitan_rl.observability.background import background
 from torchtitan_rl.types import EngineStats
 
 EngineReading = Mapping[str, EngineStats]  # by replica
@@ -38,7 +38,7 @@ class EngineSampler:
         self._num_failed = 0
 
     async def __aenter__(self) -> EngineSampler:
-        self._sampling = beside(self._sample(), name="engine sampler")
+        self._sampling = background(self._sample(), name="engine sampler")
         await self._sampling.__aenter__()
         return self
 

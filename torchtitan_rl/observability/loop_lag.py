@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.observability.beside import beside
+from torchtitan_rl.observability.background import background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class LoopLagSampler:
         self._lags_ms: list[float] = []
 
     async def __aenter__(self) -> LoopLagSampler:
-        self._sampling = beside(self._sample(), name="loop lag")
+        self._sampling = background(self._sample(), name="loop lag")
         await self._sampling.__aenter__()
         return self
 

@@ -18,13 +18,13 @@ from typing import Literal
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, Recorder, StepRecord, TokenCounts
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
-from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -62,7 +62,7 @@ class Consumer:
         router: GeneratorRouter,
         producer: Producer,
         feed: WeightFeed,
-        turns: Turns,
+        devices: DeviceSharing,
         saver: RunSaver,
         account: AccountCheck,
         rows: Rows,
@@ -75,7 +75,7 @@ class Consumer:
         self._router = router
         self._producer = producer
         self._feed = feed
-        self._turns = turns
+        self._devices = devices
         self._saver = saver
         self._account = account
         self._rows = rows
@@ -97,13 +97,13 @@ class Consumer:
             await self._one_step(await self._next_batch())
             if self._state.step < self._settings.num_steps:  # the last one is saved at the end
                 self._is_save_due |= _is_due(self._state.step, self._settings.checkpoint_every)
-            if self._is_save_due and self._turns.trainer_is_ready:
+            if self._is_save_due and self._devices.trainer_is_ready:
                 self._is_save_due = False
                 with self._since_last_row.of("save_s"):
                     await self._saver.save()
                 self._account.start()
             if not self._goes_on():
-                self._turns.let_go()
+                self._devices.let_go()
 
     def _goes_on(self) -> bool:
         """The next batch is there, and nobody needs the replicas to hold this step's weights."""
@@ -131,8 +131,8 @@ class Consumer:
 
     def _may_train(self) -> bool:
         """On shared devices evaluations and pulls end first."""
-        is_free = self._turns.is_trainers or self._feed.is_idle
-        return is_free or not self._turns.devices_are_shared
+        is_free = self._devices.is_trainers or self._feed.is_idle
+        return is_free or not self._devices.devices_are_shared
 
     async def _one_step(self, groups: tuple[RolloutGroup, ...]) -> None:
         state = self._state
@@ -160,7 +160,7 @@ class Consumer:
             if batch is None:
                 self._note_empty_batch()
                 return tokens, None
-            await self._turns.to_trainer()
+            await self._devices.to_trainer()
             self._empty_batches = 0
             if not batch.advantages.any():
                 self._recorder.say(f"step {self._state.step + 1}: no group has rewards that differ")
@@ -219,7 +219,7 @@ class Consumer:
             buffer=buffered,
             overtaken=overtaken,
             totals=self._state.ledger.totals(),
-            switch_s=self._turns.take_switch_s(),
+            switch_s=self._devices.take_switch_s(),
         )
 
     def _buffer_states(self) -> BufferStates:

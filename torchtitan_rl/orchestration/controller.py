@@ -26,6 +26,7 @@ from torchtitan_rl.orchestration.account import AccountCheck
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import Consumer, ConsumerSettings, StopRequested
+from torchtitan_rl.orchestration.device_sharing import DeviceSharing, DuringStep
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
@@ -37,7 +38,6 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.saving import RunSaver
 from torchtitan_rl.orchestration.trainer import Trainer
-from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -116,7 +116,7 @@ class Controller:
             rows=rows,
             recorder=parts.recorder,
         )
-        self._turns = Turns(
+        self._devices = DeviceSharing(
             settings.during_step,
             self._state,
             router=parts.router,
@@ -135,7 +135,7 @@ class Controller:
             self._state,
             router=parts.router,
             evaluator=self._evaluator,
-            turns=self._turns,
+            devices=self._devices,
             recorder=parts.recorder,
         )
 
@@ -189,11 +189,11 @@ class Controller:
 
     async def _restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
         if resume_from is not None and resume_from.path is not None:
-            await self._turns.take_devices()
+            await self._devices.take_devices()
         recorded = await self._saver.restore(resume_from)
-        if self._state.version > 0 or self._turns.engines_are_empty:
+        if self._state.version > 0 or self._devices.engines_are_empty:
             handle = await self._parts.trainer.publish()
-            self._turns.let_go()
+            self._devices.let_go()
             await self._feed.resume(handle)
         return recorded
 
@@ -206,7 +206,7 @@ class Controller:
             router=self._parts.router,
             producer=producer,
             feed=self._feed,
-            turns=self._turns,
+            devices=self._devices,
             saver=self._saver,
             account=self._account,
             rows=self._rows,
@@ -278,7 +278,7 @@ class Controller:
 
     async def _save(self) -> None:
         await self._account.finish()
-        await self._turns.take_devices()  # nothing is sampled any more
+        await self._devices.take_devices()  # nothing is sampled any more
         await self._saver.finish()
 
     def _watchdog(self) -> Watchdog:

@@ -16,7 +16,7 @@ from torchtitan_rl.orchestration.records import Recorder, ValidationRecord
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.routing.lease import Lease
+from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Problem, RolloutGroup
@@ -103,19 +103,19 @@ class Evaluator:
         groups: tuple[RolloutGroup, ...] = ()
         for is_retry in (False, True):
             started = time.monotonic()
-            async with self._router.lease() as lease:
+            async with self._router.pin() as pin:
                 pinned.set()
                 with self._recorder.phase("validation"):
-                    groups = await self._roll_out(lease)
-            if self._router.states()[lease.replica] is not ReplicaState.DEAD:
+                    groups = await self._roll_out(pin)
+            if self._router.states()[pin.replica] is not ReplicaState.DEAD:
                 break
             if is_retry:
                 raise GenerationError(f"the evaluation after step {step} lost two replicas")
-            self._recorder.say(f"the evaluation after step {step} lost {lease.replica}: once more")
+            self._recorder.say(f"the evaluation after step {step} lost {pin.replica}: once more")
         self._rows.validation(
             ValidationRecord(
                 step=step,
-                version=lease.version,
+                version=pin.version,
                 groups=groups,
                 seconds=time.monotonic() - started,
                 success_reward=self._settings.success_reward,
@@ -124,7 +124,7 @@ class Evaluator:
         self._state.evaluated_step = step
         self._state.changed()
 
-    async def _roll_out(self, lease: Lease) -> tuple[RolloutGroup, ...]:
+    async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
@@ -134,8 +134,8 @@ class Evaluator:
                         size=self._settings.samples,
                         seed=self._settings.seed,
                         temperature=self._settings.temperature,
-                        generate=lease.generate,
-                        active_time=lease.active_time,
+                        generate=pin.generate,
+                        active_time=pin.active_time,
                     )
                 )
                 for problem in self._problems

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.orchestration.turns import Turns
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -45,14 +45,14 @@ class WeightFeed:
         *,
         router: GeneratorRouter,
         evaluator: Evaluator,
-        turns: Turns,
+        devices: DeviceSharing,
         recorder: Recorder,
     ) -> None:
         self._settings = settings
         self._state = state
         self._router = router
         self._evaluator = evaluator
-        self._turns = turns
+        self._devices = devices
         self._recorder = recorder
         self._queue: asyncio.Queue[FinishedStep] = asyncio.Queue()
         self._unfinished = 1  # steps, and the evaluation before the first
@@ -131,7 +131,7 @@ class WeightFeed:
         await self._evaluator.finish()
 
     async def _close_step(self, finished: FinishedStep) -> None:
-        await self._turns.until_let_go()
+        await self._devices.until_let_go()
         is_evaluated = self.is_evaluated(finished.step)
         handle = finished.handle
         if handle is not None and (is_evaluated or handle.version == self._published.current):
@@ -159,7 +159,7 @@ class WeightFeed:
             self._recorder.phase("sync"),
             self._state.waits.on(f"version {handle.version} waits for the replicas to pull it"),
         ):
-            async with self._turns.to_replicas():
+            async with self._devices.to_replicas():
                 report = await self._router.sync_weights(
                     handle,
                     mode=self._settings.mode,
@@ -174,4 +174,4 @@ class WeightFeed:
 
     def _lag_timeout_s(self) -> float | None:
         # On shared devices one that lags would be put to sleep with weights half pulled.
-        return None if self._turns.devices_are_shared else self._settings.lag_timeout_s
+        return None if self._devices.devices_are_shared else self._settings.lag_timeout_s

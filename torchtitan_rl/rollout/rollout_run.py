@@ -31,13 +31,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from torchtitan_rl.rollout.bring_back import NotResumableError, bring_back, state_of
 from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Conversation, Observation, Terminal, TokenEnv
 from torchtitan_rl.rollout.env_calls import EnvCalls, RolloutEnded
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import plain
+from torchtitan_rl.rollout.restore_env import NotResumableError, restore_env, state_of
 from torchtitan_rl.rollout.seeds import request_seed
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
@@ -282,7 +282,7 @@ class RolloutRun:
             answer = await self._calls.reset(env)
             await self._note_state(env, answer)
             return answer
-        observation = await bring_back(env, self._recorded, self._calls)
+        observation = await restore_env(env, self._recorded, self._calls)
         self._env_state = self._recorded.env_state
         return observation
 

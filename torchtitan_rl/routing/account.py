@@ -52,7 +52,7 @@ async def read_slot(slots: Slots, slot: Slot, on_reading: OnReading) -> None:
         async with deadline(_READING_TIMEOUT_S):
             await slots.answer(slot, slot.replica.read(on_reading))
     except ReplicaError as error:
-        slots.bury(slot, error)
+        slots.mark_dead(slot, error)
     except (TimeoutError, DeadlineError):
         pass  # busy with something long; less is known, and nothing is wrong
 

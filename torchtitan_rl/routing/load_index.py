@@ -8,7 +8,7 @@ the roots of the versions that are new enough.
 from __future__ import annotations
 
 _Least = tuple[float, int]  # (load, index)
-_NOBODY: _Least = (float("inf"), -1)
+_NO_CALLER: _Least = (float("inf"), -1)
 
 
 class _Tree:
@@ -16,7 +16,7 @@ class _Tree:
 
     def __init__(self, size: int) -> None:
         self._size = size  # a power of two
-        self._nodes = [_NOBODY] * (2 * size)
+        self._nodes = [_NO_CALLER] * (2 * size)
         self.num_members = 0
 
     @property
@@ -25,7 +25,7 @@ class _Tree:
 
     def set(self, index: int, value: _Least) -> None:
         nodes, position = self._nodes, self._size + index
-        self.num_members += (value is not _NOBODY) - (nodes[position] is not _NOBODY)
+        self.num_members += (value is not _NO_CALLER) - (nodes[position] is not _NO_CALLER)
         nodes[position] = value
         while position > 1:
             best = min(nodes[position], nodes[position ^ 1])
@@ -48,7 +48,7 @@ class LoadIndex:
         """What a replica is now."""
         before = self._leaves[index]
         if before is not None and not (is_eligible and before[1] == version):
-            self._trees[before[1]].set(index, _NOBODY)
+            self._trees[before[1]].set(index, _NO_CALLER)
             if self._trees[before[1]].num_members == 0:
                 del self._trees[before[1]]
         self._leaves[index] = (load, version) if is_eligible else None
@@ -70,8 +70,8 @@ class LoadIndex:
     def least(self, min_version: int = 0) -> int | None:
         """The least loaded eligible replica of this version or a newer one, the lowest index among
         equals; None where there is none."""
-        best = _NOBODY
+        best = _NO_CALLER
         for version, tree in self._trees.items():
             if version >= min_version and tree.least < best:
                 best = tree.least
-        return None if best is _NOBODY else best[1]
+        return None if best is _NO_CALLER else best[1]

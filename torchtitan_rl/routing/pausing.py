@@ -1,7 +1,7 @@
 """Stops replicas between two steps, puts them to sleep, and lets them go on.
 
 Invariants: from the moment a pause is asked for no request is given to a replica that it stops, and
-no request but its lease's to one that it leaves to a lease; what was on its way to a stopped one
+no request but its pin's to one that it leaves to a pin; what was on its way to a stopped one
 queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No weights are
 swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
 """
@@ -22,17 +22,17 @@ _RESUME_TIMEOUT_S = 60.0
 _WAIT_GRACE_S = 60.0
 
 Cut = Callable[[Slot], Awaitable[None]]
-"""Takes from a slot all requests but those of its lease, which go on when they can."""
+"""Takes from a slot all requests but those of its pin, which go on when they can."""
 
 
 async def pause_replicas(
-    slots: Slots, mode: PauseMode, *, leased: bool, cut: Cut, timeout_s: float
+    slots: Slots, mode: PauseMode, *, pinned: bool, cut: Cut, timeout_s: float
 ) -> None:
     """See `GeneratorRouter.pause`; ``timeout_s`` limits a ``wait``, and all others generously."""
-    if not leased and mode != "abort":
-        raise ValueError(f"a pause by {mode} stops leased replicas, too: only an abort can not")
-    slots.spares_leases = not leased
-    spared = [] if leased else [slot for slot in slots.live() if slot.is_leased]
+    if not pinned and mode != "abort":
+        raise ValueError(f"a pause by {mode} stops pinned replicas, too: only an abort can not")
+    slots.spares_pins = not pinned
+    spared = [] if pinned else [slot for slot in slots.live() if slot.is_pinned]
     stopped = [slot for slot in slots.live() if slot not in spared]
     _stop(slots, stopped, stops_clock=mode != "wait")
     grace_s = _WAIT_GRACE_S if mode == "wait" else 0.0  # for those that end by their deadlines
@@ -58,22 +58,22 @@ async def resume_replicas(slots: Slots) -> None:
     for slot in slots.all:
         slot.is_emptied = slot.is_stopped = False
         slot.active_time.resume()
-    slots.is_paused = slots.spares_leases = False
+    slots.is_paused = slots.spares_pins = False
     slots.active_time.resume()
     await asyncio.gather(*(_resume(slots, slot) for slot in slots.live()))
     slots.notify()
 
 
-async def leave_to_lease(slots: Slots, slot: Slot) -> None:
-    """Let a replica that was leased after a pause began serve its lease, where the pause spares
-    leases: else a sync that waits for the lease to end would keep the pause from ending."""
+async def leave_to_pin(slots: Slots, slot: Slot) -> None:
+    """Let a replica that was pinned after a pause began serve its pin, where the pause spares
+    pins: else a sync that waits for the pin to end would keep the pause from ending."""
 
     def has_stopped() -> bool:
         return slot.is_emptied or not slot.is_stopped or not slot.is_live
 
-    if slots.spares_leases and slot.is_stopped:
+    if slots.spares_pins and slot.is_stopped:
         await slots.wait_until(has_stopped)
-    if slots.spares_leases and slot.is_stopped and slot.is_live:
+    if slots.spares_pins and slot.is_stopped and slot.is_live:
         slot.is_stopped = slot.is_emptied = False
         slot.active_time.resume()
         await _resume(slots, slot)
@@ -81,7 +81,7 @@ async def leave_to_lease(slots: Slots, slot: Slot) -> None:
 
 async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
     """See `GeneratorRouter.sleep`; ``timeout_s`` is that of one replica."""
-    slots.spares_leases = False
+    slots.spares_pins = False
     for slot in slots.live():
         slot.is_asleep = True  # from here on it starts no swap
     _stop(slots, slots.live())
@@ -131,11 +131,11 @@ async def _in_time(
         async with deadline(timeout_s):
             await slots.answer(slot, work)
     except ReplicaError as error:
-        slots.bury(slot, error)
+        slots.mark_dead(slot, error)
     except (TimeoutError, DeadlineError) as error:
         lost = ReplicaError(f"{slot.name} did not {what} within {timeout_s:.0f} s")
         lost.__cause__ = error
-        slots.bury(slot, lost)
+        slots.mark_dead(slot, lost)
     return slot.is_live
 
 

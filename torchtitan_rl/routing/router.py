@@ -17,13 +17,13 @@ from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
 from torchtitan_rl.routing.active_time import ActiveTime
-from torchtitan_rl.routing.lease import Lease, lease_replica, restore_leased
 from torchtitan_rl.routing.pausing import (
     pause_replicas,
     put_to_sleep,
     resume_replicas,
     wake_up,
 )
+from torchtitan_rl.routing.pinned_replica import PinnedReplica, pin_replica, restore_pinned
 from torchtitan_rl.routing.replica import Replica, ReplicaState
 from torchtitan_rl.routing.running import OnEnded, Route, RunningRequests
 from torchtitan_rl.routing.slots import Slot, Slots
@@ -40,10 +40,10 @@ _MAX_SESSIONS = 262_144  # homes remembered; the longest unused are forgotten fi
 class GeneratorRouter:
     """Spreads requests over replicas and brings new weights to them.
 
-    ``reserved`` names replicas that only leases use. ``request_timeout_s`` is the deadline of one
+    ``reserved`` names replicas that only pins use. ``request_timeout_s`` is the deadline of one
     request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
     swap, of weights by one replica. ``on_ended`` hears of each request that was not refused here,
-    leases' ones too, when it ends, however it does.
+    pins' ones too, when it ends, however it does.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class GeneratorRouter:
         """Those of `received_tokens` whose requests still run."""
         return self._requests.held_tokens()
 
-    async def pause(self, mode: PauseMode = "keep", *, leased: bool = True) -> None:
+    async def pause(self, mode: PauseMode = "keep", *, pinned: bool = True) -> None:
         """Stop all replicas; returns once each rank is between two steps.
 
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
         (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; no pause
         counts against a time-out but the wait for those that finish first. Weights can be pulled
-        meanwhile. A replica that does not stop is dead. Without ``leased`` (``abort`` alone)
-        replicas that are leased now go on, with requests of their leases; all others are cut there,
-        too. A lease that begins
+        meanwhile. A replica that does not stop is dead. Without ``pinned`` (``abort`` alone)
+        replicas that are pinned now go on, with requests of their pins; all others are cut there,
+        too. A pin that begins
         later has its replica go on, too.
 
         Raises:
@@ -131,7 +131,7 @@ class GeneratorRouter:
         await pause_replicas(
             self._slots,
             mode,
-            leased=leased,
+            pinned=pinned,
             cut=self._requests.cut,
             timeout_s=self._request_timeout_s,
         )
@@ -141,7 +141,7 @@ class GeneratorRouter:
         await resume_replicas(self._slots)
 
     async def sleep(self) -> None:
-        """Pause by abort and give the devices of all replicas back, leased ones' too.
+        """Pause by abort and give the devices of all replicas back, pinned ones' too.
 
         Cut requests wait here, which does not count against their time-outs. A swap of weights that
         runs is finished first, and none begins before `wake_up`. A replica that does not fall
@@ -154,7 +154,7 @@ class GeneratorRouter:
         of whatever version, then `resume`. Leased ones get theirs back here."""
         await wake_up(self._slots, timeout_s=self._sync_timeout_s)
         self._weights.follow_all()  # for a sync that waits already
-        await restore_leased(self._slots, self._weights)
+        await restore_pinned(self._slots, self._weights)
 
     async def sync_weights(
         self,
@@ -168,17 +168,17 @@ class GeneratorRouter:
 
         Weights are staged while decoding goes on. `drain` then lets running requests finish
         first, new ones waiting meanwhile; `hot_swap` swaps underneath them. Returns once all
-        replicas that are not leased hold the version, or after ``lag_timeout_s`` (None: no limit
+        replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: no limit
         but the pullers' own); those that lag go on in the background. A replica that cannot
-        follow is dead. Where all replicas are leased it waits for the first lease to end.
+        follow is dead. Where all replicas are pinned it waits for the first pin to end.
 
         Raises:
             WeightSyncError: no replica is left that holds the new weights or could get them.
         """
         return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
 
-    def lease(self, handle: WeightHandle | None = None) -> AbstractAsyncContextManager[Lease]:
-        """``async with router.lease() as lease``: a live replica that is kept out of pulls.
+    def pin(self, handle: WeightHandle | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
+        """``async with router.pin() as pin``: a live replica that is kept out of pulls.
 
         It is a reserved replica while one lives, which is brought to ``handle`` or, without one,
         to the newest synced weights; else the least loaded of those with the newest weights, which
@@ -189,7 +189,7 @@ class GeneratorRouter:
             WeightSyncError: the replica could not be brought to ``handle``.
             DeadlineError: none was free within the request time-out.
         """
-        return lease_replica(
+        return pin_replica(
             self._slots,
             self._weights,
             self._complete_on,
@@ -245,7 +245,7 @@ class GeneratorRouter:
             slot.hear_of_sampled(stats.generated_tokens)
             return stats
         except ReplicaError as error:
-            self._slots.bury(slot, error)
+            self._slots.mark_dead(slot, error)
         except DeadlineError:
             pass  # busy with something long, which has a deadline of its own
         return None
@@ -277,7 +277,7 @@ class GeneratorRouter:
         def choose(request: GenerationRequest) -> Slot | None:
             if not slot.is_live:
                 raise GenerationError(
-                    f"request {request.request_id}: {slot.name}, which was leased for it, is "
+                    f"request {request.request_id}: {slot.name}, which was pinned for it, is "
                     f"lost: {slot.failure}"
                 )
             return slot if slot.takes_requests and not slot.is_stopped else None
@@ -285,9 +285,9 @@ class GeneratorRouter:
         route = Route(
             choose=choose,
             may_go=lambda: (slot.takes_requests and not slot.is_stopped) or not slot.is_live,
-            key=("lease", slot.index),
+            key=("pin", slot.index),
             active_time=slot.active_time,
-            is_leased=True,
+            is_pinned=True,
         )
         return await self._requests.complete(request, route)
 

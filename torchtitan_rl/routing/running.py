@@ -27,7 +27,7 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.routing.account import read_slot
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
-from torchtitan_rl.routing.known import KnownTokens
+from torchtitan_rl.routing.partial_tokens import PartialTokens
 from torchtitan_rl.routing.slots import Slot, Slots, loss_of
 from torchtitan_rl.types import (
     Completion,
@@ -59,7 +59,7 @@ class Route:
     may_go: Callable[[], bool]
     key: Hashable
     active_time: ActiveTime
-    is_leased: bool = False
+    is_pinned: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class _Running:
     route: Route
     deadline_s: float
     paused_s: float  # before it began
-    tokens: KnownTokens
+    tokens: PartialTokens
     attempts: int = 0
     engine_failures: int = 0
     piece_id: str | None = None
@@ -103,7 +103,7 @@ class RunningRequests:
                 "request, or use another id"
             )
         check_resumable(request)
-        tokens, clock = KnownTokens(request, on_progress), route.active_time
+        tokens, clock = PartialTokens(request, on_progress), route.active_time
         deadline_s = clock.now_s() + self._timeout_s
         running = _Running(request, route, deadline_s, clock.paused_s(), tokens)
         self._running[request_id] = running
@@ -126,9 +126,9 @@ class RunningRequests:
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
     async def cut(self, slot: Slot) -> None:
-        """End the pieces on this slot of all requests but its lease's; they go on when they may."""
+        """End the pieces on this slot of all requests but its pin's; they go on when they may."""
         cut = [
-            one for one in self._running.values() if one.slot is slot and not one.route.is_leased
+            one for one in self._running.values() if one.slot is slot and not one.route.is_pinned
         ]
         await asyncio.gather(*(self._abort_and_wait(running) for running in cut))
 
@@ -163,7 +163,7 @@ class RunningRequests:
             try:
                 await self._call(slot, piece, running)
             except ReplicaError as error:
-                self._slots.bury(slot, error)
+                self._slots.mark_dead(slot, error)
                 running.engine_failures += isinstance(error, LoopFailedError)
                 self._refuse_poison(running, error)
                 continue
@@ -272,7 +272,7 @@ class RunningRequests:
                 is_cancelled = True
         error = None if sampling.cancelled() or not sampling.done() else sampling.exception()
         if isinstance(error, ReplicaError):
-            self._slots.bury(slot, error)
+            self._slots.mark_dead(slot, error)
         if is_cancelled or ending.cancelled():
             raise asyncio.CancelledError
         ending.result()
@@ -287,7 +287,7 @@ class RunningRequests:
                 await asyncio.wait({sampling})
         except TimeoutError:
             message = f"{slot.name} did not end an aborted request within {_END_TIMEOUT_S:.0f} s"
-            self._slots.bury(slot, ReplicaError(message))
+            self._slots.mark_dead(slot, ReplicaError(message))
             await asyncio.wait({sampling})
 
     async def _abort_piece(self, running: _Running) -> None:
@@ -299,10 +299,10 @@ class RunningRequests:
             async with deadline(_ABORT_TIMEOUT_S):
                 await self._slots.answer(slot, slot.replica.abort((piece_id,)))
         except ReplicaError as error:
-            self._slots.bury(slot, error)
+            self._slots.mark_dead(slot, error)
         except (TimeoutError, DeadlineError):
             message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
-            self._slots.bury(slot, ReplicaError(message))
+            self._slots.mark_dead(slot, ReplicaError(message))
 
     async def _read(self, slot: Slot) -> None:
         def on_reading(reading: EngineReading) -> None:

@@ -31,17 +31,17 @@ NO_WEIGHTS = -1  # older than every version
 class Slot:
     """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
 
-    ``pinned``: the weights that a lease keeps it at, where they can be fetched again.
+    ``pinned_weights``: the weights that a pin keeps it at, where they can be fetched again.
     ``active_time`` stands still while its engine is stopped; ``work``: what waits for its answers.
     """
 
     replica: Replica
     index: int
-    is_reserved: bool  # for leases alone
+    is_reserved: bool  # for pins alone
     state: ReplicaState = ReplicaState.SERVING
     version: int = 0
-    is_leased: bool = False  # kept out of pulls
-    pinned: WeightHandle | None = None
+    is_pinned: bool = False  # kept out of pulls
+    pinned_weights: WeightHandle | None = None
     is_stopped: bool = False  # or about to be, by a pause or a sleep
     is_asleep: bool = False  # or about to be
     is_emptied: bool = False  # by a pause; what it is given waits in its inbox
@@ -90,9 +90,9 @@ class Slots:
         self.index = LoadIndex(len(self.all))  # of what ordinary requests may go to
         for slot in self.all:
             self._update(slot)
-        self.is_paused = False  # no request but those of leases is given to any of them
-        self.spares_leases = False  # the pause stops no replica that is leased
-        self.active_time = ActiveTime()  # of all requests but leases'
+        self.is_paused = False  # no request but those of pins is given to any of them
+        self.spares_pins = False  # the pause stops no replica that is pinned
+        self.active_time = ActiveTime()  # of all requests but pins'
         self.wakeups = Wakeups()
 
     def live(self) -> list[Slot]:
@@ -127,7 +127,7 @@ class Slots:
             self._update(slot)
         self.notify()
 
-    def bury(self, slot: Slot, error: BaseException) -> None:
+    def mark_dead(self, slot: Slot, error: BaseException) -> None:
         """It gets no further request, and those that it has leave it."""
         slot.state = ReplicaState.DEAD
         slot.failure = slot.failure or error
@@ -163,9 +163,9 @@ class Slots:
     def require_live(self) -> None:
         """Raises `GenerationError`, with every cause, where no replica takes requests any more."""
         if not self.serving():
-            raise GenerationError(f"no replica is left: {self.obituary()}")
+            raise GenerationError(f"no replica is left: {self.failure_summary()}")
 
-    def obituary(self) -> str:
+    def failure_summary(self) -> str:
         return "; ".join(
             f"{slot.name}: {type(slot.failure).__name__}: {slot.failure}"
             for slot in self.all

@@ -1,7 +1,7 @@
 """Brings published weights to the replicas, each of which follows the newest handle by itself.
 
 Invariants: a replica has at most one puller, and the newest handle wins; versions of a replica that
-serves requests never go down; a leased replica is not pulled; one that is slow is named and
+serves requests never go down; a pinned replica is not pulled; one that is slow is named and
 followed up in the background, and only one that fails, or takes longer than the time-out over one
 fetch or one swap, is dead. Nothing is swapped while a replica sleeps.
 """
@@ -38,7 +38,7 @@ class SyncReport:
     pulls: tuple[PullReport, ...]
     lost: tuple[str, ...] = field(default=())  # replicas that are dead
     lagging: tuple[str, ...] = ()  # did not hold the version in time, and still follow
-    held: tuple[str, ...] = ()  # leased: they follow when the lease ends
+    held: tuple[str, ...] = ()  # pinned: they follow when the pin ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class WeightSync:
             raise WeightSyncError(f"version {handle.version}: the router is closed")
         if not self._slots.serving():
             raise WeightSyncError(
-                f"no replica holds version {handle.version}: {self._slots.obituary()}"
+                f"no replica holds version {handle.version}: {self._slots.failure_summary()}"
             )
         return self._report(handle.version)
 
@@ -113,7 +113,7 @@ class WeightSync:
         task.add_done_callback(lambda task: self._on_end(slot, task))
 
     async def bring(self, slot: Slot, handle: WeightHandle) -> None:
-        """Make a leased slot hold exactly ``handle.version``.
+        """Make a pinned slot hold exactly ``handle.version``.
 
         Raises:
             WeightSyncError, ReplicaError, DeadlineError, TimeoutError: it could not.
@@ -133,20 +133,20 @@ class WeightSync:
             await asyncio.wait(tasks)
 
     def _is_settled(self, version: int) -> bool:
-        """Nobody is left to wait for: all but leased slots hold it, or a leased one where it is
+        """Nobody is left to wait for: all but pinned slots hold it, or a pinned one where it is
         the only kind there is."""
         if self._is_closed or self._crash is not None:
             return True
         live = self._slots.serving()
-        if any(slot.version < version for slot in live if not slot.is_leased):
+        if any(slot.version < version for slot in live if not slot.is_pinned):
             return False
         return not live or any(slot.version >= version for slot in live)
 
     def _report(self, version: int) -> SyncReport:
         live = self._slots.serving()
         behind = [slot for slot in live if slot.version < version]
-        is_waiting_for_lease = len(behind) == len(live) and all(slot.is_leased for slot in live)
-        lagging = [slot for slot in behind if is_waiting_for_lease or not slot.is_leased]
+        is_waiting_for_pin = len(behind) == len(live) and all(slot.is_pinned for slot in live)
+        lagging = [slot for slot in behind if is_waiting_for_pin or not slot.is_pinned]
         for slot in lagging:
             slot.is_lagging = True
         pulls = [
@@ -167,7 +167,7 @@ class WeightSync:
     def _wanted(self, slot: Slot) -> WeightHandle | None:
         """What the slot has to pull next."""
         handle = self._newest
-        if handle is None or slot.is_leased or slot.is_reserved or not slot.is_live:
+        if handle is None or slot.is_pinned or slot.is_reserved or not slot.is_live:
             return None
         if slot.is_asleep or (slot.version == NO_WEIGHTS and not self._num_syncs):
             return None  # whoever wakes it up syncs it: with newer weights, as a rule
@@ -180,19 +180,19 @@ class WeightSync:
             except WeightSyncError as error:
                 if await self._is_superseded(slot, handle):
                     continue
-                self._slots.bury(slot, error)
+                self._slots.mark_dead(slot, error)
                 return
             except _LOSSES as error:
-                self._slots.bury(slot, error)
+                self._slots.mark_dead(slot, error)
                 return
             if self._order == "one_by_one":
                 await self._turn(slot)
-            if slot.is_leased or slot.is_asleep or not slot.is_live:
-                return  # it follows again when the lease ends, or it wakes up
+            if slot.is_pinned or slot.is_asleep or not slot.is_live:
+                return  # it follows again when the pin ends, or it wakes up
             try:
                 await self._swap(slot, handle, stage_s)
             except _LOSSES as error:
-                self._slots.bury(slot, error)
+                self._slots.mark_dead(slot, error)
 
     async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
         """Fetch while decoding goes on; returns the seconds it took."""

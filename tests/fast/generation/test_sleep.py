@@ -197,18 +197,18 @@ def test_a_drained_replica_that_falls_asleep_swaps_when_it_wakes_up() -> None:
     asyncio.run(scenario())
 
 
-def test_a_leased_replica_gets_its_own_weights_back() -> None:
+def test_a_pinned_replica_gets_its_own_weights_back() -> None:
     async def scenario() -> None:
         replicas = [GatedReplica(f"r{n}") for n in range(2)]
         router = GeneratorRouter(replicas)
         await router.sync_weights(handle(1), mode="hot_swap")
-        async with router.lease() as lease:
+        async with router.pin() as pin:
             await router.sleep()
             await router.wake_up()
-            assert router.versions()[lease.replica] == 1
+            assert router.versions()[pin.replica] == 1
             await router.sync_weights(handle(2), mode="hot_swap")
             await router.resume()
-            done = await lease.generate(routed("a"))
+            done = await pin.generate(routed("a"))
             assert set(done.versions) == {1}
         await settle()
         assert router.versions() == {"r0": 2, "r1": 2}
@@ -216,19 +216,19 @@ def test_a_leased_replica_gets_its_own_weights_back() -> None:
     asyncio.run(scenario())
 
 
-def test_a_lease_during_a_sleep_waits_until_a_replica_has_weights() -> None:
+def test_a_pin_during_a_sleep_waits_until_a_replica_has_weights() -> None:
     async def scenario() -> None:
         router = GeneratorRouter([GatedReplica("r")])
         await router.sleep()
-        lease = router.lease()
-        entering = asyncio.create_task(lease.__aenter__())
+        pin = router.pin()
+        entering = asyncio.create_task(pin.__aenter__())
         await settle()
         await router.wake_up()
         await settle()
         assert not entering.done()
         await router.sync_weights(handle(1), mode="hot_swap")
         assert (await entering).version == 1
-        await lease.__aexit__(None, None, None)
+        await pin.__aexit__(None, None, None)
 
     asyncio.run(scenario())
 

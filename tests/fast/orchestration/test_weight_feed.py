@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.support.simulation import Plan, Simulation, settings
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.orchestration.device_sharing import DeviceSharing, DuringStep
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.orchestration.turns import DuringStep, Turns
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
@@ -41,8 +41,8 @@ def make_feed(root: Path) -> tuple[Simulation, WeightFeed]:
         state,
         router=parts.router,
         evaluator=evaluator,
-        turns=Turns(
-            DuringStep.BESIDE,
+        devices=DeviceSharing(
+            DuringStep.RUNNING,
             state,
             router=parts.router,
             trainer=parts.trainer,

@@ -224,8 +224,8 @@ def test_refused_requests_are_not_heard_of_and_each_other_one_once() -> None:
             await router.generate(request("a"))
         assert ended.heard == []
         await running
-        async with router.lease() as lease:
-            await lease.generate(request("leased"))
+        async with router.pin() as pin:
+            await pin.generate(request("pinned"))
         router_call = asyncio.create_task(router.generate(request("aborted", max_tokens=90)))
         await asyncio.sleep(0.4)
         await router.abort(["aborted"])
@@ -236,7 +236,7 @@ def test_refused_requests_are_not_heard_of_and_each_other_one_once() -> None:
         waiting.cancel()
         await asyncio.wait({waiting})
         await router.resume()
-        assert ended.names == ["a", "aborted", "leased", "waiting"]
+        assert ended.names == ["a", "aborted", "pinned", "waiting"]
         assert [back for one, _, back in ended.heard if one.request_id == "waiting"] == [False]
 
     virtually(scenario)

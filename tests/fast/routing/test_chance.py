@@ -1,4 +1,4 @@
-"""The router by chance: requests, cancels, aborts, pulls, pauses, sleeps, leases, and replicas that
+"""The router by chance: requests, cancels, aborts, pulls, pauses, sleeps, pins, and replicas that
 die, hang or freeze, at any moment. Whatever happens, nothing is lost and each request ends once."""
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ class Trial:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, said: self.complaints.append(said))
-        # So that a leased replica that slept can get its weights back.
+        # So that a pinned replica that slept can get its weights back.
         await self.router.sync_weights(handle(0), mode="hot_swap")
         names = [f"q{n}" for n in range(self.case.num_requests)]
         callers = [asyncio.create_task(self.call(name)) for name in names]
-        leased = asyncio.create_task(self.validate())
+        pinned = asyncio.create_task(self.validate())
         disturbing = asyncio.create_task(self.disturb())
         faults = [
             asyncio.create_task(self.fail(replica, fault))
             for replica, fault in zip(self.replicas, self.case.faults, strict=False)
         ]
         counting = asyncio.create_task(self.count())
-        await asyncio.gather(*callers, leased, disturbing, *faults)
+        await asyncio.gather(*callers, pinned, disturbing, *faults)
         counting.cancel()
         await asyncio.wait({counting})
         await self.check_accounts()
@@ -139,14 +139,14 @@ class Trial:
         for turn in range(2):
             await self.nap(2.0)
             try:
-                async with self.router.lease() as lease:
-                    call = asyncio.create_task(lease.generate(request(f"l{turn}", max_tokens=15)))
+                async with self.router.pin() as pin:
+                    call = asyncio.create_task(pin.generate(request(f"l{turn}", max_tokens=15)))
                     await self.nap(2.0)
                     if self.chance.random() < 0.3:
                         call.cancel()
                     await asyncio.wait({call})
                     if not call.cancelled() and call.exception() is None:
-                        assert set(call.result().versions) <= {lease.version}
+                        assert set(call.result().versions) <= {pin.version}
             except (GenerationError, WeightSyncError, DeadlineError):
                 continue
 
@@ -157,7 +157,7 @@ class Trial:
             if what == "pause":
                 await self.router.pause(self.chance.choice(["keep", "abort", "wait"]))
             elif what == "spare":
-                await self.router.pause("abort", leased=False)
+                await self.router.pause("abort", pinned=False)
             elif what == "sleep":
                 await self.router.sleep()
                 await self.nap(1.0)

@@ -1,4 +1,4 @@
-"""How weights reach replicas that are slow, lost, leased or one after another."""
+"""How weights reach replicas that are slow, lost, pinned or one after another."""
 
 from __future__ import annotations
 
@@ -148,33 +148,33 @@ def test_one_by_one_drained_replicas_leave_others_to_serve():
     asyncio.run(scenario())
 
 
-def test_a_leased_replica_is_kept_out_of_pulls_and_catches_up_at_the_end():
+def test_a_pinned_replica_is_kept_out_of_pulls_and_catches_up_at_the_end():
     async def scenario():
         replicas = [GatedReplica(f"r{i}") for i in range(2)]
         router = GeneratorRouter(replicas)
         await router.sync_weights(handle(1), mode="hot_swap")
-        async with router.lease() as lease:
-            assert (lease.replica, lease.version) == ("r0", 1)
+        async with router.pin() as pin:
+            assert (pin.replica, pin.version) == ("r0", 1)
             report = await router.sync_weights(handle(2), mode="hot_swap")
             assert (report.held, report.lagging) == (("r0",), ())
             assert len(report.pulls) == 1
             assert router.versions() == {"r0": 1, "r1": 2}
-            done = await lease.generate(request("a", min_version=1))
+            done = await pin.generate(request("a", min_version=1))
             assert (done.replica, set(done.versions)) == ("r0", {1})
             # Others still use it, where its version will do.
             assert (await router.generate(request("b"))).replica == "r0"
             assert (await router.generate(request("c", min_version=2))).replica == "r1"
             with pytest.raises(GenerationError, match="stays at 1"):
-                await lease.generate(request("d", min_version=2))
+                await pin.generate(request("d", min_version=2))
         await settle()
         assert router.versions() == {"r0": 2, "r1": 2}
         with pytest.raises(GenerationError, match="has ended"):
-            await lease.generate(request("e"))
+            await pin.generate(request("e"))
 
     asyncio.run(scenario())
 
 
-def test_a_lease_taken_during_a_fetch_keeps_the_version_it_found():
+def test_a_pin_taken_during_a_fetch_keeps_the_version_it_found():
     async def scenario():
         replicas = [GatedReplica(f"r{i}") for i in range(2)]
         replicas[0].stage_gate.clear()
@@ -182,8 +182,8 @@ def test_a_lease_taken_during_a_fetch_keeps_the_version_it_found():
         busy = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
         replicas[1].pull_gate.clear()
         await settle()
-        async with router.lease() as lease:
-            assert (lease.replica, lease.version) == ("r0", 0)
+        async with router.pin() as pin:
+            assert (pin.replica, pin.version) == ("r0", 0)
             replicas[0].stage_gate.set()
             await settle()
             assert replicas[0].pulled == []
@@ -195,10 +195,10 @@ def test_a_lease_taken_during_a_fetch_keeps_the_version_it_found():
     asyncio.run(scenario())
 
 
-def test_with_one_replica_a_sync_waits_for_the_lease_or_lags():
+def test_with_one_replica_a_sync_waits_for_the_pin_or_lags():
     async def scenario():
         router = GeneratorRouter([GatedReplica("only")])
-        async with router.lease():
+        async with router.pin():
             report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
             assert (report.lagging, report.lost) == (("only",), ())
             sync = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
@@ -210,50 +210,50 @@ def test_with_one_replica_a_sync_waits_for_the_lease_or_lags():
     asyncio.run(scenario())
 
 
-def test_a_reserved_replica_serves_leases_alone_at_the_version_they_ask_for():
+def test_a_reserved_replica_serves_pins_alone_at_the_version_they_ask_for():
     async def scenario():
         shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
         router = GeneratorRouter([shared, reserved], reserved=("reserved",))
         await asyncio.gather(*(router.generate(request(str(i))) for i in range(4)))
         await router.sync_weights(handle(3), mode="hot_swap")
         assert (reserved.served, reserved.pulled) == ([], [])
-        async with router.lease() as lease:
-            assert (lease.replica, lease.version) == ("reserved", 3)
-        async with router.lease(handle(2)) as lease:
-            assert (lease.replica, lease.version) == ("reserved", 2)
+        async with router.pin() as pin:
+            assert (pin.replica, pin.version) == ("reserved", 3)
+        async with router.pin(handle(2)) as pin:
+            assert (pin.replica, pin.version) == ("reserved", 2)
         with pytest.raises(ConfigError, match="not all"):
             GeneratorRouter([shared], reserved=("shared",))
 
     asyncio.run(scenario())
 
 
-def test_a_lease_whose_replica_dies_fails_its_calls_and_the_next_takes_another():
+def test_a_pin_whose_replica_dies_fails_its_calls_and_the_next_takes_another():
     async def scenario():
         replicas = [GatedReplica(f"r{i}") for i in range(2)]
         router = GeneratorRouter(replicas)
-        async with router.lease() as lease:
+        async with router.pin() as pin:
             replicas[0].is_dead = True
             for name in "ab":
-                with pytest.raises(GenerationError, match="r0, which was leased for it, is lost"):
-                    await lease.generate(request(name))
-        async with router.lease() as lease:
-            assert lease.replica == "r1"
+                with pytest.raises(GenerationError, match="r0, which was pinned for it, is lost"):
+                    await pin.generate(request(name))
+        async with router.pin() as pin:
+            assert pin.replica == "r1"
         replicas[1].refuses_weights = True
         with pytest.raises(WeightSyncError, match="could not be brought to version 5"):
-            async with router.lease(handle(5)):
+            async with router.pin(handle(5)):
                 pass
 
     asyncio.run(scenario())
 
 
-def test_a_lease_waits_for_a_pull_that_has_begun():
+def test_a_pin_waits_for_a_pull_that_has_begun():
     async def scenario():
         replica = GatedReplica("r")
         replica.pull_gate.clear()
         router = GeneratorRouter([replica])
         sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
         await settle()
-        entered = asyncio.create_task(router.lease().__aenter__())
+        entered = asyncio.create_task(router.pin().__aenter__())
         await settle()
         assert not entered.done()
         replica.pull_gate.set()
@@ -263,7 +263,7 @@ def test_a_lease_waits_for_a_pull_that_has_begun():
     asyncio.run(scenario())
 
 
-_EVENTS = ["sync", "lease", "end", "hold", "open", "kill"]
+_EVENTS = ["sync", "pin", "end", "hold", "open", "kill"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -273,18 +273,18 @@ def test_whatever_happens_versions_only_go_up_and_all_that_live_catch_up(events)
         replicas = [GatedReplica(f"r{i}") for i in range(4)]  # the last one never dies
         router = GeneratorRouter(replicas)
         syncs: list[asyncio.Task] = []
-        leases: list = []
+        pins: list = []
         for event, index in events:
             replica = replicas[index]
             before = router.versions()
             if event == "sync":
                 new = handle(len(syncs) + 1)
                 syncs.append(asyncio.create_task(router.sync_weights(new, mode="hot_swap")))
-            elif event == "lease" and len(leases) < 3:
-                context = router.lease()
-                leases.append((context, asyncio.create_task(context.__aenter__())))
-            elif event == "end" and leases and leases[0][1].done():
-                await leases.pop(0)[0].__aexit__(None, None, None)
+            elif event == "pin" and len(pins) < 3:
+                context = router.pin()
+                pins.append((context, asyncio.create_task(context.__aenter__())))
+            elif event == "end" and pins and pins[0][1].done():
+                await pins.pop(0)[0].__aexit__(None, None, None)
             elif event == "hold":
                 replica.pull_gate.clear()
             elif event == "open":
@@ -292,14 +292,14 @@ def test_whatever_happens_versions_only_go_up_and_all_that_live_catch_up(events)
             elif event == "kill":
                 replica.refuses_weights = True
             await settle()
-            held = {lease.result().replica for _, lease in leases if lease.done()}
+            held = {pin.result().replica for _, pin in pins if pin.done()}
             for name, version in router.versions().items():
                 assert version >= before[name]
-                assert name not in held or version == before[name] or event == "lease"
+                assert name not in held or version == before[name] or event == "pin"
         for replica in replicas:
             replica.pull_gate.set()
-        for context, lease in leases:
-            await lease
+        for context, pin in pins:
+            await pin
             await context.__aexit__(None, None, None)
         await asyncio.gather(*syncs)
         await settle()

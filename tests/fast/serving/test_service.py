@@ -192,10 +192,10 @@ def test_a_run_ends_as_its_work_does_or_by_the_loss_of_its_endpoint() -> None:
                 ended.append(f"after {seconds:.0f}")
 
         async with in_a_run(system) as endpoint:
-            assert await endpoint.beside(work(1.0)) == 5
+            assert await endpoint.background(work(1.0)) == 5
             with pytest.raises(ZeroDivisionError):
-                await endpoint.beside(work(2.0, ZeroDivisionError()))
-            running = asyncio.create_task(endpoint.beside(work(1000.0)))
+                await endpoint.background(work(2.0, ZeroDivisionError()))
+            running = asyncio.create_task(endpoint.background(work(1000.0)))
             await asyncio.sleep(1.0)
             system.endpoint.is_lost = True
             with pytest.raises(EndpointLostError):

@@ -1,7 +1,7 @@
 """One replica for a while, at one version: how evaluation runs beside training.
 
-Invariants: while a lease lasts its replica holds exactly ``version``; when it ends, however it
-ends, the replica follows the newest weights at once. A replica has at most one lease at a time.
+Invariants: while a pin lasts its replica holds exactly ``version``; when it ends, however it
+ends, the replica follows the newest weights at once. A replica has at most one pin at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.routing.active_time import ActiveTime
-from torchtitan_rl.routing.pausing import leave_to_lease
+from torchtitan_rl.routing.pausing import leave_to_pin
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import WeightSync
@@ -28,8 +28,8 @@ CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
 """Complete a request on this slot or not at all."""
 
 
-class Lease:
-    """One leased replica; what `lease_replica` yields."""
+class PinnedReplica:
+    """One pinned replica; what `lease_replica` yields."""
 
     def __init__(self, slot: Slot, complete_on: CompleteOn) -> None:
         self._slot = slot
@@ -52,20 +52,20 @@ class Lease:
         return self._slot.active_time
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """A `GenerateFn` on this replica alone. Its calls are over before the lease ends.
+        """A `GenerateFn` on this replica alone. Its calls are over before the pin ends.
 
         Raises:
-            GenerationError: the replica is lost, the lease has ended, or the request wants a newer
+            GenerationError: the replica is lost, the pin has ended, or the request wants a newer
                 version; and as `GeneratorRouter.generate`.
         """
         if self._has_ended:
             raise GenerationError(
-                f"request {request.request_id}: the lease of {self.replica} has ended"
+                f"request {request.request_id}: the pin of {self.replica} has ended"
             )
         if request.min_version > self._version:
             raise GenerationError(
                 f"request {request.request_id} wants version {request.min_version} or newer; the "
-                f"lease of {self.replica} stays at {self._version}"
+                f"pin of {self.replica} stays at {self._version}"
             )
         return await self._complete_on(request, self._slot)
 
@@ -74,32 +74,32 @@ class Lease:
 
 
 @asynccontextmanager
-async def lease_replica(
+async def pin_replica(
     slots: Slots,
     weights: WeightSync,
     complete_on: CompleteOn,
     *,
     handle: WeightHandle | None,
     timeout_s: float,
-) -> AsyncIterator[Lease]:
-    """See `GeneratorRouter.lease`."""
+) -> AsyncIterator[PinnedReplica]:
+    """See `GeneratorRouter.pin`."""
     slot = await _take(slots, handle, timeout_s)
-    lease: Lease | None = None
+    pin: PinnedReplica | None = None
     try:
-        await leave_to_lease(slots, slot)
+        await leave_to_pin(slots, slot)
         await _prepare(slots, weights, slot, handle)
-        lease = Lease(slot, complete_on)
-        yield lease
+        pin = PinnedReplica(slot, complete_on)
+        yield pin
     finally:
-        if lease is not None:
-            lease.end()
-        slot.is_leased, slot.pinned = False, None
+        if pin is not None:
+            pin.end()
+        slot.is_pinned, slot.pinned_weights = False, None
         slots.notify()
         weights.follow(slot)
 
 
 async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> Slot:
-    """Mark a free slot as leased, once there is one."""
+    """Mark a free slot as pinned, once there is one."""
     free: Slot | None = None
 
     def find() -> bool:
@@ -109,11 +109,11 @@ async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> 
         return free is not None
 
     if not await slots.wait_until(find, timeout_s=timeout_s) or free is None:
-        states = {slot.name: (slot.state.value, slot.is_leased) for slot in slots.all}
+        states = {slot.name: (slot.state.value, slot.is_pinned) for slot in slots.all}
         raise DeadlineError(
-            f"no replica could be leased within {timeout_s:.0f} s; (state, is leased): {states}"
+            f"no replica could be pinned within {timeout_s:.0f} s; (state, is pinned): {states}"
         )
-    free.is_leased = True
+    free.is_pinned = True
     return free
 
 
@@ -127,12 +127,12 @@ def _free_slot(slots: Slots, handle: WeightHandle | None) -> Slot | None:
         candidates = [slot for slot in candidates if slot.version <= handle.version]
         if not candidates:
             raise WeightSyncError(
-                f"version {handle.version} cannot be leased: all replicas hold newer ones"
+                f"version {handle.version} cannot be pinned: all replicas hold newer ones"
             )
     free = [
         slot
         for slot in candidates
-        if not slot.is_leased
+        if not slot.is_pinned
         and slot.state is ReplicaState.SERVING
         and (slot.is_reserved or slot.version != NO_WEIGHTS)
     ]
@@ -145,30 +145,32 @@ async def _prepare(
     target = weights.newest if handle is None and slot.is_reserved else handle
     if target is None:
         newest = weights.newest
-        slot.pinned = newest if newest is not None and newest.version == slot.version else None
+        slot.pinned_weights = (
+            newest if newest is not None and newest.version == slot.version else None
+        )
         return
-    slot.pinned = target
+    slot.pinned_weights = target
     try:
         await weights.bring(slot, target)
     except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
-        slots.bury(slot, error)
+        slots.mark_dead(slot, error)
         raise WeightSyncError(
-            f"{slot.name} could not be brought to version {target.version} for a lease: {error}"
+            f"{slot.name} could not be brought to version {target.version} for a pin: {error}"
         ) from error
 
 
-async def restore_leased(slots: Slots, weights: WeightSync) -> None:
-    """Give leased replicas, which no sync reaches, the weights back that they slept away."""
-    bereft = [slot for slot in slots.live() if slot.is_leased and slot.version == NO_WEIGHTS]
+async def restore_pinned(slots: Slots, weights: WeightSync) -> None:
+    """Give pinned replicas, which no sync reaches, the weights back that they slept away."""
+    bereft = [slot for slot in slots.live() if slot.is_pinned and slot.version == NO_WEIGHTS]
     await asyncio.gather(*(_restore(slots, weights, slot) for slot in bereft))
 
 
 async def _restore(slots: Slots, weights: WeightSync, slot: Slot) -> None:
     try:
-        if slot.pinned is None:
+        if slot.pinned_weights is None:
             raise WeightSyncError(
-                f"{slot.name} slept while it was leased, and nobody published its weights"
+                f"{slot.name} slept while it was pinned, and nobody published its weights"
             )
-        await weights.bring(slot, slot.pinned)
+        await weights.bring(slot, slot.pinned_weights)
     except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
-        slots.bury(slot, error)
+        slots.mark_dead(slot, error)

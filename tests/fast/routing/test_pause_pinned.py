@@ -1,4 +1,4 @@
-"""A pause that leaves leased replicas to their leases."""
+"""A pause that leaves pinned replicas to their pins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
-def test_leased_requests_go_on_through_a_pause_and_all_others_are_cut_and_continued() -> None:
+def test_pinned_requests_go_on_through_a_pause_and_all_others_are_cut_and_continued() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
         router = GeneratorRouter(replicas, request_timeout_s=50.0)
-        async with router.lease() as lease:
-            leased = asyncio.create_task(lease.generate(request("leased", max_tokens=60)))
+        async with router.pin() as pin:
+            pinned = asyncio.create_task(pin.generate(request("pinned", max_tokens=60)))
             ordinary = [
                 asyncio.create_task(router.generate(request(f"q{n}", max_tokens=60)))
                 for n in range(4)
@@ -29,15 +29,15 @@ def test_leased_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
                 for n in range(4)
             ]
             await asyncio.sleep(0)
-            await router.pause("abort", leased=False)
+            await router.pause("abort", pinned=False)
             left = [set(replica.engine.generated_lengths()) for replica in replicas]
-            assert left == [{"leased"}, set()]
+            assert left == [{"pinned"}, set()]
             new = asyncio.create_task(router.generate(request("new", max_tokens=5)))
-            during = await lease.generate(request("during", max_tokens=10))
+            during = await pin.generate(request("during", max_tokens=10))
             assert len(during.token_ids) == 10
-            assert len((await leased).token_ids) == 60
+            assert len((await pinned).token_ids) == 60
             await asyncio.sleep(1000.0)
-            assert lease.active_time.paused_s() == 0
+            assert pin.active_time.paused_s() == 0
             assert router.active_time.is_paused
             assert not any(task.done() for task in [*ordinary, new, *on_their_way])
             await router.resume()
@@ -51,14 +51,14 @@ def test_leased_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
     run_virtually(scenario())
 
 
-def test_a_lease_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -> None:
+def test_a_pin_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
         router = GeneratorRouter(replicas, request_timeout_s=50.0)
-        await router.pause("abort", leased=False)
-        async with router.lease() as lease:
+        await router.pause("abort", pinned=False)
+        async with router.pin() as pin:
             other = asyncio.create_task(router.generate(request("other", max_tokens=3)))
-            assert len((await lease.generate(request("leased", max_tokens=3))).token_ids) == 3
+            assert len((await pin.generate(request("pinned", max_tokens=3))).token_ids) == 3
             assert not other.done()
             await router.resume()
             assert len((await other).token_ids) == 3
@@ -68,9 +68,9 @@ def test_a_lease_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -
     run_virtually(scenario())
 
 
-def test_only_an_abort_can_leave_leased_replicas_out() -> None:
+def test_only_an_abort_can_leave_pinned_replicas_out() -> None:
     async def scenario() -> None:
         with pytest.raises(ValueError, match="a pause by keep"):
-            await GeneratorRouter([FarReplica("r")]).pause("keep", leased=False)
+            await GeneratorRouter([FarReplica("r")]).pause("keep", pinned=False)
 
     run_virtually(scenario())

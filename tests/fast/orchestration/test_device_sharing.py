@@ -284,8 +284,8 @@ def test_validation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: i
     assert not any("#" in name for name in simulation.requested if "validation" in name)
 
 
-def test_a_lease_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path: Path) -> None:
-    """One replica: its pull waits for the lease, and the resume for the pull."""
+def test_a_pin_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+    """One replica: its pull waits for the pin, and the resume for the pull."""
 
     async def work() -> float:
         plan = Plan(num_steps=6, staleness=3, during_step="aborted", replicas=1, turns=1)

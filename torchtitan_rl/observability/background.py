@@ -9,7 +9,7 @@ from typing import Any
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIterator[None]:
+async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIterator[None]:
     """Run ``work`` as a task while the block is open, then cancel it and wait for its end.
 
     Raises:

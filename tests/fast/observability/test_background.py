@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.observability.beside import beside
+from torchtitan_rl.observability.background import background
 
 
 async def wait_for_ever(started: asyncio.Event, ended: list[str]) -> None:
@@ -16,7 +16,7 @@ async def wait_for_ever(started: asyncio.Event, ended: list[str]) -> None:
 def test_work_runs_while_the_block_is_open_and_has_ended_behind_it() -> None:
     async def run() -> list[str]:
         started, ended = asyncio.Event(), list[str]()
-        async with beside(wait_for_ever(started, ended), name="work"):
+        async with background(wait_for_ever(started, ended), name="work"):
             await started.wait()
             assert ended == []
         return ended
@@ -29,7 +29,7 @@ def test_an_error_of_the_work_is_raised_at_the_end_of_the_block() -> None:
         raise KeyError("work")
 
     async def run() -> None:
-        async with beside(fail(), name="work"):
+        async with background(fail(), name="work"):
             await asyncio.sleep(0)
 
     with pytest.raises(KeyError, match="work"):
@@ -41,7 +41,7 @@ def test_an_error_of_the_block_ends_the_work_and_is_the_one_that_is_raised() -> 
 
     async def run() -> None:
         started = asyncio.Event()
-        async with beside(wait_for_ever(started, ended), name="work"):
+        async with background(wait_for_ever(started, ended), name="work"):
             await started.wait()
             raise ValueError("block")
 

@@ -21,7 +21,7 @@ class NotResumableError(Exception):
     """The environment cannot be brought back; the rollout has to begin anew."""
 
 
-async def bring_back(env: TokenEnv, recorded: RecordedRollout, calls: EnvCalls) -> Observation:
+async def restore_env(env: TokenEnv, recorded: RecordedRollout, calls: EnvCalls) -> Observation:
     """The observation behind the recorded turns; ``env`` is fresh, nothing was called yet.
 
     Raises:

@@ -46,7 +46,7 @@ class _Piece:
         )
 
 
-class KnownTokens:
+class PartialTokens:
     """``on_progress`` hears of tokens behind those of ``resume_from``."""
 
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:

@@ -29,7 +29,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 class DuringStep(StrEnum):
     """What replicas do while the trainer takes a step."""
 
-    BESIDE = "beside"
+    RUNNING = "beside"
     ABORTED = "aborted"
     ASLEEP = "asleep"
 
@@ -38,10 +38,10 @@ def during_step(schedule: ScheduleConfig, *, is_colocated: bool) -> DuringStep:
     """Replicas on shared devices always sleep, whatever ``schedule.in_flight`` says."""
     if is_colocated:
         return DuringStep.ASLEEP
-    return DuringStep.ABORTED if schedule.in_flight == "aborted" else DuringStep.BESIDE
+    return DuringStep.ABORTED if schedule.in_flight == "aborted" else DuringStep.RUNNING
 
 
-class Turns:
+class DeviceSharing:
     """The consumer takes the trainer's turn and lets go of it; the weight feed gives the replicas
     theirs. The run begins with the replicas'."""
 
@@ -99,7 +99,7 @@ class Turns:
             self._is_let_go = False
             async with self._change:
                 # Validation goes on, so that its seeded answers do not depend on the moment.
-                await self._router.pause("abort", leased=False)
+                await self._router.pause("abort", pinned=False)
                 self._engines_are_empty = True
         await self.take_devices()
 
