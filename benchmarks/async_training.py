@@ -6,8 +6,8 @@ The *split* arms pin one replica to one core and the trainer to the other, at st
 Their ideal is the longer of the two phases, as the split arm at staleness 0 measures them: nothing
 can be faster on this split. The *both* arm is synchronous too, but gives both cores to each phase
 (two replicas, two trainer threads): what a user of two cores would otherwise run. All arms run the
-same job from the same seed, one after another, twice, in turns; figures are medians over all steps
-but the first two of each run, and the last ones, beside which nothing is generated any more.
+same job from the same seed, alternating, twice. Figures are medians over the steps of each run,
+without the first two and without the last ones, during which nothing is generated any more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def arms() -> list[Arm]:
 
 
 def step_seconds(runs: list[FinishedRun], steps: int) -> list[float]:
-    """Of each step. The last S + 1 have no generation beside them any more, and are left out."""
+    """Of each step. Nothing is generated during the last S + 1 any more; they are left out."""
     seconds = []
     for run in runs:
         column = run.column("time/step_s", first_step=FIRST_STEP)

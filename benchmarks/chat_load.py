@@ -1,10 +1,10 @@
-"""A load of chat completions, from a process of its own that costs little.
+"""A load of chat completions, from a process of its own that uses little CPU.
 
     python -m benchmarks.chat_load  < job.json  > result.json
 
-Requests are bytes before the clock starts, connections stay open, one for each of the concurrent
-clients, and answers are not parsed: only their ends, their first event and the number of tokens
-that the server counted are looked for. A client sends its next request when it has its answer.
+Requests are encoded before the clock starts. Each concurrent client keeps one connection open, and
+sends its next request when it has its answer. Answers are not parsed: only their first event, their
+end and the number of tokens that the server counted are read.
 """
 
 from __future__ import annotations

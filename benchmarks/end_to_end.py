@@ -4,10 +4,10 @@
         [--max-tokens 36] [--max-length 256] [--steps 12] [--repeats 3]
 
 Runs `torchtitan-rl train` and reads its metrics from the second step on: the first one waits for
-caches to fill. A step is all that happens between the ends of two optimizer steps: rollouts with
-their environments and rewards, training, and the weights' way back. The line is all that goes to
-stdout, so that it can be set beside those of other frameworks on the same machine; ``--config`` and
-``--options`` (further ones of `torchtitan-rl train`) match their settings.
+caches to fill. A step is everything between the ends of two optimizer steps: rollouts with their
+environments and rewards, training, and the transfer of the new weights. Nothing but the line is
+printed to stdout, so that it can be compared with those of other frameworks on the same machine.
+``--config`` and ``--options`` (further ones of `torchtitan-rl train`) match their settings.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def train_words(options: argparse.Namespace) -> list[str]:
-    """What `torchtitan-rl train` is told beside the configuration; the last of two wins."""
+    """Options of `torchtitan-rl train` besides the configuration; the last of two wins."""
     length = str(options.max_length)
     words = [
         *("--num-steps", str(options.steps)),

@@ -2,18 +2,18 @@
 
     python -m benchmarks.generation [--rollouts 256] [--turns 3] [--repeats 5] [--policy DIR]
 
-Sides, each in processes of its own on the same core (`--cores`), measured in turns:
+Sides, each in its own processes on the same core (`--cores`), measured alternately:
 
-- one: a blocking call after another (on a sixteenth of the rollouts);
-- rounds: synchronous batching, all turns of a round together, waiting for the slowest;
+- one: one blocking call after another (on a sixteenth of the rollouts);
+- rounds: synchronous batching; all turns of a round start together and wait for the slowest;
 - loop: our continuous-batching engine loop;
-- router: the same through `GeneratorRouter` and a Monarch replica, two processes;
+- router: the same with `GeneratorRouter` and a Monarch replica, two processes;
 - AsyncLLM: vLLM's, two processes;
-- offline: vLLM's `LLM.generate`, all prompts known up front, on single-turn workloads only.
+- offline: vLLM's `LLM.generate`, all prompts known in advance, on single-turn workloads only.
 
-All run the same requests with the same engine settings. Environments take an exponential time after
-each turn (`--delay-s`); the first distribution runs without, too, in as many turns and in one. The
-bound is what `step_model.py` says.
+All run the same requests with the same engine settings. Environments take an exponentially
+distributed time after each turn (`--delay-s`). The first distribution is also run without these
+delays, with several turns and with one. `step_model.py` computes the bound.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from benchmarks.report import machine, print_table, write_report
 from benchmarks.step_model import fit, least_seconds
 from benchmarks.workers import Side, Worker
 from benchmarks.workload import Workload, draw_workload
-from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 
 WAYS = {  # side -> (worker, way to run a workload)
     "one": ("loop", "one"),

@@ -156,7 +156,7 @@ def build_offline(settings: EngineSettings) -> Callable[[str, Any], Any]:
 
 
 class MeasuredEngine:
-    """An `Engine` that notes each of its steps; every call goes to the engine behind it."""
+    """An `Engine` that notes each of its steps; every call goes to the wrapped engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning_curves [--staleness 0 2] [--seeds 0 1 2] [--output-dir DIR]
 
-Runs that are in the output directory already are only read. Writes ``async_learning.json`` and
+Runs that exist in the output directory are not repeated. Writes ``async_learning.json`` and
 ``async_learning.png`` into ``benchmarks/results``.
 """
 

@@ -1,24 +1,26 @@
-"""Rollout phase per step where a few answers are 10 to 20 times as long as the median.
+"""Rollout phase per step when a few answers are 10 to 20 times as long as the median.
 
     python -m benchmarks.long_tail [--steps 10] [--repeats 3] [--modes NAME ...] [--policy DIR]
 
-Modes are settings of `schedule`, nothing else; all are given the same problems, whose answers have
-the same lengths. They run in turns on the same replicas, through the real controller and router;
-the trainer is a stand-in that takes ``--train-s`` for a step and publishes new versions:
+Modes differ in the settings of `schedule` only; all get the same problems, whose answers have the
+same lengths. They run alternately on the same replicas, with the real controller and router. The
+trainer is simulated: it takes ``--train-s`` per step and publishes new versions.
 
 - synchronous: a batch starts under new weights and waits for its slowest answer;
-- over-admit restart: half a batch more is started, the first to finish are trained; the others
-  start again, and are waited for this time, so that long answers are trained as often as short;
-- over-admit running, aborted: the others go on (or are cut and continued) under the new weights,
-  one version later at most;
-- window S: as many as a whole batch may overtake a slow group;
-- async S: nobody overtakes, but S batches more are under way.
+- over-admit restart: half a batch more is started, and the first groups to finish are trained. The
+  others start again and must be in the next batch, so that long answers are trained as often as
+  short ones;
+- over-admit running, aborted: the others continue (or are interrupted and continued) under the new
+  weights, at most one version later;
+- window S: up to a whole batch may overtake a slow group;
+- async S: nothing is overtaken, but S more batches are under way.
 
 Batches that were started together end together, when the longest of their answers does, so steps
-come in bursts of S + 1: whole bursts are counted, behind the first one and before the last step.
-The rollout phase is what the trainer waits for its batch; groups/s are of the whole step. Age is
-the number of versions between the sampling of a token and its training. The limit is what the same
-answers take where all are known up front, the longest come first, and no weights are pulled.
+come in bursts of S + 1. Only whole bursts are counted, after the first one and before the last
+step. The rollout phase is the time that the trainer waits for its batch; groups/s refer to the
+whole step. Age is the number of versions between the sampling of a token and its training. The
+limit is the time for the same answers when all problems are known in advance, the longest come
+first, and no weights are pulled.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from benchmarks.long_tail_run import (
 from benchmarks.long_tail_work import LongTail
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
-from experiments.alphabet_sort.task import POLICY_DIR
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import StepRecord
 
@@ -293,11 +295,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--policy", type=Path, default=POLICY_DIR)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=8, help="a step")
+    parser.add_argument("--groups", type=int, default=8, help="per step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--median", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--long-share", type=float, default=0.05, help="of the answers")
-    parser.add_argument("--train-s", type=float, default=0.05, help="of the stand-in, each step")
+    parser.add_argument(
+        "--train-s", type=float, default=0.05, help="of the simulated trainer, each step"
+    )
     parser.add_argument("--max-running", type=int, default=128)
     parser.add_argument("--keep-kv", action="store_true", help="at pulls, of running requests")
     parser.add_argument("--steps", type=int, default=10, help="that are counted, at least")

@@ -1,4 +1,4 @@
-"""What stands in for the trainer and for the recorder of a training run."""
+"""Substitutes for the trainer and the recorder of a training run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One run of the real controller on the long-tailed task, with real replicas.
 
-Controller, work buffer, rollouter, batcher, router and weight feed are those of a training run, put
-together in the same way; so are the replicas (vLLM, in processes of their own) and the weights that
-they pull. Only the trainer is a stand-in: it takes the batch, waits as long as it was told, and
-publishes the same weights as the next version.
+Controller, work buffer, rollouter, batcher, router and weight feed are those of a training run,
+composed in the same way; so are the replicas (vLLM, in processes of their own) and the weights that
+they pull. Only the trainer is simulated: it takes the batch, waits for a given time, and publishes
+the same weights as the next version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The long-tailed task: answers of lengths that were drawn once, the same in every mode.
+"""The long-tailed task: answers with lengths that were drawn once, the same in every mode.
 
-Every P groups in a row, which are one batch of a plain synchronous run, have exactly as many long
-answers, at random places. Long ones have 10 to 20 times the median. End-of-sequence is ignored.
+Every P consecutive groups, which are one batch of a plain synchronous run, have exactly the same
+number of long answers, at random places. Long ones have 10 to 20 times the median. End-of-sequence
+is ignored.
 """
 
 from __future__ import annotations

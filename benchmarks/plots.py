@@ -1,4 +1,4 @@
-"""Pictures of what the benchmarks measured."""
+"""Pictures of the benchmarks' results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark leaves behind: where it ran, what it measured, as one JSON file."""
+"""The JSON file that every benchmark writes: where it ran and what it measured."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""What a routing decision costs, and what each strategy makes of many sessions.
+"""The cost of a routing decision, and how each strategy handles many sessions.
 
     python -m benchmarks.router [--sessions 100000] [--repeats 5] [--replicas 1 64 4096]
 
 - Decisions per CPU second: strategy, session homes and load bookkeeping of the real router's parts,
-  for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load then is above the
-  mean.
+  for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load is above the mean
+  afterwards.
 - Balance: the real `GeneratorRouter` over simulated replicas on a virtual clock; sessions of three
-  turns with heavy-tailed lengths arrive over time. Sticky against least loaded and round-robin, by
-  prompt tokens found in the prefix cache, by the work of the busiest replica, by when the last one
-  was done, and by latency.
+  turns with heavy-tailed lengths arrive over time. Sticky, least loaded and round-robin are
+  compared by prompt tokens found in the prefix cache, by the work of the busiest replica, by the
+  time when the last session was done, and by latency.
 """
 
 from __future__ import annotations
@@ -282,13 +282,13 @@ def _print_balance(size: int, num_sessions: int, balance: dict[str, Balance]) ->
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=100_000, help="that decisions are made for")
+    parser.add_argument("--sessions", type=int, default=100_000, help="to make decisions for")
     parser.add_argument("--decisions", type=int, default=20_000, help="in each repeat")
     parser.add_argument(
         "--replicas", type=int, nargs="+", default=[1, 64, 1024, 4096], help="simulated"
     )
     parser.add_argument("--simulated-sessions", type=int, default=100_000)
-    parser.add_argument("--rate", type=float, default=10.0, help="sessions a second and replica")
+    parser.add_argument("--rate", type=float, default=10.0, help="sessions per second and replica")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/router.json"))
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """The servers that `benchmarks.serving` compares, all processes of each on the same cores.
 
-Every process of a side carries a tag in its environment, wherever it was re-parented, so that CPU
+Every process of a side carries a tag in its environment, even after it was re-parented, so that CPU
 seconds are those of the whole side.
 """
 

@@ -1,12 +1,13 @@
-"""Tokens per second through our endpoint over those of vLLM's own server.
+"""Tokens per second of our endpoint relative to vLLM's own server.
 
     python -m benchmarks.serving [--repeats 5] [--requests 256] [--json FILE] [--plot FILE]
 
-Both servers have the same model, engine flags and cores (each side all of its processes), and are
-up all the time; they are given the same requests in turns, 64 chats at a time, whole and streaming.
-Every answer has exactly as many tokens as its request asks for, so both sides do equal work. CPU
-seconds are those of all processes of a side; the load's own process, on the same cores, is reported
-beside. Figures are medians over repeats, ratios medians of each repeat's ratio.
+Both servers have the same model, engine flags and cores (each side all of its processes), and run
+all the time. They get the same requests alternately, 64 chats at a time, whole and streamed. Every
+answer has exactly as many tokens as its request asks for, so both sides do the same work. CPU
+seconds are those of all processes of a side; those of the load's own process, which runs on the
+same cores, are reported separately. Figures are medians over repeats, ratios are medians of each
+repeat's ratio.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A replica that takes as long as its work does, on whatever clock the event loop has.
+"""A replica whose work takes a computed time on the event loop's clock, real or virtual.
 
-A step samples a token for each of ``r`` running requests and takes ``step_s + r * token_s``; prompt
-tokens that are not cached take ``prefill_s`` each, in which nobody samples. The cache holds whole
-sessions, ``cache_tokens`` in all, and forgets those that were not used for the longest time.
+A step samples one token for each of ``r`` running requests and takes ``step_s + r * token_s``.
+Prompt tokens that are not cached take ``prefill_s`` each, during which nothing is sampled. The
+cache holds whole sessions, ``cache_tokens`` in all, and evicts the least recently used ones.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long an engine step takes by what is in it, and the least time that a workload can take.
+"""How long an engine step takes depending on its content, and the least time for a workload.
 
 A step is modelled as ``base + tokens * a + prompt tokens * b + share of the cache in use * c``,
-with coefficients of at least 0 that fit the measured steps best (least squares; the engine's time
-to take in requests counts to the step after it). Every schedule
-samples the same tokens, takes in the same prompts and reads the same cache; what it can save is
-steps. It needs as many as the longest rollout has tokens, and as full batches would: the bound has
-just those.
+with the non-negative coefficients that fit the measured steps best (least squares; the engine's
+time to accept requests counts towards the step after it). Every schedule samples the same tokens,
+accepts the same prompts and reads the same cache, so it can only save steps. It needs at least as
+many as the longest rollout has tokens, and as many as full batches would need: the bound has
+exactly those.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
     python -m benchmarks.training [--episodes 128] [--row-len 1024] [--repeats 5] [--policy DIR]
 
-Sides, in turns that begin with another one in each repeat, on the same episodes (log-normal
-lengths, two thirds of the tokens trained):
+Sides, alternating (each repeat begins with another one), on the same episodes (log-normal lengths,
+two thirds of the tokens trained):
 
 - ours: `PolicyTrainer.train_step` on packed rows: policy loss, metrics, divergence check;
 - bare: forward, cross entropy, backward, clipping and AdamW of the same torchtitan model, on the
   same rows, with the same attention inside documents and logits of the same tokens;
-- bare, all logits: likewise, with the logits of every token, as pretraining computes them;
-- padded: `PolicyTrainer.train_step` with a row for each episode.
+- bare, all logits: the same, with the logits of every token, as pretraining computes them;
+- padded: `PolicyTrainer.train_step` with one row for each episode.
 
-Tokens per second count those that are not padding. Memory: peak of the process above what it holds
-before the step (CPU: resident pages; CUDA: allocated). On CUDA the table also has the share of the
-device's peak FLOP/s, by torchtitan's table, that goes into `training_work.step_flops`.
+Tokens per second exclude padding. Memory is the peak of the process above what it holds before the
+step (CPU: resident pages; CUDA: allocated). On CUDA the table also has the share of the device's
+peak FLOP/s, from torchtitan's table, that `training_work.step_flops` amounts to.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from benchmarks.training_work import (
     padding_shares,
     step_flops,
 )
-from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.splitting import microbatches, trained_mask

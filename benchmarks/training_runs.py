@@ -1,4 +1,4 @@
-"""Whole training runs from the command line, and the figures they wrote."""
+"""Whole training runs from the command line, and the figures that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of an optimizer step, drawn once and the same for all sides, and what it comes to."""
+"""The work of an optimizer step, drawn once and the same for all sides, and its size."""
 
 from __future__ import annotations
 

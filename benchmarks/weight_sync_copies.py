@@ -1,6 +1,6 @@
-"""The plainest ways to move bytes on this machine, to compare weight syncs with.
+"""The simplest ways to move bytes on this machine, to compare weight syncs with.
 
-Both move between memory that exists already: no page is touched for the first time.
+Both copy between memory that exists already: no page is touched for the first time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One trainer and one replica in processes of their own, and weight syncs between them.
 
 A repeat is two real optimizer steps, each followed by a sync of its weights: one into the idle
-replica, which measures publishing, fetch and the load alone, and one while requests are decoded,
-which measures for how long decoding stands still. The plain copies run in between.
+replica, which measures publishing, fetch and loading alone, and one while requests are decoded,
+which measures the stall of decoding. The plain copies run in between.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the traces of a run say about its weight syncs: publishing, fetch, swap, standstill.
+"""What the traces of a run show about its weight syncs: publishing, fetch, swap, stall.
 
-Traces are what `observability/trace.py` writes; the spans are those of the trainer's and the
+Traces are written by `observability/trace.py`; the spans are those of the trainer's and the
 generators' ranks.
 """
 

@@ -1,8 +1,8 @@
-"""A side of a benchmark in a process of its own, on cores of its own, that works when it is told.
+"""A side of a benchmark in its own process, on its own cores, that works on request.
 
-So sides can be measured in turns in one run, without sharing an interpreter, memory or threads. A
-side that is not being measured is stopped (SIGSTOP), with the processes it started, unless they
-watch each other: Monarch takes a process that was stopped for lost.
+So sides can be measured alternately in one run, without sharing an interpreter, memory or threads.
+A side that is not being measured is stopped (SIGSTOP), with the processes it started, unless they
+watch each other: Monarch treats a stopped process as lost.
 """
 
 from __future__ import annotations

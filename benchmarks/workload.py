@@ -1,7 +1,7 @@
-"""Rollouts as a generator sees them: prompts, lengths and waits, drawn once and the same for all.
+"""Rollouts as a generator sees them: prompts, lengths and waits, drawn once for all sides.
 
-Output lengths are fixed (end-of-sequence is ignored), so that every side samples equally many
-tokens in equally many turns. Siblings of a group share their first prompt.
+Output lengths are fixed (end-of-sequence is ignored), so that every side samples the same number of
+tokens in the same number of turns. Siblings of a group share their first prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_PROMPT, _LATER_PROMPT = 48, 12  # tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTurn:
-    """``new_token_ids`` come behind what is there; then ``num_tokens`` are sampled, and the
+    """``new_token_ids`` are appended; then ``num_tokens`` are sampled, and the
     environment takes ``delay_s``."""
 
     new_token_ids: tuple[int, ...]

@@ -7,8 +7,8 @@ Download the model first, or give another place with ``--policy.checkpoint``:
 
 from __future__ import annotations
 
-from experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import CheckpointConfig, ValidationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig

@@ -6,8 +6,8 @@ the model to learn, it takes more steps, and a GPU.
 
 from __future__ import annotations
 
-from experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import ValidationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig

@@ -5,8 +5,8 @@ Two vLLM replicas generate, one torchtitan process trains, synchronously.
 
 from __future__ import annotations
 
-from experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import ValidationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig

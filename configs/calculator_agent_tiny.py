@@ -6,8 +6,8 @@ torchtitan process trains, synchronously.
 
 from __future__ import annotations
 
-from experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import ValidationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from experiments.alphabet_sort.names import NAMES
-from experiments.procedural import ProceduralDataset, split_of
+from torchtitan_rl.experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 

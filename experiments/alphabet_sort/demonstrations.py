@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.alphabet_sort.prompts import user_message
-from experiments.alphabet_sort.scoring import NEW_MARK, right_answer
+from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
+from torchtitan_rl.experiments.alphabet_sort.scoring import NEW_MARK, right_answer
 from torchtitan_rl.rollout.rendering import ChatRenderer
 from torchtitan_rl.types import Episode
 

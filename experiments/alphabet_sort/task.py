@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
-from experiments.alphabet_sort.env import AlphabetSortEnv
-from experiments.alphabet_sort.names import NAMES
-from experiments.procedural import MAX_PROBLEMS
+from torchtitan_rl.experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
+from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
+from torchtitan_rl.experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv

@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from experiments.alphabet_sort.names import NAMES
-from experiments.alphabet_sort.prompts import user_message
-from experiments.alphabet_sort.scoring import NEW_MARK
-from experiments.word_tokenizer import build_word_backend, with_chat_template
+from torchtitan_rl.experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
+from torchtitan_rl.experiments.alphabet_sort.scoring import NEW_MARK
+from torchtitan_rl.experiments.word_tokenizer import build_word_backend, with_chat_template
 
 # Line breaks; a word or a run of other signs, each with the space before it; other white space.
 _PIECE = r"\n+| ?[A-Za-z]+| ?[^\sA-Za-z]+|\s"

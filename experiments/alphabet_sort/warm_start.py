@@ -1,6 +1,6 @@
 """Makes the embedded policy: a small Qwen3 that is taught the task, and then to be careless.
 
-    python -m experiments.alphabet_sort.warm_start [--output-dir DIR]
+    python -m torchtitan_rl.experiments.alphabet_sort.warm_start [--output-dir DIR]
 
 writes a Hugging Face directory (bfloat16), by default over the one that ships. It trains with the
 project's own trainer, first on right answers, then on answers with mistakes. Problems are of the
@@ -19,11 +19,11 @@ from typing import Any
 
 import tyro
 
-from experiments.alphabet_sort.dataset import ProblemSizes, make_problem
-from experiments.alphabet_sort.demonstrations import Mistakes, demonstration
-from experiments.alphabet_sort.task import POLICY_DIR
-from experiments.alphabet_sort.tokenizer import build_tokenizer
-from experiments.tiny_policy import ModelSize, teach
+from torchtitan_rl.experiments.alphabet_sort.dataset import ProblemSizes, make_problem
+from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
+from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_tokenizer
+from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.types import Episode

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
+from torchtitan_rl.experiments.calculator_agent.calculator import (
+    CalculatorError,
+    as_text,
+    calculate,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -9,9 +9,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from experiments.calculator_agent.calculator import CalculatorError, calculate
-from experiments.calculator_agent.stories import NAMES, ONE_OPERATION, THINGS, TWO_OPERATIONS
-from experiments.procedural import ProceduralDataset, split_of
+from torchtitan_rl.experiments.calculator_agent.calculator import CalculatorError, calculate
+from torchtitan_rl.experiments.calculator_agent.stories import (
+    NAMES,
+    ONE_OPERATION,
+    THINGS,
+    TWO_OPERATIONS,
+)
+from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 

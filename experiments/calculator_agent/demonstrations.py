@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
-from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
-from experiments.calculator_agent.tokenizer import answer_text
+from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
+from torchtitan_rl.experiments.calculator_agent.calculator import (
+    CalculatorError,
+    as_text,
+    calculate,
+)
+from torchtitan_rl.experiments.calculator_agent.tokenizer import answer_text
 from torchtitan_rl.types import Episode
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from experiments.calculator_agent.agent import Solution
+from torchtitan_rl.experiments.calculator_agent.agent import Solution
 
 RIGHT_ANSWER = 1.0
 RIGHT_RESULT = 0.3

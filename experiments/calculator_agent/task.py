@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.calculator_agent.agent import solve
-from experiments.calculator_agent.dataset import ProblemSizes, WordProblems
-from experiments.calculator_agent.scoring import is_right, score
-from experiments.procedural import MAX_PROBLEMS
 from torchtitan_rl.agents.agent import Agent, AgentCall, AgentHost, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.experiments.calculator_agent.agent import solve
+from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, WordProblems
+from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Dataset, Split
@@ -79,7 +79,10 @@ class CalculatorAgentTask(AgentTask):
         """The agent's environment, which also compares tokens: see `token_audit`."""
         import httpx
 
-        from experiments.calculator_agent.token_audit import AuditedEnv, TokenIdTransport
+        from torchtitan_rl.experiments.calculator_agent.token_audit import (
+            AuditedEnv,
+            TokenIdTransport,
+        )
 
         transport = TokenIdTransport(httpx.AsyncHTTPTransport(verify=False))
         env = AgentEnv(

@@ -12,9 +12,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
-from experiments.calculator_agent.stories import NAMES, ONE_OPERATION, THINGS, TWO_OPERATIONS
-from experiments.word_tokenizer import build_word_backend, with_chat_template
+from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
+from torchtitan_rl.experiments.calculator_agent.stories import (
+    NAMES,
+    ONE_OPERATION,
+    THINGS,
+    TWO_OPERATIONS,
+)
+from torchtitan_rl.experiments.word_tokenizer import build_word_backend, with_chat_template
 
 # Line breaks; a word, or a run of other signs, each with the space before it; a digit or a sign of
 # arithmetic, each alone; other white space.

@@ -1,6 +1,6 @@
 """Makes the embedded policy: a small Qwen3 that is taught the task, and then to be careless.
 
-    python -m experiments.calculator_agent.warm_start [--output-dir DIR]
+    python -m torchtitan_rl.experiments.calculator_agent.warm_start [--output-dir DIR]
 
 writes a Hugging Face directory (bfloat16), by default over the one that ships. It trains first on
 right conversations, then on careless ones. Problems are of the training split, beyond those that
@@ -17,11 +17,11 @@ from typing import Any
 
 import tyro
 
-from experiments.calculator_agent.dataset import ProblemSizes, make_problem
-from experiments.calculator_agent.demonstrations import Mistakes, demonstration
-from experiments.calculator_agent.task import POLICY_DIR
-from experiments.calculator_agent.tokenizer import build_tokenizer
-from experiments.tiny_policy import ModelSize, teach
+from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
+from torchtitan_rl.experiments.calculator_agent.demonstrations import Mistakes, demonstration
+from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
+from torchtitan_rl.experiments.calculator_agent.tokenizer import build_tokenizer
+from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.types import Episode
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.alphabet_sort_tiny import config as tiny
+from torchtitan_rl.configs.alphabet_sort_tiny import config as tiny
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
 from torchtitan_rl.rollout.task import Dataset, Split, Task

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from configs.alphabet_sort_tiny import config
 from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.configs.alphabet_sort_tiny import config
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop

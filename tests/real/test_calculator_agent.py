@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.calculator_agent.agent import SYSTEM_PROMPT
 from tests.real.runs import ROOT, SMALL, Run, read_metrics
+from torchtitan_rl.experiments.calculator_agent.agent import SYSTEM_PROMPT
 
 CONFIG = ROOT / "configs" / "calculator_agent_tiny.py"
 NUM_STEPS = 3

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from configs.alphabet_sort_tiny import config
-from experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from tests.real.reference import float64_logprobs
 from tests.real.runs import ROOT, TIMEOUT_S
 from tests.real.trainer_helpers import trainer
+from torchtitan_rl.configs.alphabet_sort_tiny import config
+from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig

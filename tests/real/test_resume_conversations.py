@@ -7,10 +7,10 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from experiments.alphabet_sort.env import AlphabetSortEnv
-from experiments.alphabet_sort.task import POLICY_DIR
 from tests.real.test_rendering_fuzz import TOKENIZERS
 from tests.support.resuming import Run, contents, stops_by_tokens
+from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
 

@@ -1,4 +1,7 @@
-"""Reading a configuration: a Python file with a `RunConfig` named ``config``, then the options."""
+"""Reading a configuration: a Python file with a `RunConfig` named ``config``, then the options.
+
+The ready configurations of the package are found by their names alone: ``alphabet_sort_tiny``.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ import tyro
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 
+_READY_DIR = Path(__file__).parents[1] / "configs"
+
 
 def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration in ``path`` with command-line ``overrides`` applied.
+    """The configuration in ``path``, which may be the name of a ready configuration instead of a
+    file, with command-line ``overrides`` applied.
 
     Raises:
         ConfigError: no such file, one that does not run, or no `RunConfig` in it.
         SystemExit: an option is unknown or of the wrong type (tyro has said so), or ``--help``.
     """
-    if not path.is_file():
-        raise ConfigError(
-            f"CONFIG is {path}: there is no such file; give one like those in configs/"
-        )
-    spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
+    file = _config_file(path)
+    spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"CONFIG is {path}: give a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +38,7 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     except (ConfigError, SystemExit):
         raise
     except Exception as error:
-        raise ConfigError(f"CONFIG is {path}: {_cause(error, path)}; mend the file") from error
+        raise ConfigError(f"CONFIG is {path}: {_cause(error, file)}; correct the file") from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         raise ConfigError(
@@ -43,6 +46,22 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         )
     return tyro.cli(
         RunConfig, default=config, args=list(overrides), prog=f"torchtitan-rl train {path}"
+    )
+
+
+def ready_configs() -> tuple[str, ...]:
+    """Names of the configurations that come with the package."""
+    return tuple(sorted(file.stem for file in _READY_DIR.glob("[!_]*.py")))
+
+
+def _config_file(given: Path) -> Path:
+    if given.is_file():
+        return given
+    if str(given) in ready_configs():
+        return _READY_DIR / f"{given}.py"
+    raise ConfigError(
+        f"CONFIG is {given}: there is no such file, and no ready configuration of that name; give "
+        f"a Python file or one of {', '.join(ready_configs())}"
     )
 
 

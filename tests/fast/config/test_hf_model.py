@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from configs.alphabet_sort_tiny import config as TINY
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.hf_model import architecture_errors, read_architecture
 from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 
 QWEN3: dict[str, Any] = json.loads((Path(TINY.policy.checkpoint) / "config.json").read_text())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torchtitan_rl.config.loader import load_config
@@ -65,3 +67,20 @@ def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_pa
     (message,) = refused.value.errors
     assert cause in message
     assert "\n" not in message
+
+
+def test_a_ready_configuration_is_found_by_its_name_in_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("alphabet_sort_tiny"), []).name == "alphabet_sort_tiny"
+
+
+def test_a_file_comes_before_a_ready_configuration_of_the_same_name(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    path.rename("alphabet_sort_tiny")
+    with pytest.raises(ConfigError, match="give a Python file"):
+        load_config(Path("alphabet_sort_tiny"), [])
+
+
+def test_an_unknown_name_is_answered_by_the_ready_ones():
+    with pytest.raises(ConfigError, match="one of alphabet_sort_qwen3_0_6b, alphabet_sort_smollm2"):
+        load_config(Path("alphabet_sort"), [])

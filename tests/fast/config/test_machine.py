@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.calculator_agent_tiny import config as AGENTS
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.machine import (
     machine_facts,
@@ -15,6 +14,7 @@ from torchtitan_rl.config.checks.machine import (
 )
 from torchtitan_rl.config.checks.run import MachineFacts, PolicyFacts, find_errors
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
 from torchtitan_rl.rollout.task import Task
 
 POLICY = PolicyFacts(

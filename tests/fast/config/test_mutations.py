@@ -10,10 +10,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-import configs
 import torchtitan_rl.config as config_package
-from experiments.alphabet_sort.task import POLICY_DIR
 from tests.support.config_mutations import branches, leaves, values_for, with_value
+from torchtitan_rl import configs
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.serve import ServeConfig, prepare_serve
 from torchtitan_rl.config.checks.rules import RULES
@@ -21,6 +20,7 @@ from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.serving.config import EndpointConfig
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
@@ -43,7 +43,7 @@ ARCHITECTURE = {
 def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
     """A ready configuration that can start in ``folder``, with a stand-in for a model that is not
     shipped, and with few problems, so that they are soon read."""
-    config: RunConfig = importlib.import_module(f"configs.{name}").config
+    config: RunConfig = importlib.import_module(f"torchtitan_rl.configs.{name}").config
     machine = SIX_GPUS if "qwen3" in name else LAPTOP
     if not Path(config.policy.checkpoint).is_dir():
         policy = folder / "policy"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from configs.alphabet_sort_tiny import config as TINY
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.problems import (
     ProblemsError,
@@ -16,6 +15,7 @@ from torchtitan_rl.config.checks.problems import (
 from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Dataset, Split, Task
 from torchtitan_rl.types import Problem

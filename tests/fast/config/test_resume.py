@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from configs.alphabet_sort_tiny import config as TINY
-from experiments.calculator_agent.task import CalculatorAgentTask
 from tests.fast.test_line_files import files_of_at_most
 from tests.support.config_mutations import leaves, with_value
 from torchtitan_rl.commands.cli import main
@@ -24,7 +22,9 @@ from torchtitan_rl.config.checks.resume import (
 from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
 from torchtitan_rl.training.checkpoint_files import fingerprint, list_files, seal
 
 TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")

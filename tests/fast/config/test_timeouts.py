@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from configs.calculator_agent_tiny import config as AGENTS
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.timeouts import timeout_errors
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
 from torchtitan_rl.rollout.task import Task
 
 CONFIG = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())

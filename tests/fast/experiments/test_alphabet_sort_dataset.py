@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes, make_problem
-from experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.experiments.alphabet_sort.dataset import (
+    AlphabetSortDataset,
+    ProblemSizes,
+    make_problem,
+)
+from torchtitan_rl.experiments.alphabet_sort.names import NAMES
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 

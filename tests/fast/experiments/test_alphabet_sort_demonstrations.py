@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from experiments.alphabet_sort.demonstrations import Mistakes, demonstration, with_mistakes
-from experiments.alphabet_sort.prompts import user_message
-from experiments.alphabet_sort.scoring import right_answer
-from experiments.alphabet_sort.tokenizer import build_tokenizer
+from torchtitan_rl.experiments.alphabet_sort.demonstrations import (
+    Mistakes,
+    demonstration,
+    with_mistakes,
+)
+from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
+from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer
+from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_tokenizer
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.types import Episode
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from experiments.alphabet_sort.env import AlphabetSortEnv
-from experiments.alphabet_sort.scoring import right_answer
-from experiments.alphabet_sort.task import AlphabetSortTask
+from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
+from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer
+from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus

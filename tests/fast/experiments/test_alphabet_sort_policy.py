@@ -7,11 +7,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from configs import alphabet_sort_qwen3_0_6b, alphabet_sort_smollm2, alphabet_sort_tiny
-from experiments.alphabet_sort.prompts import user_message
-from experiments.alphabet_sort.scoring import right_answer
-from experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
-from experiments.alphabet_sort.tokenizer import build_backend
 from torchtitan_rl.config.checks.run import (
     MachineFacts,
     PolicyFacts,
@@ -19,6 +14,15 @@ from torchtitan_rl.config.checks.run import (
     read_policy_facts,
 )
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs import (
+    alphabet_sort_qwen3_0_6b,
+    alphabet_sort_smollm2,
+    alphabet_sort_tiny,
+)
+from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
+from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
+from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend
 
 TINY = alphabet_sort_tiny.config
 SMOLLM2 = PolicyFacts(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.alphabet_sort.scoring import right_answer, score, similarity
+from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer, score, similarity
 
 TURNS = [["Zoe", "Adam"], ["Kate", "Ben"], ["Carl"]]
 LINES = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=8)

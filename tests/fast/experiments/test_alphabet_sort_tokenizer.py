@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from experiments.alphabet_sort.names import NAMES
-from experiments.alphabet_sort.prompts import user_message
-from experiments.alphabet_sort.scoring import right_answer
-from experiments.alphabet_sort.tokenizer import build_backend
+from torchtitan_rl.experiments.alphabet_sort.names import NAMES
+from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
+from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer
+from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend
 
 
 @cache

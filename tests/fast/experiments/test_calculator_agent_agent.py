@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.calculator_agent.agent import Solution, solve
+from torchtitan_rl.experiments.calculator_agent.agent import Solution, solve
 
 pytestmark = pytest.mark.slow  # importing the client takes a second or two
 

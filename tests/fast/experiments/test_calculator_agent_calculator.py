@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
+from torchtitan_rl.experiments.calculator_agent.calculator import (
+    CalculatorError,
+    as_text,
+    calculate,
+)
 
 NUMBERS = st.integers(0, 999)
 

@@ -5,8 +5,12 @@ import re
 
 import pytest
 
-from experiments.calculator_agent.calculator import calculate
-from experiments.calculator_agent.dataset import ProblemSizes, WordProblems, make_problem
+from torchtitan_rl.experiments.calculator_agent.calculator import calculate
+from torchtitan_rl.experiments.calculator_agent.dataset import (
+    ProblemSizes,
+    WordProblems,
+    make_problem,
+)
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 

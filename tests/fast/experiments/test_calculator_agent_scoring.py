@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.calculator_agent.agent import Solution
-from experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.experiments.calculator_agent.agent import Solution
+from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
 
 
 def solution(answer: str | None, *results: str) -> Solution:

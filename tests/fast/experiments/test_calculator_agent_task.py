@@ -11,18 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from configs.calculator_agent_tiny import config
-from experiments.calculator_agent.agent import SYSTEM_PROMPT
-from experiments.calculator_agent.stories import NAMES, THINGS, TWO_OPERATIONS
-from experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
-from experiments.calculator_agent.token_audit import (
+from torchtitan_rl.config.checks.run import MachineFacts, find_errors, read_policy_facts
+from torchtitan_rl.configs.calculator_agent_tiny import config
+from torchtitan_rl.experiments.calculator_agent.agent import SYSTEM_PROMPT
+from torchtitan_rl.experiments.calculator_agent.stories import NAMES, THINGS, TWO_OPERATIONS
+from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
+from torchtitan_rl.experiments.calculator_agent.token_audit import (
     AuditedEnv,
     TokenIdTransport,
     TurnTokens,
     count_mismatches,
 )
-from experiments.calculator_agent.tokenizer import CHAT_TEMPLATE, answer_text, build_backend
-from torchtitan_rl.config.checks.run import MachineFacts, find_errors, read_policy_facts
+from torchtitan_rl.experiments.calculator_agent.tokenizer import (
+    CHAT_TEMPLATE,
+    answer_text,
+    build_backend,
+)
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, VersionRun
 

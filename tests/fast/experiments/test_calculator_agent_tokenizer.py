@@ -10,16 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
-from experiments.calculator_agent.dataset import ProblemSizes, make_problem
-from experiments.calculator_agent.demonstrations import (
+from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
+from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
+from torchtitan_rl.experiments.calculator_agent.demonstrations import (
     Mistakes,
     conversation,
     demonstration,
     rendered,
     with_mistakes,
 )
-from experiments.calculator_agent.tokenizer import answer_text, build_backend, build_tokenizer
+from torchtitan_rl.experiments.calculator_agent.tokenizer import (
+    answer_text,
+    build_backend,
+    build_tokenizer,
+)
 from torchtitan_rl.types import Episode
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12+3*4"}}</tool_call>'

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from experiments.alphabet_sort.env import AlphabetSortEnv
 from tests.fast.rollout.test_message_env import LetterRenderer
 from tests.support.resuming import Run, contents, stops_by_tokens
+from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
 

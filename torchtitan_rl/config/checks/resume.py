@@ -67,7 +67,9 @@ def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
         OSError, ValueError: the policy's files cannot be read.
     """
     identity = _flatten(config, "")
-    identity[TASK] = f"{type(config.task).__module__}.{type(config.task).__qualname__}"
+    # Older runs name the tasks of `experiments` without the package in front.
+    module = type(config.task).__module__.removeprefix("torchtitan_rl.")
+    identity[TASK] = f"{module}.{type(config.task).__qualname__}"
     identity[POLICY] = policy_fingerprint(policy_dir)
     loaded: dict[str, Any] = json.loads(json.dumps(identity))
     return loaded
