@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml tools/setup.sh
 	touch $@
 
 demo: setup
-	$(BIN)/torchtitan-rl train configs/alphabet_sort_tiny.py --seed $(SEED) \
+	$(BIN)/torchtitan-rl train alphabet_sort_tiny --seed $(SEED) \
 		--name alphabet_sort_tiny-$$(date +%Y%m%d-%H%M%S)
 
 test: setup
