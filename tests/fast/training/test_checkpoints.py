@@ -1,4 +1,4 @@
-"""Checkpoint directories, the learning-rate schedule, and where policies come from."""
+"""Checkpoint directories, and where policies come from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torchtitan_rl.training import checkpoint_files
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     check_sizes,
-    fingerprint,
-    list_files,
     load_attachment,
     publish,
     read_document,
@@ -26,8 +24,6 @@ from torchtitan_rl.training.checkpoint_files import (
     write_file,
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
-from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.training.schedule import learning_rate_factor
 
 
 def write(path: Path, data: bytes = b"weights") -> None:
@@ -35,7 +31,7 @@ def write(path: Path, data: bytes = b"weights") -> None:
     folder.mkdir(parents=True)
     write_file(folder / "data", data)
     write_attachments(folder, {"groups": b"3 groups"})
-    seal(folder, {"version": 1}, {name: fingerprint(folder / name) for name in list_files(folder)})
+    seal(folder, {"version": 1})
     publish(path)
 
 
@@ -71,11 +67,11 @@ def flip(path: Path) -> None:
     ("damage", "file", "said"),
     [
         (cut, "data", "data has 6 of 7 bytes"),
-        (Path.unlink, "data", "data is not there"),
+        (Path.unlink, "data", "data is missing"),
         (cut, "attachments/groups", "groups has 7 of 8 bytes"),
         (Path.unlink, MARKER, f"no {MARKER}"),
-        (lambda path: path.write_bytes(path.read_bytes()[:20]), MARKER, "not one of ours"),
-        (lambda path: path.write_text("{}"), MARKER, "not one of ours"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), MARKER, "not a valid marker"),
+        (lambda path: path.write_text("{}"), MARKER, "not a valid marker"),
         (flip, "data", "data has another checksum"),
         (flip, "attachments/groups", "groups has another checksum"),
     ],
@@ -190,20 +186,6 @@ def test_a_writer_that_is_killed_leaves_a_checkpoint_to_go_on_from(
     assert names(tmp_path) == ["step-000001"]
 
 
-def factors(config: OptimizerConfig, max_steps: int) -> list[float]:
-    return [round(learning_rate_factor(config, step, max_steps), 6) for step in range(max_steps)]
-
-
-def test_the_learning_rate_warms_up_stays_and_decays_over_the_last_steps() -> None:
-    config = OptimizerConfig(warmup_steps=2, decay_steps=3, min_lr_factor=0.2)
-    assert factors(config, 7) == [0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]
-
-
-def test_without_warm_up_and_decay_the_learning_rate_is_constant_even_beyond_the_end() -> None:
-    assert factors(OptimizerConfig(), 3) == [1.0, 1.0, 1.0]
-    assert learning_rate_factor(OptimizerConfig(), 99, 3) == 1.0
-
-
 def test_a_checkpoint_that_is_no_directory_or_unknown_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_checkpoint(str(tmp_path))
@@ -219,7 +201,7 @@ def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:
     folder.mkdir()
     document = {"version": 7, "extra": {"step": 7, "name": "a \u00e9 b", "reward": 0.25}}
     write_file(folder / "data", b"weights")
-    seal(folder, document, {"data": fingerprint(folder / "data")})
+    seal(folder, document)
     marker = folder / MARKER
     content = marker.read_bytes()
     assert read_document(folder) == document
@@ -228,7 +210,7 @@ def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:
             flipped = bytearray(content)
             flipped[position] ^= 1 << bit
             marker.write_bytes(flipped)
-            with pytest.raises(CheckpointError, match=r"has another checksum|is not one of ours"):
+            with pytest.raises(CheckpointError, match=r"another checksum|not a valid marker"):
                 read_document(folder)
     marker.write_bytes(content.replace(b'"version": 7', b'"version": 6'))
     with pytest.raises(CheckpointError, match=rf"{MARKER} has another checksum"):

@@ -19,8 +19,6 @@ from torchtitan_rl.training import checkpoint_files, checkpoints
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     discard,
-    fingerprint,
-    list_files,
     publish,
     seal,
     temporary_path,
@@ -70,8 +68,7 @@ def write(path: Path, data: bytes) -> None:
         temporary.mkdir(parents=True)
         write_file(temporary / "data", data)
         write_attachments(temporary, {"groups": b"3 groups"})
-        files = {name: fingerprint(temporary / name) for name in list_files(temporary)}
-        seal(temporary, {"data": data.decode()}, files)
+        seal(temporary, {"data": data.decode()})
         publish(path)
     except OSError:
         discard(path)

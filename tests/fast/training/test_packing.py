@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
 from torchtitan_rl.training.splitting import (
@@ -62,15 +65,15 @@ def test_every_episode_is_in_one_row_whole_or_named_as_oversized(
 ) -> None:
     """Trap 20: an oversized episode has an exit of its own and is never dropped in silence."""
     episodes = [make_episode(n, first_token=100 * i) for i, n in enumerate(lengths)]
-    packing = pack_episodes(episodes, row_len=ROW_LEN, temperature=0.7, rows_multiple=rows_multiple)
-    assert packing.oversized == tuple(i for i, n in enumerate(lengths) if n > ROW_LEN)
+    packed = pack_episodes(episodes, row_len=ROW_LEN, temperature=0.7, rows_multiple=rows_multiple)
+    assert packed.oversized == tuple(i for i, n in enumerate(lengths) if n > ROW_LEN)
     fitting = [e for e in episodes if len(e.token_ids) <= ROW_LEN]
-    if packing.batch is None:
+    if packed.batch is None:
         assert not fitting
         return
-    assert documents(packing.batch) == [e.token_ids for e in fitting]
-    assert packing.batch.num_episodes == len(fitting)
-    assert len(packing.batch.token_ids) % rows_multiple == 0
+    assert documents(packed.batch) == [e.token_ids for e in fitting]
+    assert packed.batch.num_episodes == len(fitting)
+    assert len(packed.batch.token_ids) % rows_multiple == 0
 
 
 @given(lengths=lengths_lists)
@@ -110,7 +113,7 @@ def test_first_fit_decreasing_fills_rows_without_overflow(lengths: list[int]) ->
 
 
 def test_packing_is_deterministic_and_prefers_the_longest_first() -> None:
-    assert first_fit_decreasing([3, 9, 7, 6, 7], 16) == [[1, 2], [4, 3, 0]]
+    assert doctest.testmod(packing) == (0, 1)  # failed, attempted
 
 
 def test_an_episode_with_fields_of_different_lengths_is_refused() -> None:
