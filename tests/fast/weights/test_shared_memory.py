@@ -14,8 +14,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import leftovers, segment, shared_memory
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
 from torchtitan_rl.weights.leftovers import remove_leftovers
-from torchtitan_rl.weights.segment import SegmentWriter
-from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.segment import SegmentReader, SegmentWriter
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 Usage = namedtuple("Usage", "total used free")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import segment_reader
+from torchtitan_rl.weights import segment
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
-from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.segment import SegmentReader
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -192,7 +192,7 @@ def test_maps_are_made_anew_where_the_kernel_does_not_tell_what_was_written_to(
     pagemap = tmp_path / "pagemap"
     if told is not None:
         pagemap.write_bytes(told)
-    monkeypatch.setattr(segment_reader, "_PAGEMAP", str(pagemap))
+    monkeypatch.setattr(segment, "_PAGEMAP", str(pagemap))
     staging = WeightStaging()
     for version in range(1, 7):
         staging.stage(publisher.publish(version, weights(version)))
@@ -211,7 +211,7 @@ def test_a_version_that_is_gone_or_mislabelled_fails_by_name(
     current = publisher.publish(3, weights(3))
     with pytest.raises(WeightSyncError, match="version 1: cannot map"):
         staging.stage(gone)
-    with pytest.raises(WeightSyncError, match="version 4 was asked for, the image holds version 3"):
+    with pytest.raises(WeightSyncError, match="version 4 was requested, the image is of version 3"):
         staging.stage(SharedMemoryHandle(version=4, path=current.path, num_bytes=current.num_bytes))
     with pytest.raises(WeightSyncError, match=r"version 3: .* bytes instead of 5"):
         staging.stage(SharedMemoryHandle(version=3, path=current.path, num_bytes=5))

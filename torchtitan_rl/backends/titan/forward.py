@@ -1,4 +1,4 @@
-"""One microbatch through a policy model: logprobs of the tokens that somebody reads."""
+"""Forward pass of one microbatch: logprobs of selected tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from torchtitan_rl.training.logprobs import selected_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """S tokens of a microbatch. ``index_S`` points into its flattened [B * L]; ``counts_S`` is
-    False on the one token that stands in where none is wanted (every rank must run the forward)."""
+    """S selected tokens of a microbatch. ``index_S`` points into its flattened [B * L]. If none is
+    selected, one placeholder token is, with ``counts_S`` False, since every rank must run the pass.
+    """
 
     logprobs_S: torch.Tensor
     entropy_S: torch.Tensor
@@ -29,7 +30,7 @@ class Forward:
 
 
 def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> Forward:
-    """Logprobs, at the batch's temperature, of the tokens where ``loss_mask`` holds. Collective."""
+    """Logprobs, at the batch's temperature, of the tokens in ``loss_mask``. Collective."""
     positions_BL = to_device(part.position_ids, layout)
     index_S = to_device(part.loss_mask, layout).flatten().nonzero()[:, 0]
     counts_S = torch.ones_like(index_S, dtype=torch.bool)
