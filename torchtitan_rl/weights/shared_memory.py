@@ -62,12 +62,7 @@ class SharedMemoryPublisher:
         *,
         keep: frozenset[int] = frozenset(),
     ) -> SharedMemoryHandle:
-        """Write ``version``, then make it visible. All versions but the current one and those in
-        ``keep`` are released before.
-
-        Raises:
-            WeightSyncError: there is no room, or the file cannot be written.
-        """
+        """See `WeightPublisher.publish`."""
         layout = plan_image(tensors, version)
         segment = self.begin(layout, keep)
         try:

@@ -44,7 +44,9 @@ class WeightStaging:
         self._lock = threading.Lock()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self._segments = SegmentReader()
-        self._spare = _SpareMemory()
+        # Memory of the remote image released last, reused for the next one: allocating it costs
+        # about as much as reading into it. No tensor uses it.
+        self._spare: deque[mmap.mmap] = deque(maxlen=1)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -84,13 +86,20 @@ class WeightStaging:
             raise WeightSyncError(
                 f"version {handle.version} is in remote memory and this rank has no RDMA reader"
             )
-        memory = self._spare.take(handle.num_bytes)
+        memory = self._memory(handle.num_bytes)
         held = memoryview(memory)  # by the tensor's storage, which views share
         image = torch.frombuffer(held, dtype=torch.uint8)
         self._rdma_reader(handle, image)
         # Not reused after a failure, since a late read may still write to it.
-        self._spare.put_after(held, memory)
+        weakref.finalize(held, self._spare.append, memory).atexit = False
         return image
+
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        with contextlib.suppress(IndexError):
+            memory = self._spare.pop()
+            if len(memory) == num_bytes:
+                return memory
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
         """The tensors of ``version`` in Hugging Face names, for reading.
@@ -113,26 +122,3 @@ class WeightStaging:
         if discarded:  # examined now, during decoding, rather than before the next fetch
             examination = threading.Thread(target=self._segments.examine, daemon=True)
             examination.start()
-
-
-class _SpareMemory:
-    """Memory of the image released last, reused for the next one: allocating it costs about as much
-    as reading into it.
-
-    Invariant: no tensor uses memory that is taken.
-    """
-
-    def __init__(self) -> None:
-        self._spare: deque[mmap.mmap] = deque(maxlen=1)
-
-    def take(self, num_bytes: int) -> mmap.mmap:
-        """``num_bytes`` of memory with arbitrary content."""
-        with contextlib.suppress(IndexError):
-            memory = self._spare.pop()
-            if len(memory) == num_bytes:
-                return memory
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def put_after(self, held: memoryview, memory: mmap.mmap) -> None:
-        """``memory`` may be taken after ``held`` is collected."""
-        weakref.finalize(held, self._spare.append, memory).atexit = False

@@ -52,7 +52,7 @@ class Run:
         self.good[self.step] = self.writes
 
     def damage(self) -> None:
-        """Of the newest, as a disk that lost what was written last."""
+        """Damage the newest one, as a disk that lost the last write."""
         if self.good:
             step = max(self.good)
             data = self.checkpoints.path(step) / "data"
@@ -87,7 +87,7 @@ def test_resuming_finds_the_newest_good_checkpoint_whatever_happened(
     seed: int, actions: list[str]
 ) -> None:
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # the disk is not tested here
+        patch.setattr(os, "fsync", lambda descriptor: None)  # saves time
         run = Run(Path(root), seed)
         for action in actions:
             if action == "save":

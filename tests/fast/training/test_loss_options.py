@@ -1,4 +1,4 @@
-"""Each option of the policy loss against values worked out by hand; what holds for all of them."""
+"""Each option of the policy loss against hand-computed values; properties of all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan_rl.training.losses.policy import importance_weights, proximal_lo
 
 
 def published_methods() -> dict[str, LossConfig]:
-    """Those of the package's docstring, whose example must hold."""
+    """The methods of the example in the docstring of `losses`, which is run."""
     (example,) = (test for test in doctest.DocTestFinder().find(losses) if test.examples)
     assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
     methods: dict[str, LossConfig] = example.globs["methods"]

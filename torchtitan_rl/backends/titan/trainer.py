@@ -153,8 +153,8 @@ class PolicyTrainer:
         return hf_state(self._model, getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
-        """The part of the same weights that this rank writes, so that all ranks together write each
-        once; None if they must be gathered. Not collective; valid until the next step."""
+        """This rank's part of the same weights; None if they must be gathered (see `hf.hf_parts`).
+        Not collective; valid until the next step."""
         self._memory.require()
         return hf_parts(self._model, getattr(torch, self._dtype))
 
@@ -170,12 +170,7 @@ class PolicyTrainer:
         self, path: Path, extra: dict[str, Any], attachments: Mapping[str, bytes] | None = None
     ) -> None:
         """Copy model, optimizer, schedule, random state, version, ``extra`` (for JSON) and rank 0's
-        ``attachments``, and write them in the background to the directory ``path``, which appears
-        only when it is complete. Waits for a checkpoint that is still being written.
-
-        Raises:
-            CheckpointError: ``path`` cannot be written to, or that earlier checkpoint failed and
-                `finish_checkpoint` has not raised that yet.
+        ``attachments``, and write them to ``path`` in the background: see `CheckpointWriter.save`.
         """
         self._memory.require()
         self._writer.save(
@@ -188,19 +183,14 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last saved checkpoint is on disk. Any thread may call it, at any time.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until the last saved checkpoint is on disk: see `CheckpointWriter.finish`."""
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Resume from a checkpoint of this or another parallel layout; returns its ``extra``.
 
         Raises:
-            CheckpointError: it is incomplete, damaged or of another model, or a checkpoint that was
-                being written failed.
+            CheckpointError: as `load_state`, or a checkpoint that was being written failed.
         """
         self._memory.require()
         self._writer.finish()
