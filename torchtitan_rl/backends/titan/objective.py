@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchtitan_rl.backends.titan.forward import Forward, forward, to_device
+from torchtitan_rl.backends.titan.forward import ForwardOutput, forward, to_device
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, build_policy
 from torchtitan_rl.backends.titan.setup import Layout
@@ -68,7 +68,7 @@ class PolicyObjective:
             num_tokens=int(batch.loss_mask.sum()), num_sequences=num_sequences(batch)
         )
 
-    def __call__(self, part: TrainingBatch, output: Forward) -> LossOutput:
+    def __call__(self, part: TrainingBatch, output: ForwardOutput) -> LossOutput:
         reference_S = None
         if self._reference is not None:
             with torch.no_grad():
@@ -81,7 +81,7 @@ class PolicyObjective:
             logprobs_T=output.logprobs_S,
             behaviour_T=selected(part.logprobs),
             advantages_T=selected(part.advantages),
-            trained_T=output.counts_S,
+            trained_T=output.is_selected_S,
             ages_T=self._version - selected(part.versions),
             sequences_T=torch.unique(selected(sequence_ids(part)), return_inverse=True)[1],
             reference_T=reference_S,

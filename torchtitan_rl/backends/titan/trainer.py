@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
-from torchtitan_rl.backends.titan.forward import Forward, forward
+from torchtitan_rl.backends.titan.forward import ForwardOutput, forward
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
 from torchtitan_rl.backends.titan.memory import DeviceMemory
 from torchtitan_rl.backends.titan.model import build_policy
@@ -43,7 +43,7 @@ from torchtitan_rl.training.splitting import (
 )
 from torchtitan_rl.weights.image import TensorPart
 
-_Objective = Callable[[TrainingBatch, Forward], LossOutput]
+_Objective = Callable[[TrainingBatch, ForwardOutput], LossOutput]
 
 
 class PolicyTrainer:
@@ -120,8 +120,10 @@ class PolicyTrainer:
         mask = batch.loss_mask & predicted_mask(batch)
         num_trained = int(mask.sum())
 
-        def objective(part: TrainingBatch, output: Forward) -> LossOutput:
-            return cross_entropy_loss(output.logprobs_S, output.counts_S, num_trained=num_trained)
+        def objective(part: TrainingBatch, output: ForwardOutput) -> LossOutput:
+            return cross_entropy_loss(
+                output.logprobs_S, output.is_selected_S, num_trained=num_trained
+            )
 
         return self._step(replace(batch, loss_mask=mask, temperature=1.0), num_trained, objective)
 
@@ -136,7 +138,7 @@ class PolicyTrainer:
             with torch.no_grad():
                 output = forward(self._model, part, self._layout)
             part_BL = torch.zeros(part.token_ids.shape, device=self._layout.device)
-            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.counts_S
+            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.is_selected_S
             rows.append(part_BL)
         share_BL = torch.cat(rows)
         if self._layout.data_group is None:
@@ -236,7 +238,7 @@ class PolicyTrainer:
             output = forward(self._model, part, self._layout)
             loss = objective(part, output)
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(loss, (output.entropy_S * output.counts_S).sum())
+            sums.add(loss, (output.entropy_S * output.is_selected_S).sum())
         metrics = sums.metrics(num_trained, self._layout.data_group)
         learning_rate = self._optimizer.learning_rate
         metrics["grad_norm"] = self._optimizer.clip()
