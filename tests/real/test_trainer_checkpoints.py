@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: exact, all or nothing, and never in the way."""
+"""Checkpoints written in the background: exact, and all or nothing."""
 
 from __future__ import annotations
 
@@ -161,6 +161,11 @@ def test_a_torn_or_damaged_checkpoint_is_refused_and_changes_nothing(
             data.write_bytes(broken)
             with pytest.raises(CheckpointError, match=r"__0_0\.distcp has"):
                 policy_trainer.load_checkpoint(path)
+        data.write_bytes(content)
+        (path / "random-0.pt").unlink()
+        seal(path, read_document(path))
+        with pytest.raises(CheckpointError, match=r"random-0\.pt"):
+            policy_trainer.load_checkpoint(path)
         (path / MARKER).unlink()
         with pytest.raises(CheckpointError, match="not complete"):
             policy_trainer.load_checkpoint(path)
