@@ -112,7 +112,7 @@ class PolicyTrainer:
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step on the mean negative logprob (temperature 1) of the masked-in tokens.
+        """One optimizer step on the mean negative logprob (temperature 1) over ``loss_mask``.
 
         Raises:
             DivergedError, ValueError: as `train_step`.
@@ -185,7 +185,11 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last saved checkpoint is on disk: see `CheckpointWriter.finish`."""
+        """Wait until the last saved checkpoint is on disk; from any thread, at any time.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
