@@ -34,8 +34,8 @@ from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require
 from torchtitan_rl.orchestration.recovery import groups_from_bytes
 from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.training.checkpoint_files import read_document
-from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment
+from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import RolloutStatus
 
 Rule = Callable[[Life], Iterator[str]]

@@ -28,8 +28,8 @@ from torchtitan_rl.orchestration.resume_choice import (
 )
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
-from torchtitan_rl.training.checkpoint_files import read_document
-from torchtitan_rl.training.checkpoints import CheckpointDirectory, load_attachment, step_of
+from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 from torchtitan_rl.types import Problem, Rollout
 
 LIMIT_S = 60_000.0  # of virtual time; a run that takes longer hangs

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: exact, all or nothing, and never in the way."""
+"""Checkpoints written in the background: exact, and all or nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from torchtitan_rl.backends.titan.checkpoint_pickles import SafeLoadPlanner
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
-    fingerprint,
-    list_files,
     load_attachment,
     read_document,
     seal,
@@ -163,6 +161,11 @@ def test_a_torn_or_damaged_checkpoint_is_refused_and_changes_nothing(
             data.write_bytes(broken)
             with pytest.raises(CheckpointError, match=r"__0_0\.distcp has"):
                 policy_trainer.load_checkpoint(path)
+        data.write_bytes(content)
+        (path / "random-0.pt").unlink()
+        seal(path, read_document(path))
+        with pytest.raises(CheckpointError, match=r"random-0\.pt"):
+            policy_trainer.load_checkpoint(path)
         (path / MARKER).unlink()
         with pytest.raises(CheckpointError, match="not complete"):
             policy_trainer.load_checkpoint(path)
@@ -192,7 +195,7 @@ def test_a_checkpoint_that_is_more_than_data_is_refused_and_runs_nothing(
         metadata = (path / ".metadata").read_bytes()
         for content in (pickle.dumps(Attack(touched)), b"no pickle", metadata[:-20]):
             (path / ".metadata").write_bytes(content)
-            seal(path, read_document(path), {n: fingerprint(path / n) for n in list_files(path)})
+            seal(path, read_document(path))
             with pytest.raises(CheckpointError, match="metadata is refused"):
                 policy_trainer.load_checkpoint(path)
     buffer = io.BytesIO()

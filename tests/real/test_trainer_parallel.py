@@ -19,7 +19,7 @@ from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trai
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig
-from torchtitan_rl.training.losses.age_metrics import AGE_BUCKETS
+from torchtitan_rl.training.losses.metrics import AGE_BUCKETS
 from torchtitan_rl.weights.image import (
     TensorPart,
     plan_image,

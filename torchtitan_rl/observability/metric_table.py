@@ -166,7 +166,9 @@ _TRAINER = [
     _row("masked_share", "share", "mean", "trained tokens masked for their ratio (loss.mask)"),
     _row("effective_share", "share", "ratio", "effective sample size / trained tokens"),
     _row("weight_mean", "-", "mean", "truncated importance weight of trained tokens"),
-    _row("weight_capped_share", "share", "mean", "trained tokens whose weight was truncated"),
+    _row(
+        "weight_capped_share", "share", "mean", "trained tokens whose importance weight was capped"
+    ),
     _row("kl_reference", "nats", "mean", "KL of the policy from the initial one (kl_estimator)"),
     _row("entropy", "nats", "mean", "of the next-token distribution on trained tokens"),
     _row("logprob_diff_mean", "nats", "mean", "|trainer's - generator's logprob| of a token"),

@@ -30,11 +30,8 @@ from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.checkpoints import (
-    CheckpointDirectory,
-    NewestCheckpoint,
-    load_attachment,
-)
+from torchtitan_rl.training.checkpoint_files import load_attachment
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.types import Completion
 
 

@@ -1,12 +1,15 @@
-"""One checkpoint's folder: data files, and a marker written last that vouches for them.
+"""The folder of one checkpoint: data files, and a marker written last that lists them.
 
-The marker is a JSON document with the size and CRC-32 of every file and, in its last field, of
-itself, so that a checkpoint that was cut short or damaged is known as such. Files that it does not
-list may lie beside and do not count.
+The marker is a JSON document with the size and CRC-32 of every file and, as its last field, of
+itself, so that an incomplete or damaged checkpoint is recognized. Files that it does not list are
+ignored.
 
-Invariants: a marker is on disk only after everything that it lists; a folder has its final name
-only once its marker is on disk; where a step of writing fails and `discard` is called, what was
-there before is there, and nothing else.
+Writing: create files in `temporary_path`, `seal` them with the marker, `publish` the folder under
+its name; `discard` after an error. Invariants: a marker is on disk only after every file it lists;
+a folder has its final name only after its marker is on disk; after `discard` the disk holds what it
+held before, and nothing else.
+
+Functions that write raise OSError; functions that read raise `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,27 +36,28 @@ _FILES = "files"
 _CHECKSUM = "crc32"  # of the marker's text without this field, which older versions do not write
 _CHECKSUM_FIELD = re.compile(rb', "%s": (\d+)\}\s*$' % _CHECKSUM.encode())
 _CHUNK_BYTES = 4 << 20
+_MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """The system could not read a file of a checkpoint (EIO, EACCES): whether it is whole is not
-    known."""
+    """The system could not read a checkpoint (EIO, EACCES): it may or may not be complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file must be to be whole."""
+    """Expected size and checksum of a file."""
 
     num_bytes: int
     crc32: int
 
 
 def temporary_path(path: Path) -> Path:
+    """Where the checkpoint ``path`` is written before it is published."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write and wait until it is on disk."""
+    """Write and wait until the content is on disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -61,10 +65,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
-    """Put bytes of the caller's, by name, into a checkpoint that is being written.
+    """Add the caller's bytes, by name, to a checkpoint that is being written.
 
     Raises:
-        CheckpointError: a name that is more than the name of a file.
+        CheckpointError: a name is not a plain file name.
     """
     if not attachments:
         return
@@ -76,7 +80,7 @@ def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
 
 
 def list_files(folder: Path) -> list[str]:
-    """All files but the marker, as sorted paths relative to ``folder``."""
+    """All files except the marker, as sorted paths relative to ``folder``."""
     return sorted(
         name
         for path in folder.rglob("*")
@@ -85,7 +89,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def fingerprint(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is now; memory stays small."""
+    """Current size and checksum of a file, read in chunks."""
     num_bytes = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -94,11 +98,16 @@ def fingerprint(path: Path) -> FileRecord:
     return FileRecord(num_bytes=num_bytes, crc32=crc32)
 
 
-def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Write the marker: ``document`` and the record of each file. Their data must be on disk."""
-    records = {name: asdict(record) for name, record in files.items()}
+def seal(
+    folder: Path, document: Mapping[str, Any], files: Mapping[str, FileRecord] | None = None
+) -> None:
+    """Write the marker with ``document`` and ``files`` (default: every file in the folder), whose
+    data must be on disk."""
+    if files is None:
+        files = {name: fingerprint(folder / name) for name in list_files(folder)}
     for directory in {folder, *((folder / name).parent for name in files)}:
-        _sync_directory(directory)  # the names of the files, before the marker's
+        _sync_directory(directory)  # names of the files, before the marker's
+    records = {name: asdict(record) for name, record in files.items()}
     text = json.dumps({**document, _FILES: records}).encode()
     checksum = b', "%s": %d}\n' % (_CHECKSUM.encode(), zlib.crc32(text))
     write_file(folder / MARKER, text.removesuffix(b"}") + checksum)
@@ -106,10 +115,10 @@ def seal(folder: Path, document: Mapping[str, Any], files: Mapping[str, FileReco
 
 
 def publish(path: Path) -> None:
-    """Give the sealed `temporary_path` its name, in place of what may be there.
+    """Rename the sealed `temporary_path` to ``path``, replacing an earlier checkpoint there.
 
     Raises:
-        OSError: it cannot; what was there is there again.
+        OSError: renaming failed; the earlier checkpoint is back in its place.
     """
     temporary, replaced = temporary_path(path), path.with_name(path.name + REPLACED_SUFFIX)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -120,7 +129,7 @@ def publish(path: Path) -> None:
         temporary.rename(path)
         _sync_directory(path.parent)
     except OSError:
-        # What cannot be undone either is dealt with by the next start, which finds the rest.
+        # If undoing fails as well, the next start finds ``replaced`` and restores it.
         with contextlib.suppress(OSError):
             path.rename(temporary)
         if is_replacing:
@@ -131,119 +140,122 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Give up a checkpoint that could not be written: its room is free again. What cannot be
-    removed is not found as a checkpoint, and goes at the next occasion."""
+    """Remove what was written of a checkpoint that failed. Files that cannot be removed are never
+    taken for a checkpoint; `CheckpointDirectory` removes them later."""
     shutil.rmtree(temporary_path(path), ignore_errors=True)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """What `seal` was given.
+    """The document given to `seal`.
 
     Raises:
-        CheckpointError: there is no whole marker, or it is damaged.
+        CheckpointError: the marker is missing or damaged.
     """
     return _read_marker(folder)[0]
 
 
 def recorded_files(folder: Path) -> dict[str, FileRecord]:
-    """What the marker lists.
+    """The files that the marker lists.
 
     Raises:
-        CheckpointError: there is no whole marker.
+        CheckpointError: the marker is missing or damaged.
     """
     return _read_marker(folder)[1]
 
 
-def check_sizes(folder: Path) -> None:
-    """Cheap: asks the file system, reads no data.
+def check_sizes(folder: Path) -> dict[str, FileRecord]:
+    """Check that every listed file exists and has its size, without reading it; returns the list.
 
     Raises:
-        CheckpointError: a file is not there or not of its size, or there is no whole marker.
-        CheckpointUnreadableError: the system cannot tell.
+        CheckpointError: a file is missing or has another size, or the marker is missing or damaged.
+        CheckpointUnreadableError: the system reports an error.
     """
-    for name, record in recorded_files(folder).items():
+    records = recorded_files(folder)
+    for name, record in records.items():
         found = _size(folder, name)
         if found != record.num_bytes:
             raise CheckpointError(
                 f"checkpoint {folder} is not complete: {name} "
-                + ("is not there" if found is None else f"has {found} of {record.num_bytes} bytes")
+                + ("is missing" if found is None else f"has {found} of {record.num_bytes} bytes")
             )
+    return records
 
 
 def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Read ``names`` (default: all that the marker lists).
+    """As `check_sizes`, and read ``names`` (default: every listed file) to compare checksums.
 
     Raises:
-        CheckpointError: one of them is not what was written.
-        CheckpointUnreadableError: one of them cannot be read.
+        CheckpointError: a file is incomplete or damaged.
+        CheckpointUnreadableError: a file cannot be read.
     """
-    check_sizes(folder)
-    records = recorded_files(folder)
+    records = check_sizes(folder)
     for name in records if names is None else names:
-        try:
+        with _reading(folder, name):
             found = fingerprint(folder / name)
-        except OSError as error:
-            raise _unreadable(folder, name, error) from error
         if found != records[name]:
             raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
 
 
 def load_attachment(folder: Path, name: str) -> bytes:
-    """What the checkpoint was saved with under ``name``.
+    """The bytes that the checkpoint was saved with under ``name``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no such attachment, or it is damaged.
         CheckpointUnreadableError: it cannot be read.
     """
     key = f"{_ATTACHMENTS}/{name}"
     record = recorded_files(folder).get(key)
     if record is None or _size(folder, key) is None:
         raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
-    try:
+    with _reading(folder, key):
         content = (folder / key).read_bytes()
-    except OSError as error:
-        raise _unreadable(folder, key, error) from error
     if FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) != record:
         raise CheckpointError(f"checkpoint {folder} is damaged: attachment {name}")
     return content
 
 
 def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    with _reading(folder, MARKER):
+        try:
+            content = (folder / MARKER).read_bytes()
+        except _MISSING as error:
+            raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     try:
-        content = (folder / MARKER).read_bytes()
         document: dict[str, Any] = json.loads(content)
         if _CHECKSUM in document and not _is_intact(content):
             raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
         document.pop(_CHECKSUM, None)
         records = document.pop(_FILES)
         return document, {name: FileRecord(**record) for name, record in records.items()}
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
-    except OSError as error:
-        raise _unreadable(folder, MARKER, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder}: {MARKER} is not one of ours") from error
+        raise CheckpointError(f"checkpoint {folder}: {MARKER} is not a valid marker") from error
 
 
 def _is_intact(marker: bytes) -> bool:
-    """Does its text have the checksum in it?"""
+    """Whether the text of the marker has the checksum stored in it."""
     field = _CHECKSUM_FIELD.search(marker)
     return field is not None and zlib.crc32(marker[: field.start()] + b"}") == int(field[1])
 
 
 def _size(folder: Path, name: str) -> int | None:
-    """In bytes; None where there is no such file."""
-    try:
-        found = (folder / name).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise _unreadable(folder, name, error) from error
+    """Size in bytes, None if there is no such file."""
+    with _reading(folder, name):
+        try:
+            found = (folder / name).stat()
+        except _MISSING:
+            return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointUnreadableError:
-    return CheckpointUnreadableError(f"checkpoint {folder} cannot be read: {name}: {error}")
+@contextlib.contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Turn errors of the system into `CheckpointUnreadableError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointUnreadableError(
+            f"checkpoint {folder} cannot be read: {name}: {error}"
+        ) from error
 
 
 def _sync_directory(directory: Path) -> None:

@@ -8,42 +8,44 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The policy loss; every field is one independent choice. `training/losses` has the formulas
-    and the settings of published methods. The defaults are GRPO's clipped surrogate."""
+    """The policy loss; each field is one choice. `training/losses` has the formulas, and the
+    options of published methods. The defaults are GRPO's clipped surrogate with DAPO's clip-higher
+    and token mean."""
 
     surrogate: Literal["clip", "cispo"] = "clip"
     """PPO's clipped surrogate, or CISPO's clipped weights on the log-likelihood."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or of the whole sequence (GSPO)."""
+    """Ratio of each token, or geometric mean of the whole sequence (GSPO)."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - ``clip_low``."""
     clip_high: float = 0.28
     """The ratio is clipped above 1 + ``clip_high``. Larger than ``clip_low`` is DAPO's
     clip-higher."""
     proximal_policy: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
-    """The policy that the ratio is taken against (decoupled PPO): the one that sampled the tokens,
-    the weights before this step, or a policy in between according to the tokens' age."""
+    """The policy that the ratio is taken against: the one that sampled the tokens, the weights
+    before this step (decoupled PPO), or an interpolation of the two by the tokens' age (A-3PO)."""
     importance_weight: Literal["none", "token", "sequence"] = "none"
-    """Weight proximal / behaviour, for the proximal policies other than behaviour."""
+    """Importance weight, proximal / behaviour, of each token or of the whole sequence; for proximal
+    policies other than behaviour."""
     importance_weight_cap: float = 2.0
     """Importance weights are truncated at this value."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens, or sequences, whose policy / behaviour is outside ``mask_low`` and
-    ``mask_high``; ``geometric`` takes a sequence's geometric mean."""
+    """Leave out tokens, or sequences, whose ratio policy / behaviour is outside ``mask_low`` and
+    ``mask_high``; of a sequence the product, or its ``geometric`` mean."""
     mask_low: float = 0.5
-    """Smallest policy / behaviour that is trained on."""
+    """Smallest ratio policy / behaviour that is trained on."""
     mask_high: float = 5.0
-    """Largest policy / behaviour that is trained on."""
+    """Largest ratio policy / behaviour that is trained on."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Mean over tokens (DAPO), mean over sequences (GRPO), or a constant divisor (Dr. GRPO)."""
     constant_length: int = 0
-    """Tokens that each sequence counts as, where ``aggregation`` is ``constant``."""
+    """Number of tokens that each sequence counts as if ``aggregation`` is ``constant``."""
     kl_coefficient: float = 0.0
-    """Above 0: weight of a KL penalty against the initial policy, which is kept in memory."""
+    """Weight of a KL penalty against the initial policy. Above 0, a second model is in memory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
     max_log_ratio: float = 20.0
-    """Log-ratios are clamped to plus or minus this value before the exponential."""
+    """Log-ratios are clamped to plus or minus this value before each exponential."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +69,23 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
 
+    def learning_rate_factor(self, step: int, max_steps: int) -> float:
+        """The share of the peak learning rate at optimizer step ``step`` (the first is 0).
+
+        Warm-up reaches 1 at its last step; decay would reach ``min_lr_factor`` one step after the
+        last. Where they overlap, the smaller one holds. Steps after ``max_steps`` keep the last
+        value.
+        """
+        step = min(step, max_steps - 1)
+        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        left = min(1.0, (max_steps - step) / (self.decay_steps + 1)) if self.decay_steps else 1.0
+        return min(warmup, self.min_lr_factor + (1.0 - self.min_lr_factor) * left)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """torchtitan's trainer. Its number of ranks is ``data_parallel_replicate`` x
-    ``data_parallel_shard`` x ``tensor_parallel``."""
+    """The trainer. Its number of ranks is ``data_parallel_replicate`` x ``data_parallel_shard`` x
+    ``tensor_parallel``."""
 
     data_parallel_replicate: int = 1
     """Replicas of the sharded model (HSDP)."""
@@ -80,7 +94,7 @@ class TrainerConfig:
     tensor_parallel: int = 1
     """Ranks that each layer is split over."""
     row_len: int = 512
-    """Tokens of a packed row; at least the longest episode."""
+    """Number of tokens of a packed row; at least that of the longest episode."""
     rows_per_microbatch: int = 8
     """Rows of one forward and backward pass on each rank. Lower it when memory runs out."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -90,7 +104,7 @@ class TrainerConfig:
     threads: int = 2
     """OpenMP threads of each rank."""
     step_timeout_s: float = 1800.0
-    """Seconds for one optimizer step, and for a collective between the ranks."""
+    """Deadline of one optimizer step, and of a collective between the ranks, in seconds."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

@@ -1,9 +1,9 @@
-"""Logprobs of given tokens under logits, without a float32 copy of the logits.
+"""Logprobs of given tokens under logits, without a float32 copy of all logits.
 
-Works on chunks of tokens forward and backward, in float32 whatever the logits are in, and on a
-vocabulary that is split over the ranks of a group (tensor parallelism).
+Forward and backward pass work on chunks of tokens, in float32 whatever the type of the logits, and
+on a vocabulary that may be split over the ranks of a group (tensor parallelism).
 
-Shapes: T tokens, V entries of the vocabulary that this rank holds.
+Shapes: T tokens, C tokens of a chunk, V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def selected_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each target under softmax(logits / temperature), and that softmax's entropy.
 
-    ``group`` splits the vocabulary: this rank holds V entries from ``vocab_start`` on,
-    ``targets_T`` are indices into the whole, and every rank gets the whole result. The gradient
-    with respect to ``logits_TV`` is exact on each rank, given the same upstream gradient on all.
-    The entropy is a metric: it carries no gradient.
+    The ranks of ``group`` split the vocabulary: this one holds V entries from ``vocab_start`` on;
+    ``targets_T`` are indices into the whole. Every rank gets the whole result, and, given the same
+    upstream gradient on all, the exact gradient of its logits. The entropy has no gradient.
 
     Returns:
         (logprobs [T], entropy [T]), float32.
@@ -41,7 +40,7 @@ def selected_logprobs(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Keeps the logits and their log-normalizer [T]; the softmax is computed again in backward."""
+    """Saves the logits and their log-normalizer [T]; backward recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -106,14 +105,14 @@ def _forward_chunk(
 
 
 def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """Sum of probability x logit. Entropy = normalizer - this, summed over the vocabulary."""
+    """[C]: sum over the vocabulary of probability x logit; the entropy is normalizer minus this."""
     probability_CV = (scaled_CV - normalizer_C[:, None]).exp_()
     # 0 x -inf would be NaN where a token is masked out of the vocabulary.
     return probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
 
 
 def _held(targets_C: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index [C, 1] into the entries that this rank holds, and whether [C] it holds the target."""
+    """Index [C, 1] into this rank's entries, and [C] whether it holds the target."""
     held_C = (targets_C >= 0) & (targets_C < size)
     return targets_C.clamp(0, size - 1)[:, None], held_C
 

@@ -1,9 +1,7 @@
-"""Episodes of many lengths -> rows of one length, first-fit-decreasing.
+"""Packing of episodes into rows of one length, first-fit-decreasing.
 
-Every episode ends up in exactly one row or in `Packing.oversized`; none is cut or dropped. The
-result depends on the order and lengths of the episodes alone.
-
-Shapes: R rows, L = ``row_len`` tokens a row.
+Invariants: every episode is in exactly one row or in `Packing.oversized`, and none is cut; the
+result depends only on the order and lengths of the episodes.
 """
 
 from __future__ import annotations
@@ -13,16 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.batch import TrainingBatch, empty_rows
 from torchtitan_rl.types import Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """``batch`` is None where no episode fits a row.
-
-    ``oversized`` are indices of episodes longer than a row, for the caller to count as discarded.
-    """
+    """``batch`` is None if no episode fits a row; ``oversized`` are the indices of episodes longer
+    than a row, which the caller counts as discarded."""
 
     batch: TrainingBatch | None
     oversized: tuple[int, ...]
@@ -31,11 +27,11 @@ class Packing:
 def pack_episodes(
     episodes: Sequence[Episode], *, row_len: int, temperature: float, rows_multiple: int = 1
 ) -> Packing:
-    """Lay episodes into rows of ``row_len`` tokens; empty rows are added up to a multiple of
+    """Pack episodes into rows of ``row_len`` tokens, with rows of padding up to a multiple of
     ``rows_multiple``.
 
     Raises:
-        ValueError: an episode has no token, or fields of different lengths.
+        ValueError: an episode has no tokens, or fields of different lengths.
     """
     for index, episode in enumerate(episodes):
         _check(index, episode)
@@ -51,15 +47,18 @@ def pack_episodes(
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices into ``lengths``, each of total at most ``capacity``, the longest first.
+    """Bins of indices into ``lengths``, each with a total of at most ``capacity``, longest first.
 
     Needs at most 11/9 of the optimal number of bins, plus one (Johnson 1973).
+
+    >>> first_fit_decreasing([3, 9, 7, 6, 7], 16)
+    [[1, 2], [4, 3, 0]]
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     free = np.full(len(lengths), capacity, dtype=np.int64)
     bins: list[list[int]] = []
     for i in order:
-        # An unopened bin has all its capacity, so a first fit always exists.
+        # A bin that is not open yet has its full capacity, so a first fit always exists.
         first = int(np.argmax(free >= lengths[i]))
         if first >= len(bins):
             bins.append([])
@@ -87,38 +86,20 @@ def _check(index: int, episode: Episode) -> None:
 
 
 def _lay_out(rows: list[list[Episode]], row_len: int, temperature: float) -> TrainingBatch:
-    shape = (len(rows), row_len)
-    token_ids = np.zeros(shape, dtype=np.int64)
-    document_ids = np.full(shape, -1, dtype=np.int64)
-    position_ids = np.zeros(shape, dtype=np.int64)
-    loss_mask = np.zeros(shape, dtype=np.bool_)
-    logprobs = np.zeros(shape, dtype=np.float32)
-    advantages = np.zeros(shape, dtype=np.float32)
-    versions = np.full(shape, -1, dtype=np.int64)
-
+    batch = empty_rows(
+        len(rows), row_len, temperature=temperature, num_episodes=sum(len(row) for row in rows)
+    )
     for r, row in enumerate(rows):
         start = 0
         for document, episode in enumerate(row):
             span = slice(start, start + len(episode.token_ids))
-            token_ids[r, span] = episode.token_ids
-            document_ids[r, span] = document
-            position_ids[r, span] = np.arange(len(episode.token_ids))
-            loss_mask[r, span] = episode.loss_mask
-            logprobs[r, span] = episode.logprobs
-            advantages[r, span] = episode.advantages
-            versions[r, span] = episode.versions
+            batch.token_ids[r, span] = episode.token_ids
+            batch.document_ids[r, span] = document
+            batch.position_ids[r, span] = np.arange(len(episode.token_ids))
+            batch.loss_mask[r, span] = episode.loss_mask
+            batch.logprobs[r, span] = episode.logprobs
+            batch.advantages[r, span] = episode.advantages
+            batch.versions[r, span] = episode.versions
             start = span.stop
-        # Padding is one more document to the attention, whose positions start at 0.
-        position_ids[r, start:] = np.arange(row_len - start)
-
-    return TrainingBatch(
-        token_ids=token_ids,
-        position_ids=position_ids,
-        document_ids=document_ids,
-        loss_mask=loss_mask,
-        logprobs=logprobs,
-        advantages=advantages,
-        versions=versions,
-        temperature=temperature,
-        num_episodes=sum(len(row) for row in rows),
-    )
+        batch.position_ids[r, start:] = np.arange(row_len - start)
+    return batch

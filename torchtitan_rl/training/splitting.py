@@ -1,22 +1,18 @@
-"""One batch -> the shares of data-parallel ranks -> microbatches.
+"""One batch split over data-parallel ranks and microbatches; which of its tokens are trained on.
 
-All ranks get the same number of rows, and the same sizes of microbatches, because each forward
-and backward is a collective; rows of padding fill up. A row's loss does not depend on where it
-lands.
+All ranks get the same number of rows and the same sizes of microbatches, since each forward and
+backward pass is a collective; rows of padding fill up. A row's loss does not depend on where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.training.batch import TrainingBatch
-
-_PADDING = {"document_ids": -1, "versions": -1}  # other fields are padded with 0
+from torchtitan_rl.training.batch import TrainingBatch, empty_rows
 
 
 def pad_rows(batch: TrainingBatch, multiple: int) -> TrainingBatch:
@@ -25,12 +21,11 @@ def pad_rows(batch: TrainingBatch, multiple: int) -> TrainingBatch:
     missing = -num_rows % multiple
     if missing == 0:
         return batch
-    padding: dict[str, Any] = {
-        name: np.full((missing, row_len), _PADDING.get(name, 0), rows.dtype)
-        for name, rows in _row_fields(batch).items()
+    padding = _row_fields(empty_rows(missing, row_len, temperature=batch.temperature))
+    padded: dict[str, Any] = {
+        name: np.concatenate([rows, padding[name]]) for name, rows in _row_fields(batch).items()
     }
-    padding["position_ids"][:] = np.arange(row_len)
-    return _map_rows(batch, lambda name, rows: np.concatenate([rows, padding[name]]))
+    return replace(batch, **padded)
 
 
 def rank_share(batch: TrainingBatch, rank: int, num_ranks: int) -> TrainingBatch:
@@ -53,7 +48,7 @@ def microbatches(batch: TrainingBatch, rows_per_microbatch: int) -> list[Trainin
 
 
 def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
-    """[R, L], True on tokens that have a token of the same document before them."""
+    """[R, L], True on tokens that follow another token of their document."""
     mask: npt.NDArray[np.bool_] = (batch.document_ids >= 0) & (batch.position_ids > 0)
     return mask
 
@@ -65,33 +60,25 @@ def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
 
 
 def num_masked_nonfinite(batch: TrainingBatch) -> int:
-    """Sampled tokens kept out of the loss because their behaviour logprob is not finite."""
+    """Number of sampled tokens without loss because their behaviour logprob is not finite."""
     return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
 
 
 def sequence_ids(batch: TrainingBatch) -> npt.NDArray[np.int64]:
-    """[R, L]: a number for each document of the batch, that no other has; -1 on padding."""
+    """[R, L]: a number that is unique to each document of the batch; -1 on padding."""
     num_rows, row_len = batch.document_ids.shape
     first = row_len * np.arange(num_rows, dtype=np.int64)[:, None]
     return np.where(batch.document_ids >= 0, first + batch.document_ids, -1)
 
 
 def num_sequences(batch: TrainingBatch) -> int:
-    """Documents with at least one token where ``loss_mask`` holds."""
+    """Number of documents with at least one token in ``loss_mask``."""
     return len(np.unique(sequence_ids(batch)[batch.loss_mask]))
 
 
 def _rows(batch: TrainingBatch, which: slice) -> TrainingBatch:
-    return _map_rows(batch, lambda _, rows: rows[which])
-
-
-def _map_rows(
-    batch: TrainingBatch, change: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any]]
-) -> TrainingBatch:
-    changed: dict[str, Any] = {
-        name: change(name, rows) for name, rows in _row_fields(batch).items()
-    }
-    return replace(batch, **changed)
+    chosen: dict[str, Any] = {name: rows[which] for name, rows in _row_fields(batch).items()}
+    return replace(batch, **chosen)
 
 
 def _row_fields(batch: TrainingBatch) -> dict[str, npt.NDArray[Any]]:

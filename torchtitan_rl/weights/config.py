@@ -11,17 +11,17 @@ class WeightSyncConfig:
     """How new weights reach the replicas."""
 
     mode: Literal["hot_swap", "drain"] = "hot_swap"
-    """``hot_swap`` lets running requests continue under the new weights; ``drain`` waits until a
-    replica has none."""
+    """``hot_swap`` continues running requests under the new weights; ``drain`` waits until they
+    have ended."""
     transport: Literal["auto", "shared_memory", "rdma"] = "auto"
-    """``auto`` takes shared memory where trainer and replicas share a host, else RDMA."""
+    """``auto`` is shared memory if trainer and replicas run on one host, else RDMA."""
     reset_prefix_cache_on_pull: bool = True
-    """False lets prefixes that were cached under older weights serve new requests."""
+    """False serves new requests from prefixes that were cached under older weights."""
     recompute_running_on_pull: bool = True
-    """False lets running requests keep the KV cache of the weights they started with."""
+    """False keeps the KV cache that running requests computed under older weights."""
     order: Literal["together", "one_by_one"] = "together"
-    """Whether all replicas pull at once or one after the other."""
+    """Whether all replicas pull at the same time or one after the other."""
     lag_timeout_s: float = 30.0
-    """Training does not wait longer than so many seconds for a slow replica, which pulls later."""
+    """Longest time that training waits for a slow replica, in seconds; the replica pulls later."""
     timeout_s: float = 300.0
-    """A replica that needs longer than so many seconds is lost."""
+    """Deadline of one replica's pull, in seconds; a replica that misses it is dead."""

@@ -1,4 +1,4 @@
-"""How a published set of weights is named when it travels in a message; the bytes never do."""
+"""References to published weights, sent in messages instead of the bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryHandle:
-    """A safetensors file in Hugging Face names, memory-mapped by processes of the same host."""
+    """A safetensors file with Hugging Face names, memory-mapped by processes of the same host."""
 
     version: int
     path: str

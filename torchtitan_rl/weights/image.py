@@ -1,11 +1,11 @@
-"""A set of weights as one run of bytes in the safetensors layout, written and read in place.
+"""A set of weights as one byte image in the safetensors layout, written and read in place.
 
-The image is written straight into memory that the caller owns (a mapped file, a buffer to be read
-remotely) and read back as views of it: each byte is copied once, where the library's own functions
-would make a second image in between. Any safetensors reader can open the result.
+The image is written directly into memory that the caller owns (a mapped file, a buffer for remote
+reads) and read as views of it: each byte is copied once, where the safetensors library would create
+a second image. Any safetensors reader can open the result.
 
-Invariants: tensors start at multiples of their item size; there are no holes between them; the
-metadata names the policy version, and reading checks it.
+Invariants: tensors start at multiples of their item size, without gaps; the metadata contains the
+policy version, and reading checks it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _LENGTH_BYTES = 8  # the header's length, little-endian, comes first
 _VERSION_KEY = "policy_version"
-_VERSION_DIGITS = 20  # room for them, so that all versions of a policy have one size
+_VERSION_DIGITS = 20  # room for them, so that images of all versions have the same size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Where each tensor lies. ``offsets`` count from the start of the image."""
+    """Header and position of each tensor. ``offsets`` count from the start of the image."""
 
     version: int
     header: bytes
@@ -49,13 +49,28 @@ class ImageLayout:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """One process's part of a tensor of ``shape`` and ``dtype``: the box ``local`` at ``offset``.
+    ``local`` is None if other processes write all of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    local: torch.Tensor | None
+
+    def whole(self) -> torch.Tensor:
+        """A tensor like the whole one, without data; for `plan_image`."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
 def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout:
-    """Lay ``tensors`` out, those of the largest items first so that all are aligned.
+    """Lay out ``tensors``, largest item size first, so that all are aligned.
 
     Tensors that share storage (a tied lm_head) are written once per name.
 
     Raises:
-        WeightSyncError: there are none, or one has a dtype that safetensors does not know.
+        WeightSyncError: there are no tensors, or safetensors does not know a dtype.
     """
     if not tensors:
         raise WeightSyncError(f"version {version}: there are no tensors to publish")
@@ -68,7 +83,7 @@ def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
         starts[name] = end
-        end += tensor.numel() * tensor.element_size()
+        end += tensor.nbytes
         entries[name] = {
             "dtype": _CODES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -90,32 +105,17 @@ def write_image(
     layout: ImageLayout, tensors: Mapping[str, torch.Tensor], image: torch.Tensor
 ) -> None:
     """Copy ``tensors`` (any device, contiguous or not) into ``image``, uint8 [num_bytes]."""
+    parts = {
+        name: TensorPart(shape=t.shape, dtype=t.dtype, offset=(0,) * t.dim(), local=t)
+        for name, t in tensors.items()
+    }
     write_header(layout, image)
-    for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes:
-            start = layout.offsets[name]
-            place = image[start : start + num_bytes].view(tensor.dtype)
-            place.view(tensor.shape).copy_(tensor.detach())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPart:
-    """What one of several processes writes of a tensor of ``shape`` and ``dtype``: ``local``, which
-    lies at ``offset``; None where others write all of it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    offset: tuple[int, ...]
-    local: torch.Tensor | None
-
-    def whole(self) -> torch.Tensor:
-        """A tensor like the whole one, without data; for `plan_image`."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    write_parts(layout, parts, image)
 
 
 def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: torch.Tensor) -> None:
-    """Copy one process's parts into ``image``, uint8 [num_bytes]; `write_header` is another's."""
+    """Copy one process's parts into ``image``, uint8 [num_bytes]; one of the processes also calls
+    `write_header`."""
     for name, part in parts.items():
         if part.local is not None and part.local.numel():
             start = layout.offsets[name]
@@ -128,7 +128,7 @@ def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: tor
 
 
 def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
-    """Write what is not tensors into ``image``, uint8 [num_bytes]."""
+    """Write the header into ``image``, uint8 [num_bytes]."""
     header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     image[: len(layout.header)].copy_(header)
 
@@ -137,12 +137,14 @@ def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
     """The tensors of ``image``, uint8 [num_bytes], as views that keep its memory alive.
 
     Raises:
-        WeightSyncError: the bytes are no whole image, or one of another version.
+        WeightSyncError: the image is incomplete, or of another version.
     """
     try:
         return _views(image, version)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise WeightSyncError(f"version {version}: not a whole safetensors image") from error
+        raise WeightSyncError(
+            f"version {version}: not a complete safetensors image: {error}"
+        ) from error
 
 
 def _views(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
@@ -154,7 +156,7 @@ def _views(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
     entries: dict[str, Any] = json.loads(_to_bytes(image[_LENGTH_BYTES:data_start]))
     found = entries.pop("__metadata__", {}).get(_VERSION_KEY)
     if found != str(version):
-        raise WeightSyncError(f"version {version} was asked for, the image holds version {found}")
+        raise WeightSyncError(f"version {version} was requested, the image is of version {found}")
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
         start, end = (data_start + offset for offset in entry["data_offsets"])

@@ -1,11 +1,11 @@
-"""The folders that hold published weights: whose they are, and what becomes of them.
+"""Folders of published weights: their names and locks, and their removal.
 
-A folder is named after its process and locked (flock(2)) by it. It goes in one of three ways: the
-publisher removes it in the end; where the publisher's process dies, a *guard* does, a shell that
-waits for the end of a pipe from it; where the guard was killed as well (a container that ends),
-whoever starts next on this host, every ``torchtitan-rl`` command included.
+A folder is named after its process, which holds a lock (flock(2)) on it. It is removed by the
+publisher when it closes; if the process dies, by its *guard*, a shell that waits for the end of a
+pipe from it; if the guard was killed too (a container that ends), by the next ``torchtitan-rl``
+command on this host.
 
-Invariant: a folder of a live process is not touched by others.
+Invariant: other processes do not touch the folder of a live process.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ SHARED_MEMORY_ROOT = Path("/dev/shm")
 
 _PREFIX = "torchtitan-rl-"
 _FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
-_LOCKED_WITHIN_S = 60.0  # of its making, by a process that is not ours to look at
+_LOCKED_WITHIN_S = 60.0  # after its creation
 _GUARD = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$@"'
 
 
 def folder_name(run_id: str) -> str:
-    """Of this process, readable; the same in each place."""
+    """Name of this process's folder, the same under each root."""
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run_id)
     started = _started_ticks(os.getpid())
     return f"{_PREFIX}{readable}-ns{_pid_namespace()}-pid{os.getpid()}-t{started}"
 
 
 def make_folder(folder: Path) -> int | None:
-    """Make a folder of this process; a descriptor that holds its lock, to be kept open, or None
-    where the file system has no such locks.
+    """Create and lock a folder of this process; returns a descriptor that holds the lock while it
+    is open, None if the file system has no locks.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return _lock(folder)
 
 
 class FolderGuard:
-    """Removes ``folders`` when this process is gone, however it ends. Start it once."""
+    """Removes ``folders`` when this process ends, in whatever way. Create it once."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        # No object owns the writing end: it is closed by `close` or by the end of the process.
+        # The writing end is closed by `close` or by the end of the process.
         reading, self._writing = os.pipe()
         try:
             self._shell = subprocess.Popen(
@@ -59,7 +59,7 @@ class FolderGuard:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                start_new_session=True,  # it outlives what ends the process's group
+                start_new_session=True,  # a signal to our process group does not reach it
             )
         except BaseException:
             os.close(self._writing)
@@ -69,7 +69,7 @@ class FolderGuard:
         _guards.append(self)
 
     def close(self) -> None:
-        """Remove the folders now; returns when they are gone."""
+        """Remove the folders and wait until that is done."""
         if self in _guards:
             _guards.remove(self)
             os.close(self._writing)
@@ -77,14 +77,14 @@ class FolderGuard:
 
 
 _guards: list[FolderGuard] = []
-"""Kept, since a `Popen` without a reference is a warning."""
+"""Kept alive: a `Popen` object that is collected before its process ends warns."""
 
 
 def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
-    """Remove the folders in ``root`` whose process is gone; returns them. Others are not touched.
+    """Remove the folders in ``root`` whose process has ended; returns them.
 
-    Of a process in another pid namespace (a container that shares the file system) only its lock
-    tells whether it lives.
+    For a process in another pid namespace (a container that shares the file system) only its lock
+    tells whether it is alive.
     """
     removed: list[Path] = []
     for folder in sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []:
@@ -94,15 +94,15 @@ def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
         if int(match["namespace"]) == _pid_namespace():
             is_dead = _started_ticks(int(match["pid"])) != int(match["started"])
         else:
-            is_dead = _is_given_up(folder)
+            is_dead = _is_unlocked(folder)
         if is_dead:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
 
 
-def _is_given_up(folder: Path) -> bool:
-    """No process holds its lock, and it is not new."""
+def _is_unlocked(folder: Path) -> bool:
+    """Whether it is not new and no process holds its lock."""
     try:
         age_s = time.time() - folder.stat().st_mtime
     except OSError:
@@ -115,7 +115,7 @@ def _is_given_up(folder: Path) -> bool:
 
 
 def _lock(folder: Path) -> int | None:
-    """None where another process holds it, or there are no such locks."""
+    """A descriptor that holds the lock; None if another process does, or there are no locks."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -132,7 +132,7 @@ def _pid_namespace() -> int:
 
 
 def _started_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (field 22 of proc(5) stat), or None."""
+    """Start of a process in clock ticks since boot (field 22 of proc(5) stat); None if it ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,11 @@
-"""Which published versions somebody still needs: reference counts, kept by the controller.
+"""Reference counts of the published versions, held by the controller.
 
-The publisher keeps the newest version and the one before by itself; an evaluation pins the version
-that it runs on for longer. Used from one event loop.
+The publisher keeps the newest version and the one before; an evaluation pins the version that it
+runs on for longer. For use in one event loop.
 
-Invariant: a pinned version stays readable, whatever is published meanwhile, if each publishing is
-given `kept` and followed by `advance`. A version may be pinned only while it is the current one or
-pinned already, since any other may be given up by a publishing that has begun.
+Invariant: a pinned version stays readable if each publishing is given `kept` and followed by
+`advance`. Only the current version, or one that is pinned already, can be pinned: a publishing that
+has begun may release any other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 class PublishedVersions:
-    """Counts who holds which version."""
+    """Counts the pins of each version."""
 
     def __init__(self) -> None:
         self._current: int | None = None
@@ -31,10 +31,11 @@ class PublishedVersions:
         self._current = version
 
     def pin(self, version: int) -> Callable[[], None]:
-        """Keep ``version`` readable until the returned function is called (again: no effect).
+        """Keep ``version`` readable until the returned function is called; calling it again has no
+        effect.
 
         Raises:
-            ValueError: it is neither the current version nor pinned by another.
+            ValueError: it is neither the current version nor pinned.
         """
         if version != self._current and version not in self._pins:
             raise ValueError(
@@ -60,6 +61,10 @@ class PublishedVersions:
 
 
 def given_up(held: list[int], keep: frozenset[int]) -> list[int]:
-    """Of the versions that a publisher holds, oldest first, those to free before it writes one
-    more: all but the newest, which becomes the one before, and those in ``keep``."""
+    """The versions to release before one more is published, of those ``held``, oldest first: all
+    but the newest and those in ``keep``.
+
+    >>> given_up([3, 4, 5], keep=frozenset({3}))
+    [4]
+    """
     return [version for version in held[:-1] if version not in keep]

@@ -1,11 +1,11 @@
-"""Weights of each version as a safetensors file in shared memory, for readers of the same host.
+"""Each version of the weights as a safetensors file in shared memory, for readers on the same host.
 
-Plain files rather than ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
+Plain files instead of ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
 process ends.
 
-Invariants: a file has its final name only once it is whole; while a version is written, of the
-others only the current one and those to be kept exist, and one that was given up and that nobody
-reads lends its memory to it; a run's folder goes with its process (see
+Invariants: a file has its final name only after it is complete; while a version is written, only
+the current version and those in ``keep`` exist besides it; a released version that no reader uses
+provides the memory (see `weights/segment.py`); the folder is removed when its process ends (see
 `weights/leftovers.py`).
 """
 
@@ -33,23 +33,23 @@ from torchtitan_rl.weights.leftovers import (
 from torchtitan_rl.weights.published import given_up
 from torchtitan_rl.weights.segment import Segment
 
-_HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
+_HEADROOM_BYTES = 16 << 20  # other programs use the shared-memory file system too
 
 
 class SharedMemoryPublisher:
-    """Writes versions one after another. Not thread-safe: the trainer publishes from one place.
+    """Writes versions one after another; a `WeightPublisher`. Not thread-safe.
 
     Args:
-        run_id: makes the folder's name readable; need not be unique.
-        fallback_dir: where files go when the shared-memory file system has no room (containers
-            often give it 64 MB); must be visible to the readers, as the run's folder is.
+        run_id: part of the folder's name, for people; need not be unique.
+        fallback_dir: folder to use if the shared-memory file system has no room (containers often
+            give it 64 MB); must be visible to the readers, as the run's folder is.
         root: the shared-memory file system.
     """
 
     def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
         self._roots = (root, fallback_dir)
         self._folder_name = folder_name(run_id)
-        self._locks: dict[Path, int | None] = {}  # of the folders that were made
+        self._locks: dict[Path, int | None] = {}  # of the folders created so far
         self._guard: FolderGuard | None = None
         self._held: dict[int, Segment] = {}  # by version, in order of publishing
         for folder in self._roots:
@@ -62,12 +62,7 @@ class SharedMemoryPublisher:
         *,
         keep: frozenset[int] = frozenset(),
     ) -> SharedMemoryHandle:
-        """Write ``version`` whole, then make it visible. First, all versions but the current one
-        and those in ``keep`` go.
-
-        Raises:
-            WeightSyncError: neither place has room, or a tensor cannot be written.
-        """
+        """See `WeightPublisher.publish`."""
         layout = plan_image(tensors, version)
         segment = self.begin(layout, keep)
         try:
@@ -78,18 +73,25 @@ class SharedMemoryPublisher:
             raise
 
     def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
-        """The first half of `publish`: memory that nobody reads, to be written whole. Then comes
-        `finish`, or, where that cannot be, the segment's `remove`.
+        """First half of `publish`: memory for the version that no reader uses. After writing all of
+        it call `finish`, or after an error the segment's `remove`.
 
         Raises:
-            WeightSyncError: neither place has room.
+            WeightSyncError: there is no room.
         """
         return self._used_segment(layout, keep) or self._new_segment(layout)
 
     def finish(self, layout: ImageLayout, segment: Segment) -> SharedMemoryHandle:
-        """Make the version visible that has been written into ``segment``."""
+        """Make the version visible that was written into ``segment``.
+
+        Raises:
+            WeightSyncError: the file cannot be renamed.
+        """
         path = segment.path.with_suffix(".safetensors")
-        segment.offer(path)
+        try:
+            segment.offer(path)
+        except OSError as error:
+            raise WeightSyncError(f"version {layout.version}: cannot rename to {path}") from error
         before = self._held.pop(layout.version, None)
         if before is not None and before.path != path:
             before.remove()
@@ -99,7 +101,7 @@ class SharedMemoryPublisher:
         )
 
     def close(self) -> None:
-        """Remove everything. Readers keep what they have mapped."""
+        """Remove all versions. Readers keep what they have mapped."""
         self._held.clear()
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
@@ -113,18 +115,18 @@ class SharedMemoryPublisher:
 
     def _make(self, folder: Path) -> None:
         if self._guard is None:
-            with contextlib.suppress(OSError):  # without a shell, the next command cleans up
+            with contextlib.suppress(OSError):  # if there is no shell, the next command cleans up
                 self._guard = FolderGuard([root / self._folder_name for root in self._roots])
         if folder not in self._locks:
             self._locks[folder] = make_folder(folder)
 
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
-        """Give versions up; one of them, to be written again, if it fits and nobody reads it."""
+        """Release versions; returns one whose memory fits and that no reader uses."""
         found: Segment | None = None
         for old in given_up(list(self._held), keep):
             segment = self._held.pop(old)
             folder = segment.path.parent
-            # Locks are certain in the first place only.
+            # Only the shared-memory file system certainly has locks.
             is_fit = segment.num_bytes == layout.num_bytes and self._roots[0] in folder.parents
             if is_fit and found is None and segment.take_back(_unfinished(folder, layout)):
                 found = segment
@@ -158,7 +160,7 @@ def _unfinished(folder: Path, layout: ImageLayout) -> Path:
 
 
 def _refusal(root: Path, num_bytes: int) -> str | None:
-    """Why ``num_bytes`` cannot go to ``root``, or None."""
+    """Why ``root`` cannot take ``num_bytes``, or None."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         room = shutil.disk_usage(root).free - _HEADROOM_BYTES

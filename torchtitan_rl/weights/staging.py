@@ -1,10 +1,10 @@
 """Weights that a generator rank has fetched and not yet copied into its model.
 
-Fetching runs in a thread while decoding goes on; the swap, between two steps, only copies. All
-methods may be called from any thread.
+A thread fetches them while decoding goes on; the swap, between two steps, only copies. All methods
+may be called from any thread.
 
-Invariants: a version is found only once all of its bytes are here; a tensor handed out stays valid
-after its version was discarded, since it holds the memory.
+Invariants: a version is available only after all of its bytes are fetched; its tensors stay valid
+after it was discarded, since they hold the memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import read_image
-from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.segment import SegmentReader
 
 
 class RdmaReader(Protocol):
-    """Fills ``image``, uint8 [handle.num_bytes], with the remote bytes; blocks until it is done.
+    """Reads the remote bytes into ``image``, uint8 [handle.num_bytes]; blocks.
 
     Raises:
         WeightSyncError: they could not be read.
@@ -37,14 +37,16 @@ class RdmaReader(Protocol):
 
 
 class WeightStaging:
-    """Staged versions of one rank. ``rdma_reader`` is needed where handles are remote."""
+    """Staged versions of one rank. ``rdma_reader`` is needed for remote handles."""
 
     def __init__(self, rdma_reader: RdmaReader | None = None) -> None:
         self._rdma_reader = rdma_reader
         self._lock = threading.Lock()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self._segments = SegmentReader()
-        self._spare = _SpareMemory()
+        # Memory of the remote image released last, reused for the next one: allocating it costs
+        # about as much as reading into it. No tensor uses it.
+        self._spare: deque[mmap.mmap] = deque(maxlen=1)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -52,10 +54,10 @@ class WeightStaging:
             return tuple(sorted(self._staged))
 
     def stage(self, handle: WeightHandle) -> None:
-        """Fetch a version; blocks. A version that is already here is not fetched again.
+        """Fetch a version, unless it is already staged; blocks.
 
         Raises:
-            WeightSyncError: it is gone, incomplete or of another version than the handle says.
+            WeightSyncError: it is gone, incomplete, or not the handle's version.
         """
         if handle.version in self.versions:
             return
@@ -84,16 +86,23 @@ class WeightStaging:
             raise WeightSyncError(
                 f"version {handle.version} is in remote memory and this rank has no RDMA reader"
             )
-        memory = self._spare.take(handle.num_bytes)
+        memory = self._memory(handle.num_bytes)
         held = memoryview(memory)  # by the tensor's storage, which views share
         image = torch.frombuffer(held, dtype=torch.uint8)
         self._rdma_reader(handle, image)
-        # Not after a failure: something might still be written to it.
-        self._spare.put_after(held, memory)
+        # Not reused after a failure, since a late read may still write to it.
+        weakref.finalize(held, self._spare.append, memory).atexit = False
         return image
 
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        with contextlib.suppress(IndexError):
+            memory = self._spare.pop()
+            if len(memory) == num_bytes:
+                return memory
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of ``version`` in Hugging Face names; not to be written to.
+        """The tensors of ``version`` in Hugging Face names, for reading.
 
         Raises:
             WeightSyncError: it is not staged.
@@ -105,34 +114,11 @@ class WeightStaging:
         raise WeightSyncError(f"version {version} is not staged; staged are {staged or 'none'}")
 
     def discard_before(self, version: int) -> None:
-        """Forget all versions older than ``version``."""
+        """Drop all versions older than ``version``."""
         with self._lock:
             discarded = [staged for staged in self._staged if staged < version]
             for old in discarded:
                 del self._staged[old]
-        if discarded:  # examined beside decoding, and not when the next version is fetched
+        if discarded:  # examined now, during decoding, rather than before the next fetch
             examination = threading.Thread(target=self._segments.examine, daemon=True)
             examination.start()
-
-
-class _SpareMemory:
-    """Memory of the image that was given up last, for the next one: new memory costs about as much
-    as what is read into it.
-
-    Invariant: what is taken is held by nobody.
-    """
-
-    def __init__(self) -> None:
-        self._spare: deque[mmap.mmap] = deque(maxlen=1)
-
-    def take(self, num_bytes: int) -> mmap.mmap:
-        """So many bytes of any content."""
-        with contextlib.suppress(IndexError):
-            memory = self._spare.pop()
-            if len(memory) == num_bytes:
-                return memory
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def put_after(self, held: memoryview, memory: mmap.mmap) -> None:
-        """``memory`` may be taken when ``held`` is gone."""
-        weakref.finalize(held, self._spare.append, memory).atexit = False

@@ -1,4 +1,4 @@
-"""Which way weights travel, decided from the configuration and from who runs where."""
+"""How weights get from the trainer to the replicas: the transports and their choice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Transport(StrEnum):
-    """How the bytes of a version get from the trainer to the generator ranks."""
+    """Medium between the trainer and the generator ranks."""
 
-    SHARED_MEMORY = "shared_memory"  # a memory-mapped file; all on one host
-    RDMA = "rdma"  # Monarch's RDMABuffer, over TCP where there is no such hardware
+    SHARED_MEMORY = "shared_memory"  # a memory-mapped file; one host only
+    RDMA = "rdma"  # Monarch's RDMABuffer, over TCP without RDMA hardware
 
 
 class WeightPublisher(Protocol):
@@ -32,23 +32,23 @@ class WeightPublisher(Protocol):
         *,
         keep: frozenset[int] = frozenset(),
     ) -> WeightHandle:
-        """Offer whole tensors, in Hugging Face names, as ``version``.
+        """Publish whole tensors, in Hugging Face names, as ``version``. They are copied.
 
-        The tensors are copied. Readable are then this version, the one offered before, and those
-        in ``keep`` that were readable; the others stop to be so before this one is written.
+        Afterwards this version, the one published before, and those in ``keep`` that were readable
+        are readable; the others are released before this one is written.
 
         Raises:
-            WeightSyncError: it cannot be done.
+            WeightSyncError: the version cannot be published.
         """
         ...
 
     def close(self) -> None:
-        """Give up all versions and their memory."""
+        """Release all versions and their memory."""
         ...
 
 
 def host_name() -> str:
-    """Of the machine that the calling process runs on: equal where memory can be shared."""
+    """Name of the machine of this process; processes with equal names can share memory."""
     return socket.gethostname()
 
 
@@ -58,14 +58,14 @@ def choose_transport(
     trainer_host: str,
     replica_hosts: Sequence[str],
 ) -> Transport:
-    """Shared memory where everything runs on the trainer's host, else RDMA; or what was forced.
+    """Shared memory if everything runs on the trainer's host, else RDMA, unless ``configured``.
 
     Args:
-        trainer_host: of the trainer's rank 0, which publishes.
-        replica_hosts: of every generator rank.
+        trainer_host: host of the trainer's rank 0, which publishes.
+        replica_hosts: hosts of all generator ranks.
 
     Raises:
-        ConfigError: shared memory is forced though a generator rank runs on another host.
+        ConfigError: shared memory is configured and a generator rank runs on another host.
     """
     others = sorted(set(replica_hosts) - {trainer_host})
     if configured == "shared_memory" and others:

@@ -25,7 +25,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
-from torchtitan_rl.training.checkpoint_files import fingerprint, list_files, seal
+from torchtitan_rl.training.checkpoint_files import seal
 
 TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
 POLICY = Path(TINY.policy.checkpoint)
@@ -141,8 +141,7 @@ def checkpoint(config: RunConfig, step: int, **document: Any) -> Path:
     folder = config.run_dir / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"tensors")
-    files = {name: fingerprint(folder / name) for name in list_files(folder)}
-    seal(folder, {"version": step, "ranks": 1, "extra": {"step": step, **document}}, files)
+    seal(folder, {"version": step, "ranks": 1, "extra": {"step": step, **document}})
     return folder
 
 

@@ -21,8 +21,6 @@ from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.resume_choice import GROUPS, choose_checkpoint
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
-    fingerprint,
-    list_files,
     read_document,
     seal,
 )
@@ -64,7 +62,7 @@ def steps(run_dir: Path) -> list[int]:
 def changed(path: Path, **fields: Any) -> None:
     """The document of a checkpoint says something else."""
     document = read_document(path) | fields
-    seal(path, document, {name: fingerprint(path / name) for name in list_files(path)})
+    seal(path, document)
 
 
 def attached(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints where files cannot be written, renamed or removed, at any operation."""
+"""Checkpoints when a file operation fails, or when the process is killed at one."""
 
 from __future__ import annotations
 
@@ -11,37 +11,28 @@ from typing import Any
 
 import pytest
 
-from tests.fast.training.test_checkpoints import names
+from tests.fast.training.test_checkpoints import names, write
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training import checkpoint_files, checkpoints
-from torchtitan_rl.training.checkpoint_files import (
-    MARKER,
-    discard,
-    fingerprint,
-    list_files,
-    publish,
-    seal,
-    temporary_path,
-    write_attachments,
-    write_file,
-)
+from torchtitan_rl.training.checkpoint_files import MARKER, temporary_path
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 
 
 class Disk:
-    """Counts operations on files; from the chosen one on, ``times`` of them fail."""
+    """Counts file operations; from number ``failing`` on, ``times`` of them raise ``error``."""
 
-    def __init__(self, failing: int, times: int) -> None:
+    def __init__(self, failing: int, times: int, error: BaseException) -> None:
         self._failing = failing
         self._times = times
+        self._error = error
         self.operations = 0
 
     def use(self) -> None:
         self.operations += 1
         if self._failing <= self.operations < self._failing + self._times:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self._error
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*arguments: Any, **options: Any) -> Any:
@@ -51,31 +42,18 @@ class Disk:
         return guarded
 
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextmanager
-def failing(operation: int, times: int = 1) -> Iterator[Disk]:
-    disk = Disk(operation, times)
+def failing(operation: int, times: int = 1, error: BaseException = FULL) -> Iterator[Disk]:
+    disk = Disk(operation, times, error)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("mkdir", "open", "rename"):
             patch.setattr(Path, name, disk.guard(getattr(Path, name)))
         for name in ("fsync", "open"):
             patch.setattr(checkpoint_files.os, name, disk.guard(getattr(os, name)))
         yield disk
-
-
-def write(path: Path, data: bytes) -> None:
-    """As `CheckpointWriter` does it."""
-    temporary = temporary_path(path)
-    try:
-        discard(path)
-        temporary.mkdir(parents=True)
-        write_file(temporary / "data", data)
-        write_attachments(temporary, {"groups": b"3 groups"})
-        files = {name: fingerprint(temporary / name) for name in list_files(temporary)}
-        seal(temporary, {"data": data.decode()}, files)
-        publish(path)
-    except OSError:
-        discard(path)
-        raise
 
 
 def read(path: Path) -> bytes:
@@ -86,7 +64,7 @@ def read(path: Path) -> bytes:
 def test_a_write_that_fails_at_any_operation_leaves_no_trace_and_can_be_done_again(
     tmp_path: Path, is_again: bool
 ) -> None:
-    """Of a new step, and of one that has a checkpoint already."""
+    """For a new step, and for one that already has a checkpoint."""
     operation = 0
     while True:
         operation += 1
@@ -111,10 +89,10 @@ def test_a_write_that_fails_at_any_operation_leaves_no_trace_and_can_be_done_aga
 
 
 @pytest.mark.parametrize("is_again", [False, True])
-def test_a_disk_that_takes_nothing_any_more_leaves_what_the_next_start_can_go_on_from(
+def test_a_disk_that_stays_full_leaves_a_checkpoint_that_the_next_start_resumes_from(
     tmp_path: Path, is_again: bool
 ) -> None:
-    """Not even what was begun can be undone; a later start finds a disk with room."""
+    """Nothing can be undone either; at the next start the disk has room."""
     for operation in range(1, 16):
         directory = CheckpointDirectory(tmp_path / str(operation))
         write(directory.path(1), b"old")
@@ -126,6 +104,30 @@ def test_a_disk_that_takes_nothing_any_more_leaves_what_the_next_start_can_go_on
         assert names(directory.root) == [found.path.name] or not is_again
         write(directory.path(3), b"later")
         assert directory.newest(checksums=True).step == 3
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_writer_that_is_killed_at_any_operation_leaves_a_checkpoint_to_resume_from(
+    tmp_path: Path, is_again: bool
+) -> None:
+    operation, was_killed, contents = 0, True, set()
+    while was_killed:
+        operation += 1
+        directory = CheckpointDirectory(tmp_path / str(operation))
+        write(directory.path(1), b"old")
+        try:
+            with failing(operation, error=KeyboardInterrupt()):
+                write(directory.path(1 if is_again else 2), b"new")
+        except KeyboardInterrupt:
+            found = CheckpointDirectory(directory.root).newest(checksums=True)
+            assert found.path is not None
+            assert found.passed_over == ()
+            assert set(names(directory.root)) == {"step-000001", found.path.name}
+            contents.add(read(found.path))
+        else:
+            was_killed = False
+    assert operation > 15
+    assert contents == {b"old", b"new"}
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_taken_for_a_damaged_one(
@@ -176,7 +178,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
 
 
 @pytest.mark.parametrize("place", ["step-000002/data", ""])
-def test_a_checkpoint_of_which_the_size_cannot_be_asked_for_is_not_taken_for_a_torn_one(
+def test_a_checkpoint_whose_size_cannot_be_read_is_not_taken_for_a_torn_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     directory = CheckpointDirectory(tmp_path)
@@ -219,8 +221,8 @@ def test_a_run_goes_on_where_old_checkpoints_cannot_be_removed(
         await simulation.run()
         return simulation.recorder.said
 
-    said = run_virtually(run())
-    assert any("old checkpoints could not be removed" in text for text in said)
+    messages = run_virtually(run())
+    assert any("old checkpoints could not be removed" in text for text in messages)
     assert names(tmp_path / "checkpoints") == [
         "step-000001.removed",
         "step-000004",

@@ -1,4 +1,4 @@
-"""Expected gradients, exactly: every outcome of a small policy, as often as it is sampled."""
+"""Exact expected gradients: every outcome of a small policy, weighted by its probability."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ REWARDS = torch.tensor([1.0, -0.5, 0.2, 0.0, 2.0, -1.0, 0.7, 0.3, -0.4], dtype=t
 
 
 def logprobs_of(logits_LV: torch.Tensor) -> torch.Tensor:
-    """[sequences, L] under a policy that picks each position's token by itself."""
+    """[sequences, L] under a policy whose positions are independent."""
     logprobs_LV = logits_LV.log_softmax(-1)
     tokens = torch.tensor(SEQUENCES)
     return torch.stack([logprobs_LV[i, tokens[:, i]] for i in range(LENGTH)], dim=1)
 
 
 def expected_gradient(config: LossConfig, logits_LV: torch.Tensor, age: int) -> torch.Tensor:
-    """Of minus the loss over all sequences, each counting as often as behaviour samples it."""
+    """Gradient of minus the loss over all sequences, weighted by the behaviour probability."""
     logits_LV = logits_LV.clone().requires_grad_()
     behaviour_NL = logprobs_of(BEHAVIOUR)
-    often_N = behaviour_NL.sum(1).exp()
+    probability_N = behaviour_NL.sum(1).exp()
     tokens = LossTokens(
         logprobs_T=logprobs_of(logits_LV).flatten(),
         behaviour_T=behaviour_NL.flatten(),
-        advantages_T=(REWARDS * often_N).repeat_interleave(LENGTH),
+        advantages_T=(REWARDS * probability_N).repeat_interleave(LENGTH),
         trained_T=torch.ones(len(SEQUENCES) * LENGTH, dtype=torch.bool),
         ages_T=torch.full((len(SEQUENCES) * LENGTH,), age),
         sequences_T=torch.arange(len(SEQUENCES)).repeat_interleave(LENGTH),
@@ -46,7 +46,7 @@ def expected_gradient(config: LossConfig, logits_LV: torch.Tensor, age: int) -> 
 
 
 def true_gradient(logits_LV: torch.Tensor) -> torch.Tensor:
-    """Of the expected reward under the policy itself."""
+    """Gradient of the expected reward under the policy itself."""
     logits_LV = logits_LV.clone().requires_grad_()
     reward = (logprobs_of(logits_LV).sum(1).exp() * REWARDS).sum()
     return torch.autograd.grad(reward, logits_LV)[0]
@@ -63,8 +63,8 @@ def test_sequence_weights_give_the_true_gradient_from_samples_of_another_policy(
     torch.testing.assert_close(found, true_gradient(MOVED))
 
 
-def test_without_a_correction_the_gradient_is_another_ones() -> None:
-    """What `loss_errors` refuses, trap 24: a recomputed proximal policy, no importance weight."""
+def test_without_a_correction_the_gradient_is_wrong() -> None:
+    """Trap 24, which `loss_errors` refuses: a recomputed proximal policy without weights."""
     found = expected_gradient(dataclasses.replace(UNCAPPED, importance_weight="none"), MOVED, age=3)
     assert not torch.allclose(found, true_gradient(MOVED), rtol=0.1)
 

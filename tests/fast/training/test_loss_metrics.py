@@ -8,7 +8,7 @@ import torch
 from tests.support.loss_tokens import loss_of, make_tokens
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import loss_metrics
-from torchtitan_rl.training.losses.age_metrics import AGE_BUCKETS
+from torchtitan_rl.training.losses.metrics import AGE_BUCKETS
 
 
 def test_each_age_has_its_ratio_clipped_and_masked_share_kl_and_effective_share() -> None:

@@ -1,8 +1,9 @@
-"""Each option of the policy loss against values worked out by hand; what holds for all of them."""
+"""Each option of the policy loss against hand-computed values; properties of all of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import math
 from typing import Literal
 
@@ -10,34 +11,34 @@ import pytest
 import torch
 
 from tests.support.loss_tokens import loss_of, make_tokens, totals_of
+from torchtitan_rl.config.checks.loss import loss_errors
+from torchtitan_rl.training import losses
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import LossTokens, policy_loss
-from torchtitan_rl.training.losses.importance import truncated_weights
-from torchtitan_rl.training.losses.ratios import interpolated_logprobs
+from torchtitan_rl.training.losses.policy import importance_weights, proximal_logprobs
 
-OPTIONS = {
-    "default": LossConfig(),
-    "cispo": LossConfig(surrogate="cispo"),
-    "gspo": LossConfig(ratio="sequence", aggregation="sequence_mean", clip_low=0.05, clip_high=0.1),
-    "tis": LossConfig(proximal_policy="recomputed", importance_weight="token"),
-    "sequence tis": LossConfig(
+
+def published_methods() -> dict[str, LossConfig]:
+    """The methods of the example in the docstring of `losses`, which is run."""
+    (example,) = (test for test in doctest.DocTestFinder().find(losses) if test.examples)
+    assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+    methods: dict[str, LossConfig] = example.globs["methods"]
+    return methods
+
+
+METHODS = published_methods()
+OPTIONS = METHODS | {
+    "sequence weights": LossConfig(
         proximal_policy="recomputed", importance_weight="sequence", surrogate="cispo"
     ),
-    "icepop": LossConfig(
-        proximal_policy="recomputed",
-        importance_weight="token",
-        importance_weight_cap=5.0,
-        mask="token",
-    ),
-    "decoupled": LossConfig(
-        proximal_policy="interpolated", importance_weight="token", kl_coefficient=0.1
-    ),
-    "sequence mask": LossConfig(mask="sequence", kl_coefficient=0.1, kl_estimator="k1"),
-    "geometric mask": LossConfig(mask="geometric", mask_low=0.8, mask_high=1.2),
-    "dr. grpo": LossConfig(
-        aggregation="constant", constant_length=7, kl_coefficient=0.1, kl_estimator="k2"
-    ),
+    "sequence mask, k1": LossConfig(mask="sequence", kl_coefficient=0.1, kl_estimator="k1"),
+    "k2": LossConfig(kl_coefficient=0.1, kl_estimator="k2"),
 }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_options_of_published_methods_pass_the_checks_of_a_run(name: str) -> None:
+    assert loss_errors(METHODS[name], staleness=1) == []
 
 
 def test_truncated_importance_sampling_weighs_tokens_by_their_capped_ratio() -> None:
@@ -49,7 +50,7 @@ def test_truncated_importance_sampling_weighs_tokens_by_their_capped_ratio() -> 
     assert gradient == pytest.approx([-2.0 / 3, -0.5 / 3, 2.0 / 3])
     assert output.sums["weight_mean"].item() == pytest.approx(3.5)
     assert output.sums["weight_capped_share"].item() == 1
-    assert output.sums["clip_share"].item() == 0  # the proximal_policy is the policy itself
+    assert output.sums["clip_share"].item() == 0  # the proximal policy is the policy itself
 
 
 def test_sequence_weights_are_the_capped_product_of_the_sequences_ratios() -> None:
@@ -96,10 +97,11 @@ def test_a_geometric_mask_does_not_grow_with_the_length_and_never_overflows() ->
     assert masked.sums["masked_share"].item() == 20_000
 
 
-def test_the_interpolated_policy_lies_one_version_before_the_current_one() -> None:
+def test_the_interpolated_policy_is_one_version_before_the_current_one() -> None:
     """Ages 0 to 4: shares 1, 0, 1/2, 2/3, 3/4 of the way from behaviour to policy."""
     tokens = make_tokens([math.e] * 5, [1.0] * 5, ages=[0, 1, 2, 3, 4])
-    way = interpolated_logprobs(tokens) - tokens.behaviour_T
+    proximal_T = proximal_logprobs(tokens, LossConfig(proximal_policy="interpolated"))
+    way = proximal_T - tokens.behaviour_T
     assert way.tolist() == pytest.approx([1.0, 0.0, 1 / 2, 2 / 3, 3 / 4])
     assert not way.requires_grad
 
@@ -149,9 +151,9 @@ def test_gspo_gives_each_token_the_gradient_of_its_own_advantage() -> None:
 
 def test_weights_carry_no_gradient() -> None:
     tokens = make_tokens([1.5], [1.0])
-    weights = truncated_weights(
-        tokens.logprobs_T - tokens.behaviour_T, tokens, level="token", cap=2.0, max_log_ratio=20.0
-    )
+    config = LossConfig(importance_weight="token")
+    weights = importance_weights(tokens, tokens.logprobs_T, config)
+    assert weights is not None
     assert weights.tolist() == pytest.approx([1.5])
     assert not weights.requires_grad
 

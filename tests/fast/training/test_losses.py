@@ -1,4 +1,4 @@
-"""The default policy loss and cross-entropy against values worked out by hand."""
+"""The default policy loss and cross-entropy against hand-computed values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_on_policy_the_gradient_is_the_advantage() -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "moves"),
     [
-        (1.5, 2.0, -1.28 * 2.0, False),  # better and already likelier: clipped above
-        (1.2, 2.0, -1.2 * 2.0, True),  # below the high clip
+        (1.5, 2.0, -1.28 * 2.0, False),  # better and more likely than before: clipped above
+        (1.2, 2.0, -1.2 * 2.0, True),  # below the upper bound
         (0.5, 2.0, -0.5 * 2.0, True),  # better but less likely: not clipped
-        (0.5, -2.0, 0.8 * 2.0, False),  # worse and already less likely: clipped below
-        (1.5, -2.0, 1.5 * 2.0, True),  # worse but likelier: not clipped
+        (0.5, -2.0, 0.8 * 2.0, False),  # worse and less likely than before: clipped below
+        (1.5, -2.0, 1.5 * 2.0, True),  # worse but more likely: not clipped
     ],
 )
-def test_clipping_is_one_sided_with_a_bound_of_its_own_for_each_side(
+def test_clipping_is_one_sided_with_a_separate_bound_for_each_side(
     ratio: float, advantage: float, loss: float, moves: bool
 ) -> None:
     output, gradient = loss_of(make_tokens([ratio], [advantage]), CONFIG)
@@ -42,7 +42,7 @@ def test_clipping_is_one_sided_with_a_bound_of_its_own_for_each_side(
     assert output.sums["clip_share_low"].item() == int(not moves and advantage < 0)
 
 
-def test_the_ratio_is_taken_on_the_samplers_logprobs() -> None:
+def test_the_ratio_is_taken_against_the_logprobs_of_sampling() -> None:
     """Trap 24: with a recomputed proximal policy the ratio would be 1 and nothing clipped."""
     output, _ = loss_of(make_tokens([2.0, 0.25], [1.0, 1.0]), CONFIG)
     assert output.sums["clip_share"].item() == 1

@@ -1,12 +1,15 @@
-"""Packing and splitting: nothing is lost, nothing is mixed up."""
+"""Packing and splitting: no token is lost or misplaced."""
 
 from __future__ import annotations
+
+import doctest
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
 from torchtitan_rl.training.splitting import (
@@ -57,20 +60,20 @@ lengths_lists = st.lists(st.integers(1, ROW_LEN + 4), min_size=1, max_size=30)
 
 
 @given(lengths=lengths_lists, rows_multiple=st.integers(1, 5))
-def test_every_episode_is_in_one_row_whole_or_named_as_oversized(
+def test_every_episode_is_whole_in_one_row_or_listed_as_oversized(
     lengths: list[int], rows_multiple: int
 ) -> None:
-    """Trap 20: an oversized episode has an exit of its own and is never dropped in silence."""
+    """Trap 20: an oversized episode is reported and never dropped silently."""
     episodes = [make_episode(n, first_token=100 * i) for i, n in enumerate(lengths)]
-    packing = pack_episodes(episodes, row_len=ROW_LEN, temperature=0.7, rows_multiple=rows_multiple)
-    assert packing.oversized == tuple(i for i, n in enumerate(lengths) if n > ROW_LEN)
+    packed = pack_episodes(episodes, row_len=ROW_LEN, temperature=0.7, rows_multiple=rows_multiple)
+    assert packed.oversized == tuple(i for i, n in enumerate(lengths) if n > ROW_LEN)
     fitting = [e for e in episodes if len(e.token_ids) <= ROW_LEN]
-    if packing.batch is None:
+    if packed.batch is None:
         assert not fitting
         return
-    assert documents(packing.batch) == [e.token_ids for e in fitting]
-    assert packing.batch.num_episodes == len(fitting)
-    assert len(packing.batch.token_ids) % rows_multiple == 0
+    assert documents(packed.batch) == [e.token_ids for e in fitting]
+    assert packed.batch.num_episodes == len(fitting)
+    assert len(packed.batch.token_ids) % rows_multiple == 0
 
 
 @given(lengths=lengths_lists)
@@ -105,12 +108,12 @@ def test_first_fit_decreasing_fills_rows_without_overflow(lengths: list[int]) ->
     assert sorted(i for row in bins for i in row) == list(range(len(lengths)))
     totals = [sum(lengths[i] for i in row) for row in bins]
     assert max(totals) <= ROW_LEN
-    # Two rows that are half empty would have been one.
+    # Two rows that are at most half full would fit into one.
     assert sum(2 * total <= ROW_LEN for total in totals) <= 1
 
 
 def test_packing_is_deterministic_and_prefers_the_longest_first() -> None:
-    assert first_fit_decreasing([3, 9, 7, 6, 7], 16) == [[1, 2], [4, 3, 0]]
+    assert doctest.testmod(packing) == (0, 1)  # failed, attempted
 
 
 def test_an_episode_with_fields_of_different_lengths_is_refused() -> None:
@@ -143,7 +146,7 @@ def test_ranks_and_microbatches_share_the_rows_without_loss(
     assert all(size == sizes[0] for size in sizes)
     found = [d for share in parts for part in share for d in documents(part)]
     assert sorted(found) == documents(batch)
-    # The trainer gathers rows back by this.
+    # This is how the trainer gathers rows back.
     back = np.stack([np.concatenate([p.token_ids for p in share]) for share in parts], axis=1)
     assert np.array_equal(back.reshape(-1, ROW_LEN), padded.token_ids)
 
@@ -162,7 +165,7 @@ def test_rows_that_do_not_divide_among_ranks_are_refused() -> None:
 
 
 def test_tokens_with_nonfinite_behaviour_logprobs_are_masked_and_counted() -> None:
-    """Trap 15: garbage logprobs never train as if on-policy."""
+    """Trap 15: invalid logprobs are never trained on as if on-policy."""
     batch = make_batch([6])
     batch.logprobs[0, 2] = np.nan
     batch.logprobs[0, 4] = -np.inf
@@ -178,7 +181,7 @@ def test_the_first_token_of_a_document_is_never_trained_on() -> None:
     assert trained_mask(batch)[0].tolist() == [False, True, True, True, False, True, True, False]
 
 
-def test_sequences_of_a_batch_have_numbers_of_their_own() -> None:
+def test_every_sequence_of_a_batch_has_a_unique_number() -> None:
     batch = make_batch([5, 3, 8, 2, 6])
     ids = sequence_ids(batch)
     real = batch.document_ids >= 0

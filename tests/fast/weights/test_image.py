@@ -110,14 +110,14 @@ def test_the_safetensors_library_reads_the_image(tmp_path: Path) -> None:
 
 
 def test_an_image_of_another_version_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="version 4 was asked for, the image holds version 3"):
+    with pytest.raises(WeightSyncError, match="version 4 was requested, the image is of version 3"):
         read_image(make_image({"w": torch.ones(2)}), 4)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 40, -4])
 def test_a_truncated_image_is_refused(kept_bytes: int) -> None:
     image = make_image({"w": torch.ones(8)})
-    with pytest.raises(WeightSyncError, match="not a whole safetensors image"):
+    with pytest.raises(WeightSyncError, match="not a complete safetensors image"):
         read_image(image[:kept_bytes].clone(), 3)
 
 

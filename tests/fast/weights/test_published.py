@@ -1,9 +1,12 @@
-"""Which published versions are kept for whom."""
+"""Pins of published versions."""
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
+from torchtitan_rl.weights import published
 from torchtitan_rl.weights.published import PublishedVersions, given_up
 
 
@@ -21,7 +24,7 @@ def test_a_pinned_version_is_kept_until_its_last_holder_releases_it() -> None:
     assert versions.kept() == frozenset()
 
 
-def test_only_a_version_that_is_sure_to_stay_readable_can_be_pinned() -> None:
+def test_only_a_version_that_certainly_stays_readable_can_be_pinned() -> None:
     versions = PublishedVersions()
     with pytest.raises(ValueError, match="version 0 cannot be pinned: current is None"):
         versions.pin(0)
@@ -35,7 +38,7 @@ def test_only_a_version_that_is_sure_to_stay_readable_can_be_pinned() -> None:
 
 
 def test_a_version_pinned_while_the_next_one_is_being_published_stays_readable() -> None:
-    """Evaluation begins between the start of a publishing and its end."""
+    """An evaluation begins while a version is being published."""
     versions, held = PublishedVersions(), [0]
     versions.advance(0)
     keep = versions.kept()  # publishing of 1 begins
@@ -48,3 +51,7 @@ def test_a_version_pinned_while_the_next_one_is_being_published_stays_readable()
     assert held == [0, 2, 3]
     release()
     assert given_up(held, versions.kept()) == [0, 2]
+
+
+def test_all_versions_but_the_newest_and_the_kept_ones_are_released() -> None:
+    assert doctest.testmod(published) == (0, 1)  # failed, attempted

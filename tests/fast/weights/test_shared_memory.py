@@ -14,8 +14,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import leftovers, segment, shared_memory
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
 from torchtitan_rl.weights.leftovers import remove_leftovers
-from torchtitan_rl.weights.segment import SegmentWriter
-from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.segment import SegmentReader, SegmentWriter
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 Usage = namedtuple("Usage", "total used free")
@@ -26,7 +25,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def larger_weights(value: float) -> dict[str, torch.Tensor]:
-    """That do not fit into the memory of `weights`."""
+    """Weights that do not fit into the memory of `weights`."""
     return {"w": torch.full((400,), value)}
 
 
@@ -36,6 +35,15 @@ def files_under(root: Path) -> list[str]:
 
 def make_publisher(tmp_path: Path) -> SharedMemoryPublisher:
     return SharedMemoryPublisher("run", tmp_path / "run", root=tmp_path / "shm")
+
+
+def fill_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_usage = shared_memory.shutil.disk_usage
+    monkeypatch.setattr(
+        shared_memory.shutil,
+        "disk_usage",
+        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
+    )
 
 
 def test_at_most_the_current_version_and_the_one_before_exist(tmp_path: Path) -> None:
@@ -111,7 +119,7 @@ def test_publishing_a_version_again_keeps_it(tmp_path: Path) -> None:
     assert files_under(tmp_path) == ["v5.safetensors", "v6.safetensors"]
 
 
-def test_memory_that_nobody_reads_is_written_again_and_no_other(tmp_path: Path) -> None:
+def test_only_memory_without_readers_is_written_again(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
     handles = [publisher.publish(version, weights(version)) for version in range(2)]
     first = Path(handles[0].path).stat().st_ino
@@ -134,10 +142,10 @@ def test_a_view_of_what_was_read_keeps_its_memory_from_being_written_again(tmp_p
     assert view.item() == 0.0
 
 
-def test_what_was_given_up_cannot_be_read_under_its_old_name(
+def test_a_released_version_cannot_be_read_under_its_old_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that has opened the file just before."""
+    """A reader that opened the file just before."""
     publisher = make_publisher(tmp_path)
     path = Path(publisher.publish(0, weights(0)).path)
     publisher.publish(1, weights(1))
@@ -155,10 +163,10 @@ def test_what_was_given_up_cannot_be_read_under_its_old_name(
             SegmentReader().image(path)
 
 
-def test_what_is_being_written_again_is_not_read(
+def test_a_file_that_is_being_written_again_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that has opened the file just before, and locks it while it is written."""
+    """A reader that opened the file just before, and locks it while it is written."""
     publisher = make_publisher(tmp_path)
     path = Path(publisher.publish(0, weights(0)).path)
     publisher.publish(1, weights(1))
@@ -178,12 +186,7 @@ def test_memory_outside_of_shared_memory_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(tmp_path)
-    real_usage = shared_memory.shutil.disk_usage
-    monkeypatch.setattr(
-        shared_memory.shutil,
-        "disk_usage",
-        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
-    )
+    fill_shared_memory(monkeypatch)
     taken = []
     monkeypatch.setattr(segment.Segment, "take_back", lambda *args: taken.append(args) or True)
     for version in range(3):
@@ -192,7 +195,7 @@ def test_memory_outside_of_shared_memory_is_not_written_again(
     assert files_under(tmp_path / "run") == ["v1.safetensors", "v2.safetensors"]
 
 
-def test_another_process_writes_into_memory_that_readers_do_not_find_before_it_is_whole(
+def test_another_process_writes_into_memory_that_readers_find_only_once_it_is_complete(
     tmp_path: Path,
 ) -> None:
     publisher, writer = make_publisher(tmp_path), SegmentWriter()
@@ -220,17 +223,12 @@ def test_without_room_in_shared_memory_files_go_to_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(tmp_path)
-    real_usage = shared_memory.shutil.disk_usage
-    monkeypatch.setattr(
-        shared_memory.shutil,
-        "disk_usage",
-        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
-    )
+    fill_shared_memory(monkeypatch)
     handle = publisher.publish(0, weights(0))
     assert Path(handle.path).is_relative_to(tmp_path / "run")
 
 
-def test_room_that_vanishes_between_check_and_write_falls_back_too(
+def test_room_that_is_taken_between_check_and_write_falls_back_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(tmp_path)
@@ -257,12 +255,7 @@ def test_a_version_published_again_in_the_other_place_exists_once(
 ) -> None:
     publisher = make_publisher(tmp_path)
     publisher.publish(0, weights(0))
-    real_usage = shared_memory.shutil.disk_usage
-    monkeypatch.setattr(
-        shared_memory.shutil,
-        "disk_usage",
-        lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
-    )
+    fill_shared_memory(monkeypatch)
     publisher.publish(0, weights(1))
     assert files_under(tmp_path / "shm") == []
     assert files_under(tmp_path / "run") == ["v0.safetensors"]
@@ -292,7 +285,7 @@ def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> 
     base = mine.name.rsplit("-pid", 1)[0]
     dead = [
         mine.with_name(f"{base}-pid{child.pid}-t1"),
-        mine.with_name(f"{base}-pid{os.getpid()}-t1"),  # the pid was given out again
+        mine.with_name(f"{base}-pid{os.getpid()}-t1"),  # the pid was reused
     ]
     kept = [
         mine,
@@ -307,7 +300,7 @@ def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> 
 
 
 def publish_and_wait_for_a_kill(tmp_path: Path, *, kills_guard: bool = False) -> None:
-    """In a process of its own, which is killed -9 when it has published."""
+    """In a separate process, which is killed -9 after publishing."""
     child = os.fork()
     if child == 0:
         try:
@@ -324,7 +317,7 @@ def publish_and_wait_for_a_kill(tmp_path: Path, *, kills_guard: bool = False) ->
     assert os.WIFSIGNALED(status)
 
 
-def test_what_a_killed_publisher_leaves_goes_without_any_later_run(tmp_path: Path) -> None:
+def test_files_of_a_killed_publisher_are_removed_without_any_later_run(tmp_path: Path) -> None:
     publish_and_wait_for_a_kill(tmp_path)
     deadline = time.monotonic() + 60.0
     while list((tmp_path / "shm").iterdir()):
@@ -333,14 +326,14 @@ def test_what_a_killed_publisher_leaves_goes_without_any_later_run(tmp_path: Pat
 
 
 def test_the_guard_leaves_the_folders_of_a_live_publisher_alone(tmp_path: Path) -> None:
-    """Also where its object is gone, but not its process, whose readers have paths only."""
+    """Also after its object was collected: readers of its process still have paths."""
     path = Path(make_publisher(tmp_path).publish(0, weights(0)).path)
     gc.collect()
     publish_and_wait_for_a_kill(tmp_path)
     assert SegmentReader().image(path).numel() > 0
 
 
-def test_where_the_guard_was_killed_too_the_next_command_cleans_up(
+def test_if_the_guard_was_killed_too_the_next_command_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchtitan_rl.commands import cli
@@ -355,8 +348,8 @@ def test_where_the_guard_was_killed_too_the_next_command_cleans_up(
     assert live.exists()
 
 
-def test_of_another_container_only_what_nobody_holds_any_more_is_removed(tmp_path: Path) -> None:
-    """Its processes cannot be seen from here, but its locks can."""
+def test_of_another_container_only_unlocked_folders_are_removed(tmp_path: Path) -> None:
+    """Its processes are not visible here, but its locks are."""
     name = "torchtitan-rl-run-ns1-pid7-t{}"
     live, dead, new = (tmp_path / name.format(i) for i in range(3))
     lock = leftovers.make_folder(live)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import segment_reader
+from torchtitan_rl.weights import segment
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
-from torchtitan_rl.weights.segment_reader import SegmentReader
+from torchtitan_rl.weights.segment import SegmentReader
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -34,6 +34,20 @@ def remote(version: int) -> RemoteMemoryHandle:
     return RemoteMemoryHandle(version=version, buffer=image, num_bytes=layout.num_bytes)
 
 
+def count_maps(monkeypatch: pytest.MonkeyPatch, **wanted: int) -> list[int]:
+    """Sizes of the maps that are made with these options from now on."""
+    made: list[int] = []
+    map_memory = mmap.mmap
+
+    def count_and_map(*args: int, **options: int) -> mmap.mmap:
+        if options == wanted:
+            made.append(args[1])
+        return map_memory(*args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", count_and_map)
+    return made
+
+
 def test_staged_tensors_equal_the_published_ones(publisher: SharedMemoryPublisher) -> None:
     staging = WeightStaging()
     staging.stage(publisher.publish(1, weights(1)))
@@ -46,7 +60,7 @@ def test_remote_images_are_read_through_the_reader() -> None:
     assert torch.equal(staging.tensors(2)["w"], weights(2)["w"])
 
 
-def test_memory_of_a_discarded_version_is_read_into_again_once_no_tensor_of_it_is_held() -> None:
+def test_memory_of_a_discarded_version_is_reused_once_no_tensor_of_it_is_held() -> None:
     staging = WeightStaging(remote_read)
     places = []
     held = []
@@ -64,30 +78,24 @@ def test_memory_of_a_discarded_version_is_read_into_again_once_no_tensor_of_it_i
     assert torch.equal(staging.tensors(7)["w"], weights(7)["w"])
 
 
-def test_memory_of_a_read_that_failed_is_not_read_into_again(
+def test_memory_of_a_failed_read_is_not_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The read may go on behind the time-out."""
-    made: list[int] = []
-    map_memory = mmap.mmap
-
-    def count_and_map(*args: int, **options: int) -> mmap.mmap:
-        made.append(args[1])
-        return map_memory(*args, **options)
+    """The read may continue after its deadline."""
+    made = count_maps(monkeypatch, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def read_or_fail(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
         if handle.version == 2:
             raise WeightSyncError("version 2 is late")
         image.copy_(handle.buffer)
 
-    monkeypatch.setattr(mmap, "mmap", count_and_map)
     staging = WeightStaging(read_or_fail)
     with pytest.raises(WeightSyncError, match="late"):
         staging.stage(remote(2))
     for version in range(3, 7):
         staging.stage(remote(version))
         staging.discard_before(version)
-    assert len(made) == 3  # the failed read's, and the two that take turns
+    assert len(made) == 3  # that of the failed read, and two that are reused
 
 
 def test_a_remote_handle_without_a_reader_is_refused() -> None:
@@ -128,18 +136,10 @@ def test_a_reader_cannot_change_what_another_reader_sees(publisher: SharedMemory
     assert torch.equal(second.tensors(1)["w"], weights(1)["w"])
 
 
-def test_a_map_is_used_again_for_what_is_written_into_its_memory_later(
+def test_a_map_is_reused_for_a_version_written_into_its_memory_later(
     publisher: SharedMemoryPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    map_memory = mmap.mmap
-
-    def count_and_map(*args: int, **options: int) -> mmap.mmap:
-        if options.get("access") == mmap.ACCESS_COPY:
-            read.append(args[1])
-        return map_memory(*args, **options)
-
-    monkeypatch.setattr(mmap, "mmap", count_and_map)
+    made = count_maps(monkeypatch, access=mmap.ACCESS_COPY)
     staging = WeightStaging()
     files = set()
     for version in range(1, 13):
@@ -148,14 +148,14 @@ def test_a_map_is_used_again_for_what_is_written_into_its_memory_later(
         staging.stage(handle)
         staging.discard_before(version)
         assert torch.equal(staging.tensors(version)["w"], weights(version)["w"])
-    # The first three versions are there before any is given up by its reader and its publisher.
-    assert len(read) == len(files) <= 3
+    # Three versions exist before one is released by its reader and its publisher.
+    assert len(made) == len(files) <= 3
 
 
 def test_a_map_that_the_model_wrote_to_does_not_hide_later_versions(
     publisher: SharedMemoryPublisher,
 ) -> None:
-    """vLLM's gpt-oss zeroes biases that it was given, in place."""
+    """vLLM's gpt-oss sets biases to zero in place."""
     staging = WeightStaging()
     for version in range(1, 7):
         staging.stage(publisher.publish(version, weights(version)))
@@ -167,7 +167,7 @@ def test_a_map_that_the_model_wrote_to_does_not_hide_later_versions(
         del tensor
 
 
-def test_maps_of_removed_files_are_given_up(publisher: SharedMemoryPublisher) -> None:
+def test_maps_of_removed_files_are_dropped(publisher: SharedMemoryPublisher) -> None:
     reader = SegmentReader()
     handles = [publisher.publish(version, weights(version)) for version in (1, 2)]
     for handle in handles:
@@ -182,17 +182,17 @@ def test_maps_of_removed_files_are_given_up(publisher: SharedMemoryPublisher) ->
     assert reader.examine() == 0
 
 
-@pytest.mark.parametrize("told", [None, b""])
-def test_maps_are_made_anew_where_the_kernel_does_not_tell_what_was_written_to(
+@pytest.mark.parametrize("content", [None, b""])
+def test_maps_are_not_reused_if_the_kernel_does_not_tell_what_was_written_to(
     publisher: SharedMemoryPublisher,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    told: bytes | None,
+    content: bytes | None,
 ) -> None:
     pagemap = tmp_path / "pagemap"
-    if told is not None:
-        pagemap.write_bytes(told)
-    monkeypatch.setattr(segment_reader, "_PAGEMAP", str(pagemap))
+    if content is not None:
+        pagemap.write_bytes(content)
+    monkeypatch.setattr(segment, "_PAGEMAP", str(pagemap))
     staging = WeightStaging()
     for version in range(1, 7):
         staging.stage(publisher.publish(version, weights(version)))
@@ -202,23 +202,23 @@ def test_maps_are_made_anew_where_the_kernel_does_not_tell_what_was_written_to(
     assert torch.equal(staging.tensors(7)["w"], weights(7)["w"])
 
 
-def test_a_version_that_is_gone_or_mislabelled_fails_by_name(
+def test_a_version_that_is_released_or_mislabelled_fails_by_name(
     publisher: SharedMemoryPublisher,
 ) -> None:
     staging = WeightStaging()
-    gone = publisher.publish(1, weights(1))
+    released = publisher.publish(1, weights(1))
     publisher.publish(2, weights(2))
     current = publisher.publish(3, weights(3))
     with pytest.raises(WeightSyncError, match="version 1: cannot map"):
-        staging.stage(gone)
-    with pytest.raises(WeightSyncError, match="version 4 was asked for, the image holds version 3"):
+        staging.stage(released)
+    with pytest.raises(WeightSyncError, match="version 4 was requested, the image is of version 3"):
         staging.stage(SharedMemoryHandle(version=4, path=current.path, num_bytes=current.num_bytes))
     with pytest.raises(WeightSyncError, match=r"version 3: .* bytes instead of 5"):
         staging.stage(SharedMemoryHandle(version=3, path=current.path, num_bytes=5))
     assert staging.versions == ()
 
 
-def test_a_version_is_not_found_before_all_its_bytes_are_here() -> None:
+def test_a_version_is_not_available_before_all_its_bytes_are() -> None:
     half_way, go_on = threading.Event(), threading.Event()
 
     def slow_read(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
-"""The trainer's state on disk: sharded tensors by torch's distributed checkpoint, the rest beside.
+"""The trainer's state on disk: sharded tensors by torch's distributed checkpoint, and our files.
 
-A checkpoint holds model and optimizer (any layout can load what another wrote), the random state of
-each rank, attachments of the caller's, and the marker with version and the caller's document.
+A checkpoint holds model and optimizer (readable by any parallel layout), each rank's random state,
+the caller's attachments, and the marker with the version and the caller's document (see
+`training/checkpoint_files.py`).
 
-Writing goes on in a thread of each rank while training does. Invariants: what is written is what
-was there when `CheckpointWriter.save` was called; the threads talk over a process group of their
-own, in which nothing else is ever sent; all ranks of a checkpoint succeed or fail together.
+A thread of each rank writes while training goes on. Invariants: what is written is the state at the
+call of `CheckpointWriter.save`; the threads use a process group of their own, in which nothing else
+is sent; all ranks of a checkpoint succeed or fail together.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import io
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
     FileRecord,
     check_contents,
-    check_sizes,
     discard,
     fingerprint,
     list_files,
@@ -44,12 +44,15 @@ from torchtitan_rl.training.checkpoint_files import (
     write_file,
 )
 
+_T = TypeVar("_T")
+
 
 class CheckpointWriter:
-    """One on each trainer rank; making one is collective, and so are `save` and `finish`.
+    """Writes checkpoints in the background. One on each trainer rank; creating it, `save` and
+    `finish` are collective.
 
     Args:
-        timeout: of a wait of one rank's writer for another's.
+        timeout: for one rank's writer to wait for the others'.
     """
 
     def __init__(self, *, timeout: timedelta) -> None:
@@ -68,40 +71,38 @@ class CheckpointWriter:
         extra: Mapping[str, Any],
         attachments: Mapping[str, bytes],
     ) -> None:
-        """Copy everything to CPU memory, return, and go on to write; ``path`` appears when all is
-        in it. Waits for a checkpoint that is still being written. Attachments are rank 0's.
+        """Copy everything to CPU memory and return; ``path`` appears once all of it is written.
+        Waits for a checkpoint that is still being written. Only rank 0 has attachments.
 
         Raises:
-            CheckpointError: ``path`` cannot be written to, or that earlier one failed and `finish`
-                has not said so yet.
+            CheckpointError: ``path`` cannot be written to, or the checkpoint before failed and
+                `finish` has not raised that yet.
         """
         self.finish()
-        temporary = temporary_path(path)
-        random = _to_bytes(_random_state())
-        document = {"version": version, "ranks": dist.get_world_size(), "extra": extra}
-        failure: str | None = None
-        if dist.get_rank() == 0:
-            try:
+        temporary, random = temporary_path(path), _random_state()
+
+        def make_folder() -> None:
+            if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-            except OSError as error:
-                failure = _cause(error)
-        self._agree(path, failure)  # and nobody writes into what rank 0 clears
-        # Returns when the tensors are copied (all options of its stager are off).
+
+        self._together(path, make_folder)  # no rank writes before the folder is empty
+        # Returns after the tensors are copied: all options of its stager are off.
         tensors = async_save(
             _state(model, optimizer), checkpoint_id=temporary, process_group=self._group
         )
         assert isinstance(tensors, Future)
+        document = {"version": version, "ranks": dist.get_world_size(), "extra": extra}
         with self._lock:
             self._pending = self._thread.submit(
                 self._write, path, tensors, random, attachments, document
             )
 
     def finish(self) -> None:
-        """Return when the last saved checkpoint is on disk under its name; any thread may wait.
+        """Wait until the last saved checkpoint is on disk under its name. Any thread may call it.
 
         Raises:
-            CheckpointError: it could not be written. Said once.
+            CheckpointError: it could not be written. Raised once.
         """
         pending = self._pending
         if pending is None:
@@ -114,7 +115,7 @@ class CheckpointWriter:
                     self._pending = None
 
     def close(self) -> None:
-        """Wait for what is being written; the writer is of no use afterwards.
+        """Finish writing; the writer cannot be used afterwards.
 
         Raises:
             CheckpointError: as `finish`.
@@ -130,126 +131,116 @@ class CheckpointWriter:
         attachments: Mapping[str, bytes],
         document: dict[str, Any],
     ) -> None:
-        """In the writer's thread: steps that all ranks take, or give up, together. What is given
-        up leaves nothing behind."""
-        try:
-            self._write_together(path, tensors, random, attachments, document)
-        except CheckpointError:  # all ranks have come so far, and none writes any more
-            if dist.get_rank() == 0:
-                discard(path)
-            raise
-
-    def _write_together(
-        self,
-        path: Path,
-        tensors: Future[Any],
-        random: bytes,
-        attachments: Mapping[str, bytes],
-        document: dict[str, Any],
-    ) -> None:
+        """Runs in the writer's thread; a failed checkpoint is removed from the disk."""
         temporary, rank = temporary_path(path), dist.get_rank()
-        failure: str | None = None
-        try:
+
+        def write() -> None:
             tensors.result()
             write_file(temporary / f"random-{rank}.pt", random)
             write_attachments(temporary, attachments)
-        except (CheckpointException, CheckpointError, OSError, RuntimeError) as error:
-            failure = _cause(error)
-        self._agree(path, failure)
 
-        files: dict[str, FileRecord] = {}
-        try:
-            files = self._fingerprints(temporary)
-        except OSError as error:
-            failure = _cause(error)
-        self._agree(path, failure)
+        def fingerprints() -> dict[str, FileRecord]:
+            return {name: fingerprint(temporary / name) for name in _share(list_files(temporary))}
 
-        gathered: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, files, group=self._group)
-        try:
+        def complete() -> None:
             if rank == 0:
-                seal(temporary, document, {k: v for part in gathered for k, v in part.items()})
+                seal(temporary, document, {k: v for part in parts for k, v in part.items()})
                 publish(path)
-        except (OSError, TypeError, ValueError) as error:  # a document that is not JSON-able
-            failure = _cause(error)
-        self._agree(path, failure)
 
-    def _fingerprints(self, folder: Path) -> dict[str, FileRecord]:
-        """Of this rank's share of the files."""
-        return {name: fingerprint(folder / name) for name in _share(list_files(folder))}
+        try:
+            self._together(path, write)
+            parts = self._together(path, fingerprints)
+            self._together(path, complete)
+        except CheckpointError:  # all ranks are here, and none is writing
+            if rank == 0:
+                discard(path)
+            raise
 
-    def _agree(self, path: Path, failure: str | None) -> None:
-        """Raises on all ranks if one failed."""
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure, group=self._group)
-        _refuse(f"checkpoint {path} was not written", failures)
+    def _together(self, path: Path, phase: Callable[[], _T]) -> list[_T]:
+        return _together(phase, f"checkpoint {path} was not written", self._group)
 
 
 def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int, dict[str, Any]]:
-    """Collective. Returns (version, extra).
+    """Read a checkpoint into model and optimizer; returns (version, extra). Collective.
 
-    Random states are restored only by as many ranks as wrote them.
+    Random states are restored only if there are as many ranks as wrote them.
 
     Raises:
-        CheckpointError: ``path`` is torn, damaged or more than data, and nothing was changed; or it
-            is one of another model, and the trainer is of no use any more.
+        CheckpointError: ``path`` is incomplete, damaged or more than data, and nothing was changed;
+            or it is of another model, and the trainer cannot be used any more.
     """
-    failure: str | None = None
-    try:
-        check_sizes(path)
-        check_contents(path, _share(sorted(recorded_files(path))))
-        check_metadata(path)
-    except CheckpointError as error:
-        failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    _refuse("cannot go on from a checkpoint", failures)
+    checked = _together(lambda: _check(path), "a checkpoint cannot be resumed from")
     document = read_document(path)
     state = _state(model, optimizer)
     try:
         load(state, checkpoint_id=path, planner=SafeLoadPlanner())
     except CheckpointException as error:  # no subclass of Exception
-        raise CheckpointError(f"checkpoint {path} does not fit: {_cause(error)}") from error
+        raise CheckpointError(f"checkpoint {path} does not fit: {_message(error)}") from error
     model.load_state_dict(state["model"])
     optimizer.container.load_state_dict(state["optimizer"])
     optimizer.restore_schedule(document["version"])
-    if document["ranks"] == dist.get_world_size():
-        random = torch.load(path / f"random-{dist.get_rank()}.pt", weights_only=True)
+    random = checked[dist.get_rank()]
+    if random is not None:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"])
     return document["version"], document["extra"]
 
 
+def _check(path: Path) -> dict[str, torch.Tensor] | None:
+    """Check this rank's share of the files; returns its random state if one fits it."""
+    check_contents(path, _share(sorted(recorded_files(path))))
+    check_metadata(path)
+    if read_document(path)["ranks"] != dist.get_world_size():
+        return None
+    random: dict[str, torch.Tensor] = torch.load(
+        path / f"random-{dist.get_rank()}.pt", weights_only=True
+    )
+    return random
+
+
 def _state(model: Any, optimizer: PolicyOptimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.container.state_dict()}
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _random_state() -> bytes:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _to_bytes(state: dict[str, torch.Tensor]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def _share(names: list[str]) -> list[str]:
-    """Each rank reads some of the files."""
+    """This rank's part of the files to read."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
-def _refuse(what: str, failures: list[str | None]) -> None:
-    causes = dict.fromkeys(failure for failure in failures if failure is not None)
+def _together(
+    phase: Callable[[], _T], what: str, group: dist.ProcessGroup | None = None
+) -> list[_T]:
+    """Run ``phase`` on every rank; returns the results of all of them. Collective.
+
+    Raises:
+        CheckpointError: on every rank, ``what`` and the causes, if ``phase`` failed on one.
+    """
+    own: tuple[str | None, Any] = None, None
+    try:
+        own = None, phase()
+    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks wait
+        own = _message(error), None
+    outcomes: list[tuple[str | None, Any]] = [own] * dist.get_world_size()
+    dist.all_gather_object(outcomes, own, group=group)
+    causes = dict.fromkeys(message for message, _ in outcomes if message is not None)
     if causes:
         raise CheckpointError(f"{what}: " + "; ".join(causes))
+    return [result for _, result in outcomes]
 
 
-def _cause(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
     if isinstance(error, CheckpointException):  # of all ranks, with their traces
         return "; ".join(
             f"rank {rank}: {type(cause).__name__}: {cause}"

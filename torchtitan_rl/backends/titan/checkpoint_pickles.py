@@ -1,8 +1,8 @@
-"""What a checkpoint may do to the process that loads it: be read, and nothing else.
+"""Protection against checkpoints that execute code when they are loaded.
 
-torch's distributed checkpoint keeps its metadata as a pickle, and loads values that are no tensors
-by `pickle` as well; a pickle can call any function. Both are read first by readers that know a few
-names only, so that a checkpoint from elsewhere that asks for others is refused.
+torch's distributed checkpoint stores its metadata, and values that are not tensors, as pickles,
+which can call any function. Both are first read by an unpickler that accepts only a few names, so
+that a checkpoint from an untrusted source that refers to others is refused.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ _ALLOWED = {
 
 
 def check_metadata(folder: Path) -> None:
-    """Refuse metadata that is more than names, sizes and places of tensors.
+    """Check that the metadata has only names, sizes and locations of tensors.
 
     Raises:
-        CheckpointError: it is, or it is no metadata at all.
+        CheckpointError: it has more, or cannot be read.
     """
     try:
         _MetadataReader(io.BytesIO((folder / _METADATA).read_bytes())).load()
-    except Exception as error:  # whatever bytes make of a reader of pickles
+    except Exception as error:  # arbitrary bytes can make an unpickler raise anything
         raise CheckpointError(
             f"checkpoint {folder}: {_METADATA} is refused: {type(error).__name__}: {error}"
         ) from error
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors only where `torch.load` takes them for plain data."""
+    """Loads values that are not tensors only if `torch.load` accepts them as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """
+        """Load one value that is not a tensor.
+
         Raises:
-            pickle.UnpicklingError: the value is something else.
+            pickle.UnpicklingError: it is not plain data.
         """
         torch.load(value, weights_only=True)
         value.seek(0)
@@ -70,5 +71,5 @@ class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _ALLOWED and not is_dtype:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         return super().find_class(module, name)

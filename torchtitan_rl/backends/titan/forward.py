@@ -1,4 +1,4 @@
-"""One microbatch through a policy model: logprobs of the tokens that somebody reads."""
+"""Forward pass of one microbatch: logprobs of selected tokens."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torchtitan_rl.training.logprobs import selected_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """S tokens of a microbatch. ``index_S`` points into its flattened [B * L]; ``counts_S`` is
-    False on the one token that stands in where none is wanted (every rank must run the forward)."""
+class ForwardOutput:
+    """S selected tokens of a microbatch; ``index_S`` points into its [B * L] tokens. If there are
+    none, S is 1: a placeholder with ``is_selected_S`` False, since every rank must run the pass."""
 
     logprobs_S: torch.Tensor
     entropy_S: torch.Tensor
     index_S: torch.Tensor
-    counts_S: torch.Tensor
+    is_selected_S: torch.Tensor
 
 
-def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> Forward:
-    """Logprobs, at the batch's temperature, of the tokens where ``loss_mask`` holds. Collective."""
+def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> ForwardOutput:
+    """Logprobs, at the batch's temperature, of the tokens in ``loss_mask``. Collective."""
     positions_BL = to_device(part.position_ids, layout)
     index_S = to_device(part.loss_mask, layout).flatten().nonzero()[:, 0]
-    counts_S = torch.ones_like(index_S, dtype=torch.bool)
+    is_selected_S = torch.ones_like(index_S, dtype=torch.bool)
     if index_S.numel() == 0:
-        index_S, counts_S = index_S.new_zeros(1), counts_S.new_zeros(1)
+        index_S, is_selected_S = index_S.new_zeros(1), is_selected_S.new_zeros(1)
     tokens_BL = to_device(part.token_ids, layout)
     logits_1SV = model(
         tokens_BL,
@@ -56,7 +56,9 @@ def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> Forward:
         group=layout.tensor_group,
         vocab_start=vocab_start,
     )
-    return Forward(logprobs_S=logprobs_S, entropy_S=entropy_S, index_S=index_S, counts_S=counts_S)
+    return ForwardOutput(
+        logprobs_S=logprobs_S, entropy_S=entropy_S, index_S=index_S, is_selected_S=is_selected_S
+    )
 
 
 def to_device(rows: npt.NDArray[Any], layout: Layout) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights between torchtitan's (sharded) model and Hugging Face names."""
+"""Conversion of weights between torchtitan's sharded model and Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchtitan_rl.backends.titan.model import PolicyModel
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.weights.image import TensorPart
 
-# What of a checkpoint's directory is not copied to an export: weights of any format, histories.
+# Files of a checkpoint's directory that an export does not copy: weights of any format, histories.
 _NOT_COPIED = (
     *("*.safetensors", "*.bin", "*.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack"),
     *("*.onnx", "original", ".*"),
@@ -30,7 +30,7 @@ _NOT_COPIED = (
 
 
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
-    """Fill the model from the directory's safetensors; each rank reads its shards. Collective.
+    """Load the directory's safetensors into the model; each rank reads its shards. Collective.
 
     Raises:
         ConfigError: there is no safetensors file.
@@ -47,9 +47,9 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
 
 
 def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Whole tensors in ``dtype`` on the CPU, on rank 0; an empty dict on other ranks. Collective.
+    """Whole tensors in ``dtype`` on the CPU of rank 0; empty on other ranks. Collective.
 
-    A tied head is left out. Tensors may share memory with the model: they hold until its next step.
+    A tied head is left out. Tensors may share memory with the model: valid until its next step.
     """
     adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
     state: dict[str, torch.Tensor] = {}
@@ -61,11 +61,11 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | None:
-    """What this rank has to write of each tensor, in ``dtype``, so that all ranks together write
-    each once. Not collective, and nothing is copied: valid until the model's next step.
+    """The part of each tensor that this rank writes, in ``dtype``, so that all ranks together write
+    every element once. Not collective. Nothing is copied: valid until the model's next step.
 
-    None where a tensor is cut in a way that makes no box of it (data and tensor parallelism along
-    the same dimension). A tied head is left out.
+    None if a rank's shard is not a box (data and tensor parallelism split the same dimension). A
+    tied head is left out.
     """
     adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
     parts: dict[str, TensorPart] = {}
@@ -78,7 +78,7 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
 
 
 def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
-    """Of several ranks that hold the same, the first writes it."""
+    """The first of the ranks that hold the same shard writes it."""
     if not isinstance(value, DTensor):
         is_first, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
     else:
@@ -101,8 +101,8 @@ def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
 
 
 def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:
-    """Write a directory that transformers and vLLM load: ``state``, with configuration and
-    tokenizer files from ``source``. Not collective; replaces what is there, all or nothing."""
+    """Write a directory that transformers and vLLM can load: ``state``, with configuration and
+    tokenizer files from ``source``. Not collective. Replaces an existing one atomically."""
     from safetensors.torch import save_file
 
     temporary = path.with_name(path.name + ".tmp")
@@ -114,7 +114,7 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
     (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
     weights = temporary / "model.safetensors"
     weights.touch()
-    mode = weights.stat().st_mode  # save_file makes a file for the owner alone
+    mode = weights.stat().st_mode  # save_file creates a file that only the owner can read
     save_file(state, weights, metadata={"format": "pt"})
     weights.chmod(mode)
     shutil.rmtree(path, ignore_errors=True)

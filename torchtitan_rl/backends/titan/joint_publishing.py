@@ -1,9 +1,9 @@
-"""Weights of several trainer ranks on one host, written into shared memory by all of them at once.
+"""Publishing of weights by all trainer ranks of one host, which write into the same shared memory.
 
-Each rank copies what it holds; nothing is gathered. Rank 0 makes room before, and makes the version
-visible after all have written.
+Each rank copies its shards; nothing is gathered. Rank 0 first allocates the memory, and makes the
+version visible after all ranks have written.
 
-Invariant: a version that some rank could not write is never visible, and every rank comes back.
+Invariant: a version that a rank could not write is never visible, and every rank returns.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PATH_BYTES = 4096  # PATH_MAX of Linux
 
 
 def all_on_one_host() -> bool:
-    """Whether all ranks of the default process group are. Collective."""
+    """Whether all ranks of the default process group run on one host. Collective."""
     hosts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, host_name())
     return len(set(hosts)) == 1
 
 
 class JointPublisher:
-    """One on each rank; ``publisher`` is rank 0's, and None elsewhere."""
+    """One on each rank; ``publisher`` is None on all ranks but 0."""
 
     def __init__(self, publisher: SharedMemoryPublisher | None) -> None:
         self._publisher = publisher
@@ -48,10 +48,10 @@ class JointPublisher:
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> SharedMemoryHandle | None:
-        """The handle on rank 0, None elsewhere; see `WeightPublisher.publish`. Collective.
+        """As `WeightPublisher.publish`; returns the handle on rank 0, None elsewhere. Collective.
 
         Raises:
-            WeightSyncError: on rank 0: there is no room, or some rank could not write.
+            WeightSyncError: on rank 0, if there is no room or a rank could not write.
         """
         layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
         segment, refusal = self._begin(layout, keep)
@@ -71,7 +71,7 @@ class JointPublisher:
     def _begin(
         self, layout: ImageLayout, keep: frozenset[int]
     ) -> tuple[Segment | None, Exception | None]:
-        """Rank 0's room for the version, or why there is none: to be raised when all know."""
+        """Rank 0: memory for the version, or the error, to be raised after all ranks know of it."""
         if self._publisher is None:
             return None, None
         try:
@@ -86,7 +86,7 @@ class JointPublisher:
         parts: Mapping[str, TensorPart],
         segment: Segment | None,
     ) -> str | None:
-        """What went wrong, or None. Nothing is raised: the other ranks wait for the answer."""
+        """The error, or None. Nothing is raised, since the other ranks wait for the result."""
         try:
             if segment is not None:
                 write_header(layout, segment.image)
@@ -97,10 +97,10 @@ class JointPublisher:
         return None
 
 
-# Both send tensors: what `broadcast_object_list` and `all_gather_object` send first, the sizes of
-# pickles, doubles their time, and they are in every publishing.
+# Both send tensors in each publishing. `broadcast_object_list` and `all_gather_object` would send
+# the sizes of pickles first, which doubles the time.
 def _path_of_first_rank(path: Path | None) -> Path | None:
-    """The ``path`` that rank 0 gives. Collective."""
+    """The ``path`` of rank 0. Collective."""
     if dist.get_world_size() == 1:
         return path
     encoded = b"" if path is None else os.fsencode(path)
@@ -111,7 +111,7 @@ def _path_of_first_rank(path: Path | None) -> Path | None:
 
 
 def _errors_of_all_ranks(message: str | None) -> list[str]:
-    """Those that are not None, each with its rank. Collective."""
+    """The messages that are not None, each with its rank. Collective."""
     are_any = torch.tensor([message is not None], dtype=torch.int32)
     if dist.get_world_size() > 1:
         dist.all_reduce(are_any, dist.ReduceOp.MAX)

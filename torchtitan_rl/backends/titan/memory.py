@@ -1,10 +1,10 @@
-"""Moves the trainer's state between device and host without making a tensor anew.
+"""Moves the trainer's state between device and host memory without creating new tensors.
 
-The storages behind the tensors are emptied and filled again. Parameters, optimizer states, FSDP's
-shards and whatever views them stay the same objects, so that nothing has to be told of the move.
+The storages of the tensors are emptied and refilled. Parameters, optimizer states, FSDP's shards
+and their views stay the same objects, so no other code needs to know.
 
-Invariants: `onload` restores every byte that `offload` took; both may be called again without
-effect; between them the tensors have no memory, and reading one fails.
+Invariants: `onload` restores every byte that `offload` took; calling either again has no effect;
+between the two the tensors have no memory and must not be read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from torch.distributed.tensor import DTensor
 
 
 class DeviceMemory:
-    """``tensors`` gives all of them, as they are at the moment; several may share a storage."""
+    """``tensors`` returns all current tensors; several may share a storage."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
         self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._buffers: dict[
-            int, torch.Tensor
-        ] = {}  # host memory by storage, kept for the next time
+        self._buffers: dict[int, torch.Tensor] = {}  # host memory by storage, kept for reuse
 
     def offload(self) -> None:
         """Copy all storages to the host and free them."""
@@ -39,10 +37,10 @@ class DeviceMemory:
             storage.resize_(0)
         self._buffers = buffers
         if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # to the other processes on the device
+            torch.accelerator.empty_cache()  # for other processes on the device
 
     def onload(self) -> None:
-        """Take the memory again and copy everything back."""
+        """Allocate the storages again and copy everything back."""
         for storage, buffer in self._offloaded:
             storage.resize_(buffer.numel())
             _bytes(storage).copy_(buffer, non_blocking=True)
@@ -50,9 +48,9 @@ class DeviceMemory:
         self._offloaded.clear()
 
     def require(self) -> None:
-        """Raises RuntimeError between `offload` and `onload`, where reading would crash."""
+        """Raise RuntimeError between `offload` and `onload`, when reading a tensor would crash."""
         if self._offloaded:
-            raise RuntimeError("the trainer's state is offloaded; onload comes first")
+            raise RuntimeError("the trainer's state is offloaded; call onload first")
 
     def _buffer(self, key: int, storage: torch.UntypedStorage) -> torch.Tensor:
         held = self._buffers.get(key)
@@ -63,7 +61,7 @@ class DeviceMemory:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each storage once, by an identity that outlives its memory."""
+    """Each storage once, by an identity that does not depend on its memory."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

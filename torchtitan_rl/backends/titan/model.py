@@ -1,7 +1,7 @@
 """Dense Qwen3 and Llama-family policies as torchtitan models.
 
-Both are torchtitan's Qwen3: Llama is the same without the norms on queries and keys. (torchtitan's
-own Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.)
+Both use torchtitan's Qwen3; Llama is the same without norms on queries and keys. (torchtitan's own
+Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.)
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary.
 """
@@ -29,18 +29,17 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from torchtitan_rl.backends.titan.attention import DocumentAttention, document_mask
-from torchtitan_rl.backends.titan.rope import ScaledRoPE
+from torchtitan_rl.backends.titan.layers import DocumentAttention, ScaledRoPE, document_mask
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.config.hf_model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
 
-_NO_INIT = {"weight": skip_param_init}  # every weight comes from the checkpoint
+_NO_INIT = {"weight": skip_param_init}  # all weights come from the checkpoint
 
 
 class PolicyModel(Qwen3Model):
-    """torchtitan's decoder with logits of selected tokens only: the head is most of a small model's
-    work, and only trained tokens need it."""
+    """torchtitan's decoder, which computes logits of selected tokens only: the head is most of a
+    small model's work, and only trained tokens need it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
@@ -73,8 +72,8 @@ class PolicyModel(Qwen3Model):
 def build_policy(
     architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, *, dtype: str
 ) -> PolicyModel:
-    """A parallelized model on its device, its weights float32 and *not yet set*, that computes in
-    ``dtype``."""
+    """A parallelized model on its device that computes in ``dtype``. Its float32 weights are *not
+    set yet*."""
     model_config = _model_config(architecture, config, layout, dtype)
     with torch.device("meta"):
         bare = model_config.build()
@@ -97,7 +96,7 @@ def build_policy(
     if layout.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
-                # gloo cannot scale while it reduces.
+                # gloo cannot scale during a reduction.
                 module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=layout.device)
     with torch.no_grad():
@@ -153,10 +152,8 @@ def _model_config(
 
 def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
     scaling = architecture.rope_scaling
-    scaled: dict[str, Any] = {}
-    if scaling is not None:
-        scaled = {"scaling": "llama", **asdict(scaling)}
-    # Positions restart in each document, so none is beyond a row's length.
+    scaled: dict[str, Any] = {} if scaling is None else {"scaling": "llama", **asdict(scaling)}
+    # Positions restart in each document, so none exceeds the length of a row.
     return ScaledRoPE.Config(
         dim=architecture.head_dim, max_seq_len=row_len, theta=architecture.rope_theta, **scaled
     )
@@ -165,5 +162,5 @@ def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
 def _inner_attention(device: torch.device, dtype: str) -> Any:
     if device.type == "cpu":
         return DocumentAttention.Config()
-    # varlen's kernels take no float32.
+    # varlen's kernels do not support float32.
     return VarlenAttention.Config() if dtype == "bfloat16" else FlexAttention.Config()

@@ -1,17 +1,15 @@
-"""What a policy step optimizes: the loss on a microbatch's tokens, and the metrics of all of them.
-
-The reference model of the KL penalty is the policy as it was before the first step: a second model
-without optimizer, of the same layout, that is made only where the penalty is on.
-"""
+"""The policy loss of a step: per microbatch, and its metrics over all microbatches and ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchtitan_rl.backends.titan.forward import Forward, forward, to_device
+from torchtitan_rl.backends.titan.forward import ForwardOutput, forward, to_device
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, build_policy
 from torchtitan_rl.backends.titan.setup import Layout
@@ -36,7 +34,8 @@ def load_reference(
     *,
     dtype: str,
 ) -> PolicyModel | None:
-    """The frozen initial policy, None where no KL penalty asks for it. Collective."""
+    """The reference of the KL penalty: the initial policy as a second, frozen model of the same
+    layout; None without a penalty. Collective."""
     if config.loss.kl_coefficient == 0.0:
         return None
     reference = build_policy(architecture, config, layout, dtype=dtype)
@@ -45,11 +44,11 @@ def load_reference(
 
 
 class PolicyObjective:
-    """The policy loss of one step's microbatches.
+    """The policy loss of one step, called with each microbatch.
 
     Args:
-        batch: the whole step, its ``loss_mask`` True on trained tokens only.
-        version: of the weights before the step.
+        batch: the whole step, with ``loss_mask`` True on trained tokens only.
+        version: policy version of the weights before the step.
     """
 
     def __init__(
@@ -69,49 +68,45 @@ class PolicyObjective:
             num_tokens=int(batch.loss_mask.sum()), num_sequences=num_sequences(batch)
         )
 
-    def __call__(self, part: TrainingBatch, output: Forward) -> LossOutput:
+    def __call__(self, part: TrainingBatch, output: ForwardOutput) -> LossOutput:
         reference_S = None
         if self._reference is not None:
             with torch.no_grad():
                 reference_S = forward(self._reference, part, self._layout).logprobs_S
 
-        # Sequences get the numbers 0 to their count - 1, which is at most S.
-        sequences_S = torch.unique(
-            to_device(sequence_ids(part), self._layout).flatten()[output.index_S],
-            return_inverse=True,
-        )[1]
-        versions_S = to_device(part.versions, self._layout).flatten()[output.index_S]
+        def selected(rows: npt.NDArray[Any]) -> torch.Tensor:
+            return to_device(rows, self._layout).flatten()[output.index_S]
+
         tokens = LossTokens(
             logprobs_T=output.logprobs_S,
-            behaviour_T=to_device(part.logprobs, self._layout).flatten()[output.index_S],
-            advantages_T=to_device(part.advantages, self._layout).flatten()[output.index_S],
-            trained_T=output.counts_S,
-            ages_T=self._version - versions_S,
-            sequences_T=sequences_S,
+            behaviour_T=selected(part.logprobs),
+            advantages_T=selected(part.advantages),
+            trained_T=output.is_selected_S,
+            ages_T=self._version - selected(part.versions),
+            sequences_T=torch.unique(selected(sequence_ids(part)), return_inverse=True)[1],
             reference_T=reference_S,
         )
         return policy_loss(tokens, totals=self._totals, config=self._config)
 
 
 class StepSums:
-    """Sums and maxima of a step's parts, of any shapes, on this rank and then over all."""
+    """Sums and maxima of a step's microbatches, of any shapes; first of this rank, then of all."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor] = {}
 
     def add(self, output: LossOutput, entropy: torch.Tensor) -> None:
-        """Count one microbatch; ``entropy`` is its sum over trained tokens."""
+        """Add one microbatch; ``entropy`` is the sum over its trained tokens."""
         sums = {**output.sums, "loss": output.loss.detach(), "entropy": entropy}
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in output.maxima.items():
-            held = self._maxima.get(name)
-            self._maxima[name] = value if held is None else torch.maximum(held, value)
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def metrics(self, num_trained: int, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Of the whole step, over the data-parallel ranks of ``group`` (tensor-parallel ones hold
-        equal values). Collective."""
+        """Metrics of the whole step, over the data-parallel ranks of ``group``; values of
+        tensor-parallel ranks are equal. Collective."""
         return loss_metrics(
             _reduced(self._sums, dist.ReduceOp.SUM, group),
             _reduced(self._maxima, dist.ReduceOp.MAX, group),
@@ -122,7 +117,7 @@ class StepSums:
 def _reduced(
     values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """One message for all of them; every rank has the same names and shapes."""
+    """Reduce all values in one message; every rank has the same names and shapes."""
     if not values:
         return {}
     flat = torch.cat([value.double().flatten() for value in values.values()])

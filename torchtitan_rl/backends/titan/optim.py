@@ -16,11 +16,10 @@ from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.training.schedule import learning_rate_factor
 
 
 class PolicyOptimizer:
-    """One optimizer step, or none: `clip` and then `step` or `discard`."""
+    """For each step call `clip`, then `step` or `discard`."""
 
     def __init__(self, model: Any, config: OptimizerConfig, *, max_steps: int) -> None:
         self._model = model
@@ -37,16 +36,16 @@ class PolicyOptimizer:
         )
         self.container = OptimizersContainer.Config(param_groups=[group]).build(model_parts=[model])
         self._scheduler = LRSchedulersContainer(
-            self.container, lambda step: learning_rate_factor(config, step, max_steps)
+            self.container, lambda step: config.learning_rate_factor(step, max_steps)
         )
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return float(self._scheduler.schedulers[0].get_last_lr()[0])
 
     def clip(self) -> float:
-        """Scale gradients down to the maximum norm; returns the norm before, over all ranks."""
+        """Clip gradients to the maximum norm; returns the norm before that, over all ranks."""
         return float(clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
 
     def step(self) -> None:
@@ -55,19 +54,19 @@ class PolicyOptimizer:
         self.container.zero_grad()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Of the optimizers' states."""
+        """The tensors of the optimizer state."""
         for optimizer in self.container:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         self.container.zero_grad()
 
     def restore_schedule(self, step: int) -> None:
-        """Go on as after ``step`` optimizer steps."""
+        """Set the learning rate to that after ``step`` optimizer steps."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*get_last_lr.*")  # of torchtitan's call
+            warnings.filterwarnings("ignore", message=".*get_last_lr.*")  # from torchtitan's call
             self._scheduler.load_state_dict({"last_epoch": step})
         for optimizer in self.container:
             for group in optimizer.param_groups:

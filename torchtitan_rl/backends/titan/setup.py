@@ -1,7 +1,7 @@
-"""Everything torchtitan needs before a model is built: its device, a process group, meshes.
+"""What torchtitan needs before a model is built: its device, a process group, meshes.
 
-Import this before any other module of torchtitan, in every process: torchtitan's modules copy the
-device's name when they are imported, and without an accelerator it must be the CPU.
+Import this module before any module of torchtitan, in every process: they copy the device's name
+when they are imported, and without an accelerator it must be the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPMD_BACKEND = "partial_dtensor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where this rank stands. Groups are None where they would have one rank."""
+    """Position of this rank in the meshes. A group that would have one rank is None."""
 
     device: torch.device
     parallelism: Any  # torchtitan's ParallelismConfig
@@ -49,11 +49,11 @@ class Layout:
 
 
 def set_up(config: TrainerConfig) -> Layout:
-    """Join the process group that torchrun's variables describe (without them: a group of one) and
-    build torchtitan's meshes.
+    """Join the process group of torchrun's environment variables (without them, a group of one
+    rank) and build torchtitan's meshes.
 
     Raises:
-        ValueError: the world size is not the configuration's.
+        ValueError: the world size differs from the configuration's.
     """
     device = _device()
     owns = not dist.is_initialized()
@@ -82,7 +82,7 @@ def set_up(config: TrainerConfig) -> Layout:
         rank=dist.get_rank(),
         data_rank=0 if data_mesh is None else data_mesh.get_local_rank(),
         data_ranks=1 if data_mesh is None else data_mesh.size(),
-        # The batch axis has no communicator of its own; loss, with the same ranks, has.
+        # The batch axis has no communicator; the loss axis, with the same ranks, has one.
         data_group=None if data_mesh is None else dims.get_mesh("loss").get_group(),
         tensor_group=None if tensor_mesh is None else tensor_mesh.get_group(),
         owns_process_group=owns,
@@ -90,7 +90,7 @@ def set_up(config: TrainerConfig) -> Layout:
 
 
 def tear_down(layout: Layout) -> None:
-    """Leave the process group, if `set_up` made it."""
+    """Leave the process group if `set_up` created it."""
     if layout.owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """The policy's trainer, one instance in each trainer rank.
 
-Every public method is collective: all ranks call it with the same arguments, in the same order.
-Each rank gets the whole batch and takes its share. A step either ends with new weights and
-``version + 1``, or raises and leaves weights, optimizer and version as they were.
+Public methods are collective unless they say otherwise: all ranks call them with the same arguments
+in the same order. Each rank gets the whole batch and takes its share. A step either ends with new
+weights and ``version + 1``, or raises and changes neither weights nor optimizer nor version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
-from torchtitan_rl.backends.titan.forward import Forward, forward
+from torchtitan_rl.backends.titan.forward import ForwardOutput, forward
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
 from torchtitan_rl.backends.titan.memory import DeviceMemory
 from torchtitan_rl.backends.titan.model import build_policy
@@ -43,21 +43,21 @@ from torchtitan_rl.training.splitting import (
 )
 from torchtitan_rl.weights.image import TensorPart
 
-_Objective = Callable[[TrainingBatch, Forward], LossOutput]
+_Objective = Callable[[TrainingBatch, ForwardOutput], LossOutput]
 
 
 class PolicyTrainer:
-    """torchtitan's model, parallelism, optimizer and checkpoints behind six verbs.
+    """torchtitan's model, parallelism, optimizer and checkpoints for policy training.
 
     Args:
         checkpoint_dir: policy in Hugging Face format.
-        seed: of the random generators (nothing draws from them today; they are checkpointed).
+        seed: of the random generators (nothing uses them today; they are checkpointed).
         max_steps: of the whole run, for the learning-rate schedule.
-        dtype: what matrix multiplications compute in; the CPU always computes in float32.
+        dtype: of matrix multiplications; the CPU always uses float32.
 
     Raises:
-        ConfigError: the checkpoint is not one that can be trained.
-        ValueError: the world size is not the configuration's.
+        ConfigError: the checkpoint is missing or of an unsupported model.
+        ValueError: the world size differs from the configuration's.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class PolicyTrainer:
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """Number of optimizer steps that led to the weights."""
         return self._version
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
         """One optimizer step of the clipped policy loss.
 
         Raises:
-            DivergedError: loss or gradient is NaN or Inf, on all ranks together.
-            ValueError: no token to train on, or rows longer than the configured length.
+            DivergedError: on all ranks, if loss or gradient is NaN or Inf.
+            ValueError: no token is trained on, or rows are longer than the configured length.
         """
         trained = replace(batch, loss_mask=trained_mask(batch))
         objective = PolicyObjective(
@@ -112,7 +112,7 @@ class PolicyTrainer:
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step on the mean negative logprob (temperature 1) over the loss mask.
+        """One optimizer step on the mean negative logprob (temperature 1) over ``loss_mask``.
 
         Raises:
             DivergedError, ValueError: as `train_step`.
@@ -120,14 +120,16 @@ class PolicyTrainer:
         mask = batch.loss_mask & predicted_mask(batch)
         num_trained = int(mask.sum())
 
-        def objective(part: TrainingBatch, output: Forward) -> LossOutput:
-            return cross_entropy_loss(output.logprobs_S, output.counts_S, num_trained=num_trained)
+        def objective(part: TrainingBatch, output: ForwardOutput) -> LossOutput:
+            return cross_entropy_loss(
+                output.logprobs_S, output.is_selected_S, num_trained=num_trained
+            )
 
         return self._step(replace(batch, loss_mask=mask, temperature=1.0), num_trained, objective)
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        """Logprob [R, L] of every token given those before it in its document, at the batch's
-        temperature; 0 on first tokens and padding. The whole array on every rank."""
+        """Logprob [R, L] of every token given the tokens before it in its document, at the batch's
+        temperature; 0 on first tokens and padding. Every rank returns the whole array."""
         self._memory.require()
         num_rows, row_len = batch.token_ids.shape
         parts = self._parts(replace(batch, loss_mask=predicted_mask(batch)))
@@ -136,7 +138,7 @@ class PolicyTrainer:
             with torch.no_grad():
                 output = forward(self._model, part, self._layout)
             part_BL = torch.zeros(part.token_ids.shape, device=self._layout.device)
-            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.counts_S
+            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.is_selected_S
             rows.append(part_BL)
         share_BL = torch.cat(rows)
         if self._layout.data_group is None:
@@ -148,18 +150,18 @@ class PolicyTrainer:
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
-        policy computes in. They may share memory with the model: valid until the next step."""
+        policy computes in. May share memory with the model: valid until the next step."""
         self._memory.require()
         return hf_state(self._model, getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
-        """The same weights as each rank has to write them so that all write each once; None where
-        they have to be gathered. Not collective; valid until the next step."""
+        """This rank's part of the same weights; None if they must be gathered (see `hf.hf_parts`).
+        Not collective; valid until the next step."""
         self._memory.require()
         return hf_parts(self._model, getattr(torch, self._dtype))
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face directory, in ``dtype`` or else the source checkpoint's type."""
+        """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type)."""
         self._memory.require()
         state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
         if self._layout.rank == 0:
@@ -169,12 +171,8 @@ class PolicyTrainer:
     def save_checkpoint(
         self, path: Path, extra: dict[str, Any], attachments: Mapping[str, bytes] | None = None
     ) -> None:
-        """Copy model, optimizer, schedule, random state, version, ``extra`` (JSON-able) and rank
-        0's ``attachments``, and write them in the background to the directory ``path``, which
-        appears only when it is complete. Waits for one that is still being written.
-
-        Raises:
-            CheckpointError: that one failed and `finish_checkpoint` has not said so yet.
+        """Copy model, optimizer, schedule, random state, version, ``extra`` (for JSON) and rank 0's
+        ``attachments``, and write them to ``path`` in the background: see `CheckpointWriter.save`.
         """
         self._memory.require()
         self._writer.save(
@@ -187,7 +185,7 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last saved checkpoint is on disk; from any thread, beside other calls.
+        """Wait until the last saved checkpoint is on disk; from any thread, at any time.
 
         Raises:
             CheckpointError: it could not be written.
@@ -195,10 +193,10 @@ class PolicyTrainer:
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Go on from a checkpoint, of this or another parallel layout; returns its ``extra``.
+        """Resume from a checkpoint of this or another parallel layout; returns its ``extra``.
 
         Raises:
-            CheckpointError: it is torn or damaged, or what was being written failed.
+            CheckpointError: as `load_state`, or a checkpoint that was being written failed.
         """
         self._memory.require()
         self._writer.finish()
@@ -206,18 +204,17 @@ class PolicyTrainer:
         return extra
 
     def offload(self) -> None:
-        """Keep everything in the host's memory and free the device's, until `onload`; meanwhile
-        only `finish_checkpoint`, `onload` and `close` may be called. The CPU has nothing to free.
-        """
+        """Move everything to host memory and free the device's until `onload`; meanwhile only
+        `finish_checkpoint`, `onload` and `close` may be called. Without effect on the CPU."""
         if self._layout.device.type != "cpu":
             self._memory.offload()
 
     def onload(self) -> None:
-        """Bring everything back to the device; it is as it was, bit for bit."""
+        """Move everything back to the device, bit for bit."""
         self._memory.onload()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that are kept between two steps, as they are at the moment."""
+        """All current tensors that are kept between two steps. Not collective."""
         for model in (self._model, self._reference):
             if model is not None:
                 yield from model.parameters()
@@ -225,8 +222,7 @@ class PolicyTrainer:
         yield from self._optimizer.tensors()
 
     def close(self) -> None:
-        """Finish what is being written and leave the process group; the trainer is of no use
-        afterwards.
+        """Finish writing and leave the process group; the trainer cannot be used afterwards.
 
         Raises:
             CheckpointError: the last saved checkpoint could not be written.
@@ -246,7 +242,7 @@ class PolicyTrainer:
             output = forward(self._model, part, self._layout)
             loss = objective(part, output)
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(loss, (output.entropy_S * output.counts_S).sum())
+            sums.add(loss, (output.entropy_S * output.is_selected_S).sum())
         metrics = sums.metrics(num_trained, self._layout.data_group)
         learning_rate = self._optimizer.learning_rate
         metrics["grad_norm"] = self._optimizer.clip()
@@ -264,17 +260,17 @@ class PolicyTrainer:
         return StepOutput(version=self._version, metrics=metrics)
 
     def _parts(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        """This rank's microbatches: as many, and as large, as any other rank's."""
+        """This rank's microbatches; every rank has the same number of the same sizes."""
         row_len = batch.token_ids.shape[1]
         if row_len > self._config.row_len:
             raise ValueError(f"rows of {row_len} tokens; trainer.row_len is {self._config.row_len}")
         ranks, rows = self._layout.data_ranks, self._config.rows_per_microbatch
-        # A compiled model would compile once more for a smaller last microbatch.
+        # A smaller last microbatch would make a compiled model compile again.
         padded = pad_rows(batch, ranks * rows if self._config.compile else ranks)
         return microbatches(rank_share(padded, self._layout.data_rank, ranks), rows)
 
     def _refuse_divergence(self, metrics: dict[str, float]) -> None:
-        """Loss and gradient norm are global, so all ranks raise together."""
+        """Raise if the loss or gradient norm is not finite; both are global, so all ranks raise."""
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
                 self._optimizer.discard()

@@ -1,21 +1,83 @@
-"""Totals of `LossOutput.sums` and `.maxima` over a step -> its metrics."""
+"""Metrics of the policy loss: sums and maxima of a part, then metrics of the step's totals.
+
+Metrics by age say how far off policy the tokens of each age (`LossTokens.ages_T`) are.
+
+Shapes: T tokens of a part, A buckets of ages (`AGE_BUCKETS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchtitan_rl.training.losses.age_metrics import age_metrics
+from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.losses.tokens import LossTokens
 
-_COUNTS = ("loss", "clamped_log_ratio")  # sums that are no means over trained tokens
+AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3plus")
 _BY_AGE = "by_age"
+_COUNTS = ("loss", "clamped_log_ratio")  # sums that are no means over trained tokens
+
+
+@torch.no_grad()
+def policy_metrics(
+    tokens: LossTokens,
+    config: LossConfig,
+    *,
+    clipped_low_T: torch.Tensor,
+    clipped_high_T: torch.Tensor,
+    kept_T: torch.Tensor | None,
+    weights_T: torch.Tensor | None,
+    kl_T: torch.Tensor | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums and maxima of one part, for `LossOutput`. Ratios are policy / behaviour, whatever the
+    proximal policy.
+
+    Of KL(behaviour || policy), ``kl_k1`` is minus the log-ratio and ``kl_k3`` the low-variance
+    estimate that is never negative (Schulman 2020, "Approximating KL divergence").
+    """
+    trained_T = tokens.trained_T
+    difference_T = tokens.logprobs_T - tokens.behaviour_T
+    distance_T = difference_T.abs()
+    log_ratios_T = difference_T.clamp(-config.max_log_ratio, config.max_log_ratio)
+    ratios_T = log_ratios_T.exp()
+    kl_k3_T = ratios_T - 1.0 - log_ratios_T
+    ratios_T = torch.where(trained_T, ratios_T, torch.zeros_like(ratios_T))
+    low_T, high_T = clipped_low_T & trained_T, clipped_high_T & trained_T
+    masked_T = torch.zeros_like(trained_T) if kept_T is None else trained_T & ~kept_T
+
+    sums = {}
+    if weights_T is not None:
+        sums["weight_mean"] = (weights_T * trained_T).sum()
+        is_capped_T = weights_T >= config.importance_weight_cap
+        sums["weight_capped_share"] = (is_capped_T & trained_T).sum()
+    if kl_T is not None:
+        sums["kl_reference"] = kl_T.sum()
+    sums |= {
+        "ratio_mean": ratios_T.sum(),
+        "clip_share_low": low_T.sum(),
+        "clip_share_high": high_T.sum(),
+        "clip_share": (low_T | high_T).sum(),
+        "masked_share": masked_T.sum(),
+        "logprob_diff_mean": distance_T.sum(),
+        "kl_k1": -difference_T.sum(),
+        "kl_k3": kl_k3_T.sum(),
+        "clamped_log_ratio": (distance_T > config.max_log_ratio).sum(),
+        _BY_AGE: _sums_by_age(tokens, ratios_T, low_T | high_T, masked_T, kl_k3_T),
+    }
+    largest_A = ratios_T.new_zeros(len(AGE_BUCKETS))
+    maxima = {
+        "ratio_max": _max(ratios_T),
+        "logprob_diff_max": _max(distance_T),
+        _BY_AGE: largest_A.scatter_reduce(0, _buckets(tokens), ratios_T, reduce="amax"),
+    }
+    return sums, maxima
 
 
 def loss_metrics(
     sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor], *, num_trained: int
 ) -> dict[str, float]:
-    """Values by name, as in the table of metrics; totals over all parts of the step come in."""
+    """Metrics by name, as in the table of metrics, from the totals over all parts of a step."""
     metrics = {
         name: total.item() if name in _COUNTS else total.item() / num_trained
         for name, total in sums.items()
@@ -23,5 +85,59 @@ def loss_metrics(
     }
     metrics |= {name: total.item() for name, total in maxima.items() if name != _BY_AGE}
     if _BY_AGE in sums:
-        metrics |= age_metrics(sums[_BY_AGE].tolist(), maxima[_BY_AGE].tolist())
+        metrics |= _metrics_by_age(sums[_BY_AGE].tolist(), maxima[_BY_AGE].tolist())
     return metrics
+
+
+def _sums_by_age(
+    tokens: LossTokens,
+    ratios_T: torch.Tensor,
+    clipped_T: torch.Tensor,
+    masked_T: torch.Tensor,
+    kl_T: torch.Tensor,
+) -> torch.Tensor:
+    """[6, A], float64 since squares of ratios are large: number of trained tokens, and their sums
+    of ratio, squared ratio, clipped, masked and KL."""
+    ratios_T = ratios_T.double()
+    columns = [tokens.trained_T, ratios_T, ratios_T.square(), clipped_T, masked_T, kl_T]
+    columns_6T = torch.stack([column.double() for column in columns])
+    return columns_6T.new_zeros(6, len(AGE_BUCKETS)).index_add(1, _buckets(tokens), columns_6T)
+
+
+def _metrics_by_age(
+    totals_6A: Sequence[Sequence[float]], maxima_A: Sequence[float]
+) -> dict[str, float]:
+    """Metrics of the buckets that have tokens, and the effective share of all tokens."""
+    metrics: dict[str, float] = {}
+    for bucket, column, ratio_max in zip(
+        AGE_BUCKETS, zip(*totals_6A, strict=True), maxima_A, strict=True
+    ):
+        num_tokens, ratio, square, clipped, masked, kl = column
+        if num_tokens == 0:
+            continue
+        metrics |= {
+            f"{bucket}/tokens": num_tokens,
+            f"{bucket}/ratio_mean": ratio / num_tokens,
+            f"{bucket}/ratio_max": ratio_max,
+            f"{bucket}/clip_share": clipped / num_tokens,
+            f"{bucket}/masked_share": masked / num_tokens,
+            f"{bucket}/kl_k3": kl / num_tokens,
+            f"{bucket}/effective_share": _effective_share(num_tokens, ratio, square),
+        }
+    num_tokens, ratio, square = (sum(row) for row in totals_6A[:3])
+    return metrics | {"effective_share": _effective_share(num_tokens, ratio, square)}
+
+
+def _effective_share(num_tokens: float, ratio_sum: float, square_sum: float) -> float:
+    """Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the tokens (Kong 1992); 0
+    where every ratio underflowed."""
+    return ratio_sum**2 / (num_tokens * square_sum) if square_sum != 0 else 0.0
+
+
+def _buckets(tokens: LossTokens) -> torch.Tensor:
+    """[T]: each token's bucket; the last one holds all older tokens."""
+    return tokens.ages_T.clamp(0, len(AGE_BUCKETS) - 1)
+
+
+def _max(values_T: torch.Tensor) -> torch.Tensor:
+    return values_T.max() if values_T.numel() else values_T.new_zeros(())

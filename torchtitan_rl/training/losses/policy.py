@@ -1,140 +1,233 @@
-"""The policy loss, put together from its parts as `LossConfig` says."""
+"""The policy loss. `policy_loss` comes first; the functions after it are its steps, in the order it
+takes them, each with its formula and paper.
+
+Every function takes cleaned tokens (`LossTokens.cleaned`); p is the policy being trained, A the
+advantage. Log-ratios are clamped to ± ``max_log_ratio`` before each exponential; a clamped token
+has no gradient.
+
+Shapes: T tokens of one part (microbatch) of a step.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import assert_never
 
 import torch
 
 from torchtitan_rl.training.config import LossConfig
-from torchtitan_rl.training.losses.age_metrics import age_maxima, age_sums
-from torchtitan_rl.training.losses.aggregation import aggregate
-from torchtitan_rl.training.losses.importance import truncated_weights, within_bounds
-from torchtitan_rl.training.losses.ratios import proximal_logprobs, sequence_log_ratios
-from torchtitan_rl.training.losses.reference_kl import is_in_advantage, reference_kl
-from torchtitan_rl.training.losses.surrogates import (
-    Surrogate,
-    cispo_surrogate,
-    clipped_surrogate,
-)
+from torchtitan_rl.training.losses.metrics import policy_metrics
 from torchtitan_rl.training.losses.tokens import LossOutput, LossTokens, StepTotals
 
 
 def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput:
-    """-aggregate(keep x weight x surrogate(ratio, advantage) - coefficient x KL to the reference).
+    """-aggregate(mask x weight x surrogate(ratio, A) - kl_coefficient x KL(p || reference)).
 
-    Each factor has its file, with its source. Log-ratios are clamped to ± ``max_log_ratio`` before
-    the exponential; clamped tokens carry no gradient. Weight and mask do not touch the KL penalty,
-    unless it is in the advantage (k1).
+    Weight and mask do not apply to the KL term, except for k1, which is part of the advantage.
 
     Raises:
-        ValueError: a KL penalty is asked for, and the tokens have no reference logprobs.
+        ValueError: ``kl_coefficient`` is set and the tokens have no reference logprobs.
     """
     tokens = tokens.cleaned()
-    proximal_T = proximal_logprobs(tokens, config.proximal_policy)
-    kl_T = _reference_kl(tokens, config)
     advantages_T = tokens.advantages_T
-    if kl_T is not None and is_in_advantage(config.kl_estimator):
+    kl_T = reference_kl(tokens, config)
+    if kl_T is not None and config.kl_estimator == "k1":
         advantages_T = advantages_T - config.kl_coefficient * kl_T.detach()
 
-    surrogate = _surrogate(tokens, proximal_T, advantages_T, config)
-    terms_T = surrogate.terms_T
-    difference_T = (tokens.logprobs_T - tokens.behaviour_T).detach()
-    sums: dict[str, torch.Tensor] = {}
-    if config.importance_weight != "none":
-        weights_T = truncated_weights(
-            proximal_T - tokens.behaviour_T,
-            tokens,
-            level=config.importance_weight,
-            cap=config.importance_weight_cap,
-            max_log_ratio=config.max_log_ratio,
-        )
+    proximal_T = proximal_logprobs(tokens, config)
+    ratios_T = policy_ratios(tokens, proximal_T, config)
+    terms_T, clipped_low_T, clipped_high_T = surrogate(tokens, ratios_T, advantages_T, config)
+    weights_T = importance_weights(tokens, proximal_T, config)
+    if weights_T is not None:
         terms_T = terms_T * weights_T
-        sums["weight_mean"] = (weights_T * tokens.trained_T).sum()
-        sums["weight_capped_share"] = (
-            (weights_T >= config.importance_weight_cap) & tokens.trained_T
-        ).sum()
-    masked_T = torch.zeros_like(tokens.trained_T)
-    if config.mask != "none":
-        kept_T = within_bounds(
-            difference_T, tokens, level=config.mask, low=config.mask_low, high=config.mask_high
-        )
+    kept_T = within_mask_bounds(tokens, config)
+    if kept_T is not None:
         terms_T = torch.where(kept_T, terms_T, torch.zeros_like(terms_T))
-        masked_T = tokens.trained_T & ~kept_T
-    if kl_T is not None:
-        sums["kl_reference"] = kl_T.detach().sum()
-        if not is_in_advantage(config.kl_estimator):
-            terms_T = terms_T - config.kl_coefficient * kl_T
-    loss = -aggregate(
-        terms_T, tokens, totals, how=config.aggregation, constant_length=config.constant_length
+    if kl_T is not None and config.kl_estimator != "k1":
+        terms_T = terms_T - config.kl_coefficient * kl_T
+
+    sums, maxima = policy_metrics(
+        tokens,
+        config,
+        clipped_low_T=clipped_low_T,
+        clipped_high_T=clipped_high_T,
+        kept_T=kept_T,
+        weights_T=weights_T,
+        kl_T=kl_T,
     )
-    with torch.no_grad():
-        more, maxima = _metrics(tokens, difference_T, surrogate, masked_T, config)
-    return LossOutput(loss=loss, sums=sums | more, maxima=maxima)
+    return LossOutput(loss=-aggregate(terms_T, tokens, totals, config), sums=sums, maxima=maxima)
 
 
-def _reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
+def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
+    """[T]: estimates of KL(p || reference), None without a KL penalty.
+
+    With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
+    "Approximating KL divergence"). k2 and k3 are differentiated in the loss; k3 there is GRPO's
+    (Shao et al. 2024, 2402.03300). k1 is subtracted from the advantages, as InstructGPT does from
+    rewards (Ouyang et al. 2022, 2203.02155): in the loss its gradient would be that of log p, whose
+    expectation is 0 (Tang and Munos 2025, 2506.09477).
+
+    On policy, k1 and k2 have the gradient of KL(p || reference), k3 that of KL(reference || p).
+    For tokens of older versions the estimate is not corrected: its mean is over the policy that
+    sampled them.
+    """
     if config.kl_coefficient == 0.0:
         return None
     if tokens.reference_T is None:
         raise ValueError(f"kl_coefficient is {config.kl_coefficient}: give reference logprobs")
-    return reference_kl(
-        tokens.logprobs_T,
-        tokens.reference_T,
-        estimator=config.kl_estimator,
-        max_log_ratio=config.max_log_ratio,
-    )
+    difference_T = tokens.logprobs_T - tokens.reference_T
+    match config.kl_estimator:
+        case "k1":
+            return difference_T
+        case "k2":
+            return 0.5 * difference_T.square()
+        case "k3":
+            inverse_T = (-difference_T).clamp(-config.max_log_ratio, config.max_log_ratio)
+            return inverse_T.exp() - 1.0 - inverse_T
+        case _:
+            assert_never(config.kl_estimator)
 
 
-def _surrogate(
-    tokens: LossTokens, proximal_T: torch.Tensor, advantages_T: torch.Tensor, config: LossConfig
-) -> Surrogate:
+def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
+    """[T]: log p_prox, which the clipped ratio is taken against; without a gradient.
+
+    `behaviour`: the policy that sampled the tokens (PPO: Schulman et al. 2017, 1707.06347).
+
+    The others are decoupled PPO (Hilton et al. 2021, 2110.00641; for language models AReaL, Fu et
+    al. 2025, 2505.24298): the trust region is around the trainer's own step, and
+    `importance_weights` corrects for the sampling policy. `recomputed`: the weights before this
+    step. The trainer takes one step per batch, so these are the weights of this forward pass: its
+    detached logprobs are p_prox, the ratio is 1, and nothing is clipped. `interpolated`: one
+    version before the current one, estimated from behaviour and current by the token's age d >= 1:
+
+    log p_prox = log p_behaviour + (d - 1) / d x (log p - log p_behaviour)
+
+    (AReaL's prox_approx document, alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1,
+    and A-3PO, Li et al. 2025, 2512.06547). At d = 1 it is the behaviour policy; for d = 0 the
+    current policy is used.
+    """
+    match config.proximal_policy:
+        case "behaviour":
+            return tokens.behaviour_T
+        case "recomputed":
+            return tokens.logprobs_T.detach()
+        case "interpolated":
+            difference_T = tokens.logprobs_T.detach() - tokens.behaviour_T
+            share_T = 1.0 - 1.0 / tokens.ages_T.clamp_min(1).to(difference_T.dtype)
+            share_T = torch.where(tokens.ages_T > 0, share_T, torch.ones_like(share_T))
+            return tokens.behaviour_T + share_T * difference_T
+        case _:
+            assert_never(config.proximal_policy)
+
+
+def policy_ratios(tokens: LossTokens, proximal_T: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """[T]: p / p_prox of the token, or of its sequence.
+
+    `sequence` (GSPO: Zheng et al. 2025, 2507.18071): the value is the geometric mean over the
+    sequence, (p(y) / p_prox(y))^(1/|y|), the gradient is the token's own. This is GSPO-token
+    (section 4.3), which equals GSPO where all tokens of a sequence have one advantage.
+    """
     log_ratios_T = tokens.logprobs_T - proximal_T
     if config.ratio == "sequence":
-        log_ratios_T = sequence_log_ratios(log_ratios_T, tokens)
-    ratios_T = log_ratios_T.clamp(-config.max_log_ratio, config.max_log_ratio).exp()
-    low, high = config.clip_low, config.clip_high
-    if config.surrogate == "cispo":
-        return cispo_surrogate(ratios_T, advantages_T, tokens.logprobs_T, low=low, high=high)
-    return clipped_surrogate(ratios_T, advantages_T, low=low, high=high)
+        own_T = log_ratios_T - log_ratios_T.detach()
+        log_ratios_T = tokens.sequence_mean(log_ratios_T.detach()) + own_T
+    return log_ratios_T.clamp(-config.max_log_ratio, config.max_log_ratio).exp()
 
 
-def _metrics(
-    tokens: LossTokens,
-    difference_T: torch.Tensor,
-    surrogate: Surrogate,
-    masked_T: torch.Tensor,
-    config: LossConfig,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """How far policy and behaviour are apart, whatever the proximal policy: sums and maxima.
+def surrogate(
+    tokens: LossTokens, ratios_T: torch.Tensor, advantages_T: torch.Tensor, config: LossConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Terms [T] to maximize, and which tokens were clipped at the lower and at the upper bound.
 
-    KL of behaviour against policy: ``kl_k1`` is minus the log-ratio, ``kl_k3`` the low-variance
-    estimate that is never negative (Schulman 2020).
+    `clip`: min(r A, clip(r, 1 - low, 1 + high) A); a token outside of a bound has no gradient if
+    its gradient would move it further out. PPO's (Schulman et al. 2017, 1707.06347), with a
+    separate bound for each side (DAPO's clip-higher, Yu et al. 2025, 2503.14476).
+
+    `cispo`: stop_gradient(clip(r, 1 - low, 1 + high)) A log p; every token keeps a gradient. Only
+    the gradient is meaningful, not the value. MiniMax-M1 (2025, 2506.13585), which in effect has
+    no lower bound (low near 1).
     """
-    log_ratios_T = difference_T.clamp(-config.max_log_ratio, config.max_log_ratio)
-    ratios_T = log_ratios_T.exp()
-    kl_k3_T = ratios_T - 1.0 - log_ratios_T
-    distance_T = difference_T.abs()
-    low_T = surrogate.clipped_low_T & tokens.trained_T
-    high_T = surrogate.clipped_high_T & tokens.trained_T
-    zero = torch.zeros_like(ratios_T)
-    sums = {
-        "ratio_mean": torch.where(tokens.trained_T, ratios_T, zero).sum(),
-        "clip_share_low": low_T.sum(),
-        "clip_share_high": high_T.sum(),
-        "clip_share": (low_T | high_T).sum(),
-        "masked_share": masked_T.sum(),
-        "logprob_diff_mean": distance_T.sum(),
-        "kl_k1": -difference_T.sum(),
-        "kl_k3": kl_k3_T.sum(),
-        "clamped_log_ratio": (distance_T > config.max_log_ratio).sum(),
-        "by_age": age_sums(tokens, ratios_T, low_T | high_T, masked_T, kl_k3_T),
-    }
-    maxima = {
-        "ratio_max": _max(torch.where(tokens.trained_T, ratios_T, zero)),
-        "logprob_diff_max": _max(distance_T),
-        "by_age": age_maxima(tokens, ratios_T),
-    }
-    return sums, maxima
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    match config.surrogate:
+        case "clip":
+            bounded_T = ratios_T.clamp(low, high)
+            terms_T = torch.minimum(ratios_T * advantages_T, bounded_T * advantages_T)
+            clipped_low_T = (ratios_T < low) & (advantages_T < 0)
+            clipped_high_T = (ratios_T > high) & (advantages_T > 0)
+        case "cispo":
+            ratios_T = ratios_T.detach()
+            terms_T = ratios_T.clamp(low, high) * advantages_T * tokens.logprobs_T
+            clipped_low_T, clipped_high_T = ratios_T < low, ratios_T > high
+        case _:
+            assert_never(config.surrogate)
+    return terms_T, clipped_low_T, clipped_high_T
 
 
-def _max(values_T: torch.Tensor) -> torch.Tensor:
-    return values_T.max() if values_T.numel() else values_T.new_zeros(())
+def importance_weights(
+    tokens: LossTokens, proximal_T: torch.Tensor, config: LossConfig
+) -> torch.Tensor | None:
+    """[T]: min(w, cap), w = p_prox / p_behaviour, without a gradient; None without weights.
+
+    `token`: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (TIS). `sequence`: the product over the sequence; Liu, Li et al. 2025, "When Speed
+    Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Seq-TIS).
+    """
+    log_weights_T = (proximal_T - tokens.behaviour_T).detach()
+    match config.importance_weight:
+        case "none":
+            return None
+        case "token":
+            pass
+        case "sequence":
+            log_weights_T = tokens.sequence_sum(log_weights_T)
+        case _:
+            assert_never(config.importance_weight)
+    weights_T = log_weights_T.clamp(-config.max_log_ratio, config.max_log_ratio).exp()
+    return weights_T.clamp_max(config.importance_weight_cap)
+
+
+def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
+    """[T] bool: mask_low <= p / p_behaviour <= mask_high; None without a mask.
+
+    `token`: IcePop (Ling team 2025, "Every Step Evolves", 2510.18855), on both sides whatever the
+    advantage's sign. `sequence`: the product over the sequence (masked importance sampling, Liu, Li
+    et al. 2025, as above). `geometric`: the geometric mean, which does not grow with the length
+    (Li, Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM RL", 2512.23075, and verl's
+    rollout correction).
+    """
+    log_ratios_T = (tokens.logprobs_T - tokens.behaviour_T).detach()
+    match config.mask:
+        case "none":
+            return None
+        case "token":
+            pass
+        case "sequence":
+            log_ratios_T = tokens.sequence_sum(log_ratios_T)
+        case "geometric":
+            log_ratios_T = tokens.sequence_mean(log_ratios_T)
+        case _:
+            assert_never(config.mask)
+    # In logs, since the product over a long sequence overflows.
+    low, high = math.log(config.mask_low), math.log(config.mask_high)
+    return (log_ratios_T >= low) & (log_ratios_T <= high)
+
+
+def aggregate(
+    terms_T: torch.Tensor, tokens: LossTokens, totals: StepTotals, config: LossConfig
+) -> torch.Tensor:
+    """This part's share of the step's scalar; ``terms_T`` are 0 on untrained tokens.
+
+    `token_mean`: every token of the step counts the same (DAPO: Yu et al. 2025, 2503.14476).
+    `sequence_mean`: every sequence counts the same (GRPO: Shao et al. 2024, 2402.03300).
+    `constant`: a sequence's sum is divided by ``constant_length`` whatever its length, so that long
+    wrong answers are not favoured (Dr. GRPO: Liu et al. 2025, 2503.20783).
+    """
+    match config.aggregation:
+        case "token_mean":
+            return terms_T.sum() / totals.num_tokens
+        case "sequence_mean":
+            return (terms_T / tokens.sequence_lengths()).sum() / totals.num_sequences
+        case "constant":
+            return terms_T.sum() / (totals.num_sequences * config.constant_length)
+        case _:
+            assert_never(config.aggregation)

@@ -9,37 +9,37 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """T tokens of one part of a step; entry i of each tensor describes token i.
+    """T tokens of one part (microbatch) of a step; entry i of each tensor describes token i.
 
-    ``sequences_T`` numbers the sequences (episodes) of this part with 0 to T - 1 in any order; all
-    trained tokens of a sequence are in the part. ``ages_T`` is the trainer's version minus the one
-    that the token was sampled under. Only ``logprobs_T`` has a gradient.
+    All trained tokens of a sequence (episode) are in the same part. Only ``logprobs_T`` has a
+    gradient. Values where ``trained_T`` is False are never read, NaN included.
     """
 
-    logprobs_T: torch.Tensor  # of the policy that is trained
-    behaviour_T: torch.Tensor  # that the token was sampled with
+    logprobs_T: torch.Tensor  # under the policy being trained
+    behaviour_T: torch.Tensor  # logprobs under the policy that sampled the tokens
     advantages_T: torch.Tensor
-    trained_T: torch.Tensor  # bool; the rest is to be read only where it holds
-    ages_T: torch.Tensor  # int64
-    sequences_T: torch.Tensor  # int64
-    reference_T: torch.Tensor | None = None  # logprobs of the reference model
+    trained_T: torch.Tensor  # bool
+    ages_T: torch.Tensor  # int64; trainer version minus the version that sampled the token
+    sequences_T: torch.Tensor  # int64; number of the token's sequence, in 0 .. T - 1
+    reference_T: torch.Tensor | None = None  # logprobs under the reference model
 
     def cleaned(self) -> LossTokens:
-        """The same with 0 for logprobs and advantages wherever a token is not trained on."""
+        """The same tokens with logprobs and advantages of untrained tokens set to 0."""
         zero = torch.zeros((), dtype=self.logprobs_T.dtype, device=self.logprobs_T.device)
-        reference_T = self.reference_T
+
+        def clean(values_T: torch.Tensor) -> torch.Tensor:
+            return torch.where(self.trained_T, values_T, zero)
+
         return replace(
             self,
-            logprobs_T=torch.where(self.trained_T, self.logprobs_T, zero),
-            behaviour_T=torch.where(self.trained_T, self.behaviour_T, zero),
-            advantages_T=torch.where(self.trained_T, self.advantages_T, zero),
-            reference_T=reference_T
-            if reference_T is None
-            else torch.where(self.trained_T, reference_T, zero),
+            logprobs_T=clean(self.logprobs_T),
+            behaviour_T=clean(self.behaviour_T),
+            advantages_T=clean(self.advantages_T),
+            reference_T=None if self.reference_T is None else clean(self.reference_T),
         )
 
     def sequence_sum(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T]: for each token the sum over its sequence; ``values_T`` is 0 where not trained."""
+        """[T]: for each token the sum over its sequence; ``values_T`` is 0 on untrained tokens."""
         sums_T = values_T.new_zeros(len(values_T)).index_add(0, self.sequences_T, values_T)
         return sums_T[self.sequences_T]
 
@@ -48,24 +48,33 @@ class LossTokens:
         return self.sequence_sum(self.trained_T.to(self.logprobs_T.dtype)).clamp_min(1.0)
 
     def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T]: for each token the mean over its sequence's trained tokens."""
+        """[T]: for each token the mean over the trained tokens of its sequence."""
         return self.sequence_sum(values_T) / self.sequence_lengths()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Of a whole optimizer step, over all ranks and microbatches. Tokens that a loss masks by
-    their ratio count, so that the totals are known before the first forward pass."""
+    """Sizes of a whole optimizer step, over all ranks and microbatches. Tokens that the loss masks
+    by their ratio are included, so the totals are known before the first forward pass."""
 
     num_tokens: int  # trained on
-    num_sequences: int  # with at least one such token
+    num_sequences: int  # with at least one trained token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """``loss`` is a scalar with a graph. ``sums`` add up over parts of a step, of ``maxima`` the
-    largest counts; both are detached, of any shape, and `loss_metrics` reads their totals."""
+    """``loss`` is a scalar with a graph; the others are detached and of any shape. Over the parts
+    of a step, ``sums`` are added and ``maxima`` maximized; `loss_metrics` reads the totals."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
+
+
+def cross_entropy_loss(
+    logprobs_T: torch.Tensor, trained_T: torch.Tensor, *, num_trained: int
+) -> LossOutput:
+    """Supervised training: the mean negative logprob of the step's ``num_trained`` tokens."""
+    zero = torch.zeros((), dtype=logprobs_T.dtype, device=logprobs_T.device)
+    loss = -torch.where(trained_T, logprobs_T, zero).sum() / num_trained
+    return LossOutput(loss=loss, sums={}, maxima={})
