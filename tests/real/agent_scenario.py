@@ -32,8 +32,9 @@ from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import AppOptions, EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.http_shell import ShellOptions, protect
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 from torchtitan_rl.serving.sessions import Sessions
@@ -253,8 +254,8 @@ async def main(root: Path) -> None:
             chat_template=str(template),
             generation_config="vllm",
         )
-        return protect(
-            build_application(options, link), ShellOptions(api_key=API_KEY), commands=link
+        return EndpointApp(
+            build_application(options, link), AppOptions(keys=Keys(api=API_KEY)), commands=link
         )
 
     server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)

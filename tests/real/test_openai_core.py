@@ -28,7 +28,7 @@ from tests.real.models import tiny_qwen3
 from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import ConfigError, EndpointLostError
-from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun

@@ -7,8 +7,8 @@ from typing import Any
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
-from torchtitan_rl.serving.http_limits import RequestLimits
-from torchtitan_rl.serving.http_shell import ShellOptions, protect
+from torchtitan_rl.serving.app import AppOptions, EndpointApp
+from torchtitan_rl.serving.limits import RequestLimits
 from torchtitan_rl.serving.link import ControllerLink
 
 
@@ -59,12 +59,11 @@ class EndpointProcess:
             ),
             self.link,
         )
-        shell = protect(
+        app = EndpointApp(
             application,
-            ShellOptions(
+            AppOptions(
                 host=endpoint.host,
-                api_key=spec.keys.api,
-                admin_key=spec.keys.admin,
+                keys=spec.keys,
                 limits=RequestLimits(
                     max_body_bytes=endpoint.max_body_bytes,
                     max_n=endpoint.max_n,
@@ -75,5 +74,5 @@ class EndpointProcess:
             ),
             commands=self.link,
         )
-        self.link.add_gauges(shell.counts)
-        return shell
+        self.link.add_gauges(app.counts)
+        return app

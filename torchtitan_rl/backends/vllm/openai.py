@@ -56,7 +56,8 @@ from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions, error_
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.config.chat_template import template_error
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving import http_auth, http_context
+from torchtitan_rl.serving import context
+from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
@@ -195,10 +196,10 @@ def _check_session(named: str | None) -> None:
     """Raises `VLLMValidationError`: the body names none, or another one than the headers."""
     if named is None:
         return
-    if not http_auth.is_session_id(named):
+    if not is_session_id(named):
         message = "session_id: use 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
         raise VLLMValidationError(message, parameter="session_id")
-    if http_context.session_id.get() not in (None, named):
+    if context.session_id.get() not in (None, named):
         message = "the body and the headers name different sessions"
         raise VLLMValidationError(message, parameter="session_id")
 

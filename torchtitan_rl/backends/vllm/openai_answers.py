@@ -17,8 +17,8 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
-from torchtitan_rl.serving.http_context import close_at_end
-from torchtitan_rl.serving.http_errors import error_body
+from torchtitan_rl.serving.context import close_at_end
+from torchtitan_rl.serving.errors import error_body
 
 _NO_BEAMS = "beam search is not served"
 

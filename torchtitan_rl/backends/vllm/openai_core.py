@@ -36,7 +36,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import (

@@ -1,11 +1,17 @@
-"""What a request may ask for, checked on its JSON before the app sees it.
+"""What a request may ask for, checked on its JSON before the application sees it.
 
-The checks are about form and quantity only: text that is JSON in UTF-8 and can be written again
-as such (no NaN, infinity, lone surrogate or integer beyond 64 bits: each of these has made some
-handler fail with a 500), nesting, how many completions and tokens it multiplies to, and how often
-a JSON schema may have something repeated (``minItems`` and its like: a grammar library unrolls a
-billion of them until the process is out of memory). What the fields mean is the app's to judge,
-but for media that it would drop (`http_text_only`).
+The checks are about form and quantity:
+
+- JSON in UTF-8 that can be written again as such: no NaN, infinity, lone surrogate or integer of
+  more than 64 bits, each of which has made some handler fail with a 500;
+- its nesting, and the number of completions and tokens that it multiplies to;
+- how often a JSON schema repeats something (``minItems`` and its like): a grammar library unrolls
+  a billion repetitions until the process runs out of memory;
+- text only: a chat template would drop an image, or leave its placeholder for the engine to read
+  as text. So every part of a message's content has to be a type of text, on every route, for every
+  role and at any depth, and no field of a request, message or part may carry another medium.
+
+Everything else that fields mean is left to the application.
 """
 
 from __future__ import annotations
@@ -14,8 +20,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torchtitan_rl.serving.http_errors import HttpError
-from torchtitan_rl.serving.http_text_only import check_text_only
+from torchtitan_rl.serving.errors import HttpError
 
 _MAX_INTEGER = (1 << 64) - 1
 _MIN_INTEGER = -(1 << 63)
@@ -24,6 +29,31 @@ _REPETITIONS = tuple(
     low + what for low in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
 )
 _MAX_REPETITIONS = 100_000  # no completion has as many tokens
+_TEXT_PARTS = frozenset(
+    {"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"}
+)
+_MEDIA = frozenset(
+    {
+        "audio",
+        "audio_embeds",
+        "audio_url",
+        "document",
+        "file",
+        "image",
+        "image_embeds",
+        "image_pil",
+        "image_url",
+        "input_audio",
+        "input_file",
+        "input_image",
+        "input_video",
+        "multi_modal_data",
+        "prompt_embeds",
+        "video",
+        "video_embeds",
+        "video_url",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +62,7 @@ class RequestLimits:
 
     max_body_bytes: int = 4 << 20
     max_n: int = 16
-    max_tokens: int = 0  # 0: what the context has room for
+    max_tokens: int = 0  # 0: as many as the context has room for
     max_depth: int = 64  # of the JSON
 
 
@@ -40,10 +70,10 @@ def check_request(body: bytes, limits: RequestLimits) -> None:
     """Raises:
     HttpError: 400, naming the field where it is one.
     """
-    content = parse_json(body, max_depth=limits.max_depth)
+    content = _parse_json(body, limits.max_depth)
     if not isinstance(content, dict):
         return
-    check_text_only(content)
+    _check_text_only(content)
     _check_constraints(content.get("structured_outputs"), limits.max_depth)
     n = _integer(content, "n")
     num_completions = (1 if n is None else n) * _num_prompts(content)
@@ -55,15 +85,10 @@ def check_request(body: bytes, limits: RequestLimits) -> None:
             raise _too_large(name, f"{name} is {value}", limits.max_tokens)
 
 
-def parse_json(body: bytes, *, max_depth: int) -> Any:
-    """The JSON value of ``body``.
-
-    Raises:
-        HttpError: 400, because it is none, is nested too deeply, or cannot be written as JSON.
-    """
+def _parse_json(body: bytes, max_depth: int) -> Any:
     try:
         text = body.decode()
-        content = json.loads(text, parse_constant=_no_constant)
+        content = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise _too_deep(max_depth) from None
     except ValueError as error:
@@ -94,7 +119,7 @@ def _check_values(content: Any, max_depth: int) -> None:
 
 
 def _check_constraints(constraints: Any, max_depth: int) -> None:
-    """A schema may also be a string there."""
+    """Check schemas that are given as a string."""
     if not isinstance(constraints, dict):
         return
     for text in (constraints.get("json"), constraints.get("structural_tag")):
@@ -104,7 +129,7 @@ def _check_constraints(constraints: Any, max_depth: int) -> None:
             except RecursionError:
                 raise _too_deep(max_depth) from None
             except ValueError:
-                continue  # the app says so
+                continue  # the application refuses it
             _check_values(schema, max_depth)
 
 
@@ -135,12 +160,58 @@ def _num_prompts(content: dict[str, Any]) -> int:
 
 
 def _integer(content: dict[str, Any], name: str) -> int | None:
-    """A limited field is an integer or absent: the app would also take "5" and 5.0 for one, which
-    would pass by the limit."""
+    """A limited field: an integer, or absent. The application would also convert "5" and 5.0,
+    which would bypass the limit."""
     value = content.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise HttpError(400, f"{name} must be an integer.", code="invalid_type", param=name)
+
+
+def _check_text_only(content: dict[str, Any]) -> None:
+    _check_media(content, "")
+    modalities = content.get("modalities")
+    if isinstance(modalities, list) and any(name != "text" for name in modalities):
+        raise _not_text("modalities", "it asks for an answer other than text")
+    for name in ("messages", "input"):
+        _check_messages(content.get(name), name)
+
+
+def _check_messages(messages: Any, place: str) -> None:
+    """Check a list of messages, or of conversations."""
+    if not isinstance(messages, list):
+        return
+    for index, message in enumerate(messages):
+        at = f"{place}[{index}]"
+        if isinstance(message, dict):
+            _check_media(message, at)
+            _check_content(message.get("content"), f"{at}.content")
+        else:
+            _check_messages(message, at)
+
+
+def _check_content(content: Any, place: str) -> None:
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_content(part, f"{place}[{index}]")
+    elif isinstance(content, dict):
+        kind = content.get("type", "text")
+        if not (isinstance(kind, str) and kind in _TEXT_PARTS):
+            raise _not_text(place, f"it is of type {str(kind)[:40]!r}")
+        _check_media(content, place)
+        for name in ("content", *_TEXT_PARTS):
+            _check_content(content.get(name), f"{place}.{name}")
+
+
+def _check_media(fields: dict[str, Any], place: str) -> None:
+    for name in _MEDIA & fields.keys():
+        if fields[name] is not None:
+            raise _not_text(f"{place}.{name}" if place else name, "it is not text")
+
+
+def _not_text(place: str, why: str) -> HttpError:
+    message = f"{place}: {why}, and the served policy is text only."
+    return HttpError(400, message, code="text_only", param=place)
 
 
 def _too_large(name: str, what: str, limit: int) -> HttpError:
@@ -149,14 +220,13 @@ def _too_large(name: str, what: str, limit: int) -> HttpError:
 
 
 def _too_deep(max_depth: int) -> HttpError:
-    return HttpError(
-        400, f"The JSON is nested more than {max_depth} deep.", code="nested_too_deeply"
-    )
+    message = f"The JSON is nested more than {max_depth} deep."
+    return HttpError(400, message, code="nested_too_deeply")
 
 
 def _bad_json(why: str) -> HttpError:
     return HttpError(400, f"The body is not JSON in UTF-8: {why}.", code="invalid_json")
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
