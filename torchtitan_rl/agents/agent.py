@@ -155,9 +155,8 @@ async def _run_command(command: AgentCommand, agent_call: AgentCall) -> AgentRes
         stderr = result.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
         raise AgentError(f"{program} {how}: {stderr or 'it wrote nothing to stderr'}")
     if result.truncated:
-        raise AgentError(
-            f"{program} wrote over {_MAX_OUTPUT_BYTES >> 20} MiB; its last line is lost"
-        )
+        limit = f"{_MAX_OUTPUT_BYTES >> 20} MiB"
+        raise AgentError(f"{program} wrote more than {limit}; its last line is lost")
     return _last_line_result(result.stdout.decode(errors="replace"))
 
 

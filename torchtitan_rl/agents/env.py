@@ -241,8 +241,8 @@ class AgentEnv:
         if unsupported:
             self._counts["refused_requests"] += 1
             message = (
-                f"{', '.join(sorted(unsupported))}: not in a training session, whose loss would not "
-                "know the sampling distribution; leave it out"
+                f"{', '.join(sorted(unsupported))}: not in a training session, for its loss would "
+                "not know the sampling distribution; leave it out"
             )
             raise refused(400, "invalid_request", message)
         truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
