@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,49 +27,48 @@ from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.admission import Admission
 from torchtitan_rl.serving.auth import Authentication
 from torchtitan_rl.serving.body import BufferedBody
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.context import request_scope
 from torchtitan_rl.serving.errors import ClientStalledError, OpenAIErrors
-from torchtitan_rl.serving.limits import RequestLimits
 from torchtitan_rl.serving.retries import Retries, RetryOptions
 from torchtitan_rl.serving.routes import Commands, add_routes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppOptions:
-    """What the endpoint's layers allow."""
-
-    host: str = "127.0.0.1"
-    keys: Keys = field(default_factory=Keys)
-    limits: RequestLimits = field(default_factory=RequestLimits)
-    max_concurrent_requests: int = 256
-    max_queued_requests: int = 1024
-    body_timeout_s: float = 60.0  # for a request's body to arrive
-    stall_timeout_s: float = 60.0  # for a client to read what was sent
-    retries: RetryOptions = field(default_factory=RetryOptions)
-
-
 class EndpointApp:
     """The ASGI application to serve; adds the routes of sessions and administration to ``app``.
 
+    ``body_timeout_s``: for a request's body to arrive. ``stall_timeout_s``: for a client to read
+    what was sent.
+
     Raises:
-        ConfigError: the keys cannot protect an endpoint on ``options.host``.
+        ConfigError: the keys cannot protect an endpoint on this address.
     """
 
-    def __init__(self, app: FastAPI, options: AppOptions, *, commands: Commands) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        config: EndpointConfig,
+        *,
+        keys: Keys,
+        commands: Commands,
+        retries: RetryOptions | None = None,
+        body_timeout_s: float = 60.0,
+        stall_timeout_s: float = 60.0,
+    ) -> None:
         add_routes(app, commands)
         self._app = app
         self._admission = Admission(
             self._handle,
-            max_running=options.max_concurrent_requests,
-            max_queued=options.max_queued_requests,
+            max_running=config.max_concurrent_requests,
+            max_queued=config.max_queued_requests,
         )
-        self._retries = Retries(OpenAIErrors(self._admission), options.retries)
-        body = BufferedBody(self._retries, limits=options.limits, timeout_s=options.body_timeout_s)
-        authentication = Authentication(body, host=options.host, keys=options.keys)
+        self._retries = Retries(OpenAIErrors(self._admission), retries or RetryOptions())
+        body = BufferedBody(self._retries, config, timeout_s=body_timeout_s)
+        authentication = Authentication(body, host=config.host, keys=keys)
         self._layers = StalledClients(
-            OpenAIErrors(authentication, replaces_500=False), timeout_s=options.stall_timeout_s
+            OpenAIErrors(authentication, replaces_500=False), timeout_s=stall_timeout_s
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

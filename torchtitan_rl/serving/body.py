@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
-from torchtitan_rl.serving.limits import RequestLimits, check_request
+from torchtitan_rl.serving.limits import check_request
 
 _CLOSE = (b"connection", b"close")
 _MAX_HELD_BODIES = 64  # of the largest size, all requests together
@@ -81,7 +82,7 @@ class Handler(Protocol):
 class BufferedBody:
     """ASGI middleware: reads and checks the body, then calls ``handler`` with it."""
 
-    def __init__(self, handler: Handler, *, limits: RequestLimits, timeout_s: float) -> None:
+    def __init__(self, handler: Handler, limits: EndpointConfig, *, timeout_s: float) -> None:
         self._handler = handler
         self._limits = limits
         self._timeout_s = timeout_s

@@ -17,10 +17,12 @@ Everything else that fields mean is left to the application.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
+
+MAX_DEPTH = 64  # of the JSON
 
 _MAX_INTEGER = (1 << 64) - 1
 _MIN_INTEGER = -(1 << 63)
@@ -56,25 +58,15 @@ _MEDIA = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """``max_n`` bounds the completions of one request, ``n`` times its prompts."""
-
-    max_body_bytes: int = 4 << 20
-    max_n: int = 16
-    max_tokens: int = 0  # 0: as many as the context has room for
-    max_depth: int = 64  # of the JSON
-
-
-def check_request(body: bytes, limits: RequestLimits) -> None:
+def check_request(body: bytes, limits: EndpointConfig) -> None:
     """Raises:
     HttpError: 400, naming the field where it is one.
     """
-    content = _parse_json(body, limits.max_depth)
+    content = _parse_json(body)
     if not isinstance(content, dict):
         return
     _check_text_only(content)
-    _check_constraints(content.get("structured_outputs"), limits.max_depth)
+    _check_constraints(content.get("structured_outputs"))
     n = _integer(content, "n")
     num_completions = (1 if n is None else n) * _num_prompts(content)
     if num_completions > limits.max_n:
@@ -85,28 +77,28 @@ def check_request(body: bytes, limits: RequestLimits) -> None:
             raise _too_large(name, f"{name} is {value}", limits.max_tokens)
 
 
-def _parse_json(body: bytes, max_depth: int) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         text = body.decode()
         content = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise _too_deep(max_depth) from None
+        raise _too_deep() from None
     except ValueError as error:
         raise _bad_json(str(error)) from None
-    _check_values(content, max_depth)
+    _check_values(content)
     if "\\ud" in text or "\\uD" in text:
         _check_surrogates(content)
     return content
 
 
-def _check_values(content: Any, max_depth: int) -> None:
+def _check_values(content: Any) -> None:
     level, depth = [content], 0
     while level:
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict | list):
-                if depth == max_depth:
-                    raise _too_deep(max_depth)
+                if depth == MAX_DEPTH:
+                    raise _too_deep()
                 below.extend(value.values() if isinstance(value, dict) else value)
                 if isinstance(value, dict):
                     _check_repetitions(value)
@@ -118,7 +110,7 @@ def _check_values(content: Any, max_depth: int) -> None:
         level, depth = below, depth + 1
 
 
-def _check_constraints(constraints: Any, max_depth: int) -> None:
+def _check_constraints(constraints: Any) -> None:
     """Check schemas that are given as a string."""
     if not isinstance(constraints, dict):
         return
@@ -127,10 +119,10 @@ def _check_constraints(constraints: Any, max_depth: int) -> None:
             try:
                 schema = json.loads(text)
             except RecursionError:
-                raise _too_deep(max_depth) from None
+                raise _too_deep() from None
             except ValueError:
                 continue  # the application refuses it
-            _check_values(schema, max_depth)
+            _check_values(schema)
 
 
 def _check_repetitions(schema: dict[str, Any]) -> None:
@@ -219,8 +211,8 @@ def _too_large(name: str, what: str, limit: int) -> HttpError:
     return HttpError(400, message, code="limit_exceeded", param=name)
 
 
-def _too_deep(max_depth: int) -> HttpError:
-    message = f"The JSON is nested more than {max_depth} deep."
+def _too_deep() -> HttpError:
+    message = f"The JSON is nested more than {MAX_DEPTH} deep."
     return HttpError(400, message, code="nested_too_deeply")
 
 

@@ -12,8 +12,8 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.http_driver import Client, OnDemandApp, settle
 from torchtitan_rl.serving.admission import Admission
 from torchtitan_rl.serving.body import BufferedBody
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import OpenAIErrors
-from torchtitan_rl.serving.limits import RequestLimits
 
 
 class Served:
@@ -23,9 +23,7 @@ class Served:
         self.app = OnDemandApp()
         limits = {"max_running": 1, "max_queued": 2} | limits
         self.admission = Admission(self.app, timeout_s=timeout_s, **limits)
-        self.asgi = OpenAIErrors(
-            BufferedBody(self.admission, limits=RequestLimits(), timeout_s=60.0)
-        )
+        self.asgi = OpenAIErrors(BufferedBody(self.admission, EndpointConfig(), timeout_s=60.0))
 
     async def ask(self, name: str = "x", path: str = "/v1/completions", **options: Any) -> Client:
         client = Client(self.asgi, path, body=b'"' + name.encode() + b'"', **options)
@@ -121,7 +119,7 @@ async def test_an_app_that_fails_gives_its_place_back() -> None:
         raise ValueError("broken")
 
     admission = Admission(broken, max_running=1, max_queued=0)
-    served = OpenAIErrors(BufferedBody(admission, limits=RequestLimits(), timeout_s=60.0))
+    served = OpenAIErrors(BufferedBody(admission, EndpointConfig(), timeout_s=60.0))
     for _ in range(3):
         assert await Client(served).refusal() == (500, "internal_error", None)
     assert admission.num_running == 0

@@ -8,14 +8,14 @@ from typing import Any
 from tests.support.async_tests import on_event_loop
 from tests.support.http_driver import Client, OnDemandApp, settle
 from torchtitan_rl.serving.body import BufferedBody
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import OpenAIErrors
-from torchtitan_rl.serving.limits import RequestLimits
 
-LIMITS = RequestLimits(max_body_bytes=100, max_depth=5)
+LIMITS = EndpointConfig(max_body_bytes=100)
 
 
 def served(app: Any, *, timeout_s: float = 60.0) -> OpenAIErrors:
-    return OpenAIErrors(BufferedBody(app, limits=LIMITS, timeout_s=timeout_s))
+    return OpenAIErrors(BufferedBody(app, LIMITS, timeout_s=timeout_s))
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -93,8 +93,7 @@ async def test_all_bodies_together_are_bounded_and_always_released() -> None:
     await waiting[0].leave()
     app.calls[1].finish()
     await waiting[1].task
-    deep = b"[" * 50 + b"]" * 50
-    assert await Client(limited, body=deep).refusal() == (400, "nested_too_deeply", None)
+    assert await Client(limited, body=b"[" * 90).refusal() == (400, "invalid_json", None)
     for client in (Client(limited, body=body) for _ in range(2)):
         await settle()
         assert client.sent == []  # they are let in

@@ -19,7 +19,9 @@ from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.app import AppOptions, EndpointApp
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.context import close_at_end, session_id
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, RequestEnd
@@ -35,7 +37,7 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-OPTIONS = AppOptions(max_concurrent_requests=3)
+CONFIG = EndpointConfig(max_concurrent_requests=3)
 MAX_TOKENS = 6
 
 
@@ -205,7 +207,7 @@ async def play(faults: Faults) -> Outcome:
     replica = TokenReplica("replica0")
     router = GeneratorRouter([replica], request_timeout_s=30.0)
     sessions = Sessions(router, timeout_s=600.0)
-    app = EndpointApp(front.app(), OPTIONS, commands=link)
+    app = EndpointApp(front.app(), CONFIG, keys=Keys(), commands=link)
     outcome = Outcome([], link, router, replica, sessions, front, app)
     taking = asyncio.create_task(front.take_outputs(), name="endpoint outputs")
     taking.add_done_callback(front.outputs_ended)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
-from torchtitan_rl.serving.limits import RequestLimits, check_request
+from torchtitan_rl.serving.limits import MAX_DEPTH, check_request
 
-LIMITS = RequestLimits(max_n=4, max_tokens=50, max_depth=8)
+LIMITS = EndpointConfig(max_n=4, max_tokens=50)
 TEXT = {"type": "text", "text": "hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 MEDIA: list[dict[str, Any]] = [
@@ -78,9 +79,15 @@ def test_plain_json_passes(body: bytes) -> None:
 
 
 def test_nesting_is_bounded() -> None:
-    assert refusal(b"[" * 8 + b"]" * 8) is None
-    assert refusal(b'{"a":' * 8 + b"1" + b"}" * 8) is None
-    for body in (b"[" * 9 + b"]" * 9, b'{"a":' * 9 + b"1" + b"}" * 9, b"[" * 1_000_000):
+    depth = MAX_DEPTH
+    assert refusal(b"[" * depth + b"]" * depth) is None
+    assert refusal(b'{"a":' * depth + b"1" + b"}" * depth) is None
+    depth += 1
+    for body in (
+        b"[" * depth + b"]" * depth,
+        b'{"a":' * depth + b"1" + b"}" * depth,
+        b"[" * 1_000_000,
+    ):
         assert refusal(body) == ("nested_too_deeply", None)
 
 

@@ -14,8 +14,8 @@ from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.admission import Admission
 from torchtitan_rl.serving.auth import Authentication
 from torchtitan_rl.serving.body import BufferedBody
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import OpenAIErrors
-from torchtitan_rl.serving.limits import RequestLimits
 from torchtitan_rl.serving.retries import Retries, RetryOptions
 
 KEY = {"Idempotency-Key": "k1"}
@@ -38,7 +38,7 @@ class Served:
             clock=lambda: self.now_s,
             call_later=lambda _, end: self.ends_of_grace.append(end),
         )
-        self.body = BufferedBody(self.retries, limits=RequestLimits(), timeout_s=60.0)
+        self.body = BufferedBody(self.retries, EndpointConfig(), timeout_s=60.0)
         self.asgi = OpenAIErrors(Authentication(self.body, host="127.0.0.1", keys=Keys()))
 
     async def ask(self, headers: Mapping[str, str] = {}, **options: Any) -> Client:

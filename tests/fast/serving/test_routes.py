@@ -16,12 +16,14 @@ from tests.support.async_tests import on_event_loop
 from tests.support.http_driver import Client
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.app import AppOptions, EndpointApp
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.messages import CommandName, Refusal, RefusedError
 
 ADMIN = {"Authorization": "Bearer chief"}
 CLIENT = {"Authorization": "Bearer secret"}
-OPTIONS = AppOptions(host="0.0.0.0", keys=Keys(api="secret", admin="chief"))
+CONFIG = EndpointConfig(host="0.0.0.0")
+KEYS = Keys(api="secret", admin="chief")
 
 
 class Controller:
@@ -46,7 +48,7 @@ CONTROLLER = Controller()
 
 @functools.cache
 def endpoint() -> EndpointApp:
-    return EndpointApp(FastAPI(), OPTIONS, commands=CONTROLLER)
+    return EndpointApp(FastAPI(), CONFIG, keys=KEYS, commands=CONTROLLER)
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,7 @@ def test_administration_passes_the_mode_and_needs_the_admin_key(
 def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:
     app = FastAPI()
     app.openapi()  # made, and kept, before our routes were there
-    EndpointApp(app, OPTIONS, commands=CONTROLLER)
+    EndpointApp(app, CONFIG, keys=KEYS, commands=CONTROLLER)
     paths = app.openapi()["paths"]
     assert {
         "/v1/sessions",
@@ -171,7 +173,7 @@ def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:
 
 def test_an_endpoint_on_another_address_is_not_built_without_a_key() -> None:
     with pytest.raises(ConfigError):
-        EndpointApp(FastAPI(), AppOptions(host="0.0.0.0"), commands=CONTROLLER)
+        EndpointApp(FastAPI(), CONFIG, keys=Keys(), commands=CONTROLLER)
 
 
 @on_event_loop
@@ -190,7 +192,7 @@ async def test_lifespan_events_reach_the_app_and_web_sockets_are_closed() -> Non
     async def send(message: Any) -> None:
         events.append(message["type"])
 
-    app = EndpointApp(FastAPI(lifespan=lifespan), OPTIONS, commands=CONTROLLER)
+    app = EndpointApp(FastAPI(lifespan=lifespan), CONFIG, keys=KEYS, commands=CONTROLLER)
     incoming = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
     await app({"type": "lifespan"}, receive, send)
     incoming = [{"type": "websocket.connect"}]
@@ -205,5 +207,5 @@ async def test_lifespan_events_reach_the_app_and_web_sockets_are_closed() -> Non
 
 
 def test_keys_are_never_printed() -> None:
-    assert "secret" not in repr(OPTIONS)
-    assert "chief" not in repr(OPTIONS)
+    assert "secret" not in repr(KEYS)
+    assert "chief" not in repr(KEYS)

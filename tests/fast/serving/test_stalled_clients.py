@@ -16,7 +16,9 @@ from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import now
 from tests.support.http_driver import CHAT, Client, settle
 from torchtitan_rl.backends.monarch.http_server import HttpServer
-from torchtitan_rl.serving.app import AppOptions, EndpointApp
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.context import close_at_end
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.retries import RetryOptions
@@ -65,7 +67,8 @@ class Streaming:
             return StreamingResponse(stream)
 
         link = ControllerLink()
-        self.app = EndpointApp(app, AppOptions(**options), commands=link)
+        config = EndpointConfig(max_concurrent_requests=1)
+        self.app = EndpointApp(app, config, keys=Keys(), commands=link, **options)
 
     @property
     def counts(self) -> Any:
@@ -77,7 +80,7 @@ class Streaming:
 async def test_a_client_that_does_not_read_loses_its_place_and_its_stream_ends(
     headers: dict[str, str],
 ) -> None:
-    served = Streaming(max_concurrent_requests=1, retries=RetryOptions(grace_s=5.0))
+    served = Streaming(retries=RetryOptions(grace_s=5.0))
     client = SlowReader(served.app, headers=headers)
     await asyncio.sleep(10.0)
     assert served.num_streams == served.counts["http_requests_running"] == 1
