@@ -7,6 +7,7 @@
 | `Authentication` | checks keys, finds the session |
 | `BufferedBody` | reads the body, checks its size and content |
 | `Retries` | answers a repeated request from its first run |
+| `OpenAIErrors` | as above, so that `Retries` sees refusals and failures as responses |
 | `Admission` | bounds how many requests run and queue |
 | the application | vLLM's routes, and those of `routes` |
 

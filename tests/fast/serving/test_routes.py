@@ -27,12 +27,12 @@ KEYS = Keys(api="secret", admin="chief")
 
 
 class Controller:
-    """Remembers what it was told; refuses everything about the session "gone"."""
+    """Records its commands; refuses everything about the session "gone"."""
 
-    told: list[tuple[str, dict[str, Any]]]
+    calls: list[tuple[str, dict[str, Any]]]
 
     async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.told.append((name, dict(arguments)))
+        self.calls.append((name, dict(arguments)))
         if arguments.get("session_id") == "gone":
             raise RefusedError(Refusal(status=404, message="no such session", code="no_session"))
         if name.startswith("session"):
@@ -53,7 +53,7 @@ def endpoint() -> EndpointApp:
 
 @pytest.fixture(autouse=True)
 def controller() -> Controller:
-    CONTROLLER.told = []
+    CONTROLLER.calls = []
     return CONTROLLER
 
 
@@ -74,7 +74,10 @@ def test_a_session_is_opened_with_a_given_id_or_a_new_one(controller: Controller
     assert ask("POST", "/v1/sessions", {})[0] == 200
     named = ask("POST", "/v1/sessions", {"session_id": "12/r0"})
     assert named[1]["session_id"] == "12/r0"
-    assert controller.told[1:] == [("session.open", {}), ("session.open", {"session_id": "12/r0"})]
+    assert controller.calls[1:] == [
+        ("session.open", {}),
+        ("session.open", {"session_id": "12/r0"}),
+    ]
 
 
 def test_a_reward_closes_a_session_and_returns_its_episodes_where_asked_to(
@@ -85,7 +88,7 @@ def test_a_reward_closes_a_session_and_returns_its_episodes_where_asked_to(
     wanted = {"reward": -0.5, "return_episodes": True}
     _, answer = ask("POST", "/v1/sessions/a/reward", wanted)
     assert answer["episodes"] == [{"tokens": [1]}]
-    assert controller.told == [
+    assert controller.calls == [
         ("session.close", {"session_id": "12/r0", "reward": 1.0}),
         ("session.close", {"session_id": "a", "reward": -0.5}),
     ]
@@ -96,8 +99,11 @@ def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads(
 ) -> None:
     assert ask("DELETE", "/v1/sessions/12/r0")[0] == 200
     assert ask("GET", "/v1/sessions/12/r0")[1]["state"] == "open"
-    told = [("session.close", {"session_id": "12/r0"}), ("session.read", {"session_id": "12/r0"})]
-    assert controller.told == told
+    expected = [
+        ("session.close", {"session_id": "12/r0"}),
+        ("session.read", {"session_id": "12/r0"}),
+    ]
+    assert controller.calls == expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads(
 )
 def test_an_invalid_reward_is_refused_and_closes_nothing(body: Any, controller: Controller) -> None:
     assert ask("POST", "/v1/sessions/a/reward", body)[0] == 422
-    assert controller.told == []
+    assert controller.calls == []
 
 
 @pytest.mark.parametrize("session_id", ["a b", "ä", "a/../b", ".hidden", "x" * 129])
@@ -127,7 +133,7 @@ def test_an_invalid_session_id_is_refused(session_id: str, controller: Controlle
         ("DELETE", f"/v1/sessions/{session_id}", None),
     ]:
         assert ask(method, path, body)[0] in (400, 422)
-        assert controller.told == []
+        assert controller.calls == []
 
 
 def test_what_the_controller_refuses_is_answered_with_its_status_message_and_code() -> None:
@@ -147,10 +153,10 @@ def test_administration_passes_the_mode_and_needs_the_admin_key(
     status, versions = ask("GET", "/admin/versions", None, ADMIN)
     assert (status, versions["newest"], versions["replicas"]) == (200, 3, {"r0": 2})
     assert ask("POST", "/admin/pause?mode=stop", None, ADMIN)[0] == 422
-    told = len(controller.told)
+    num_calls = len(controller.calls)
     for method, path in [("POST", "/pause"), ("POST", "/resume"), ("GET", "/versions")]:
         assert ask(method, "/admin" + path, None, CLIENT)[0] == 403
-    assert len(controller.told) == told
+    assert len(controller.calls) == num_calls
 
 
 def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:

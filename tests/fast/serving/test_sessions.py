@@ -57,7 +57,7 @@ async def test_an_edited_history_becomes_another_episode():
 
 
 @on_virtual_clock
-async def test_concurrent_requests_of_a_session_are_turns_in_the_order_of_their_beginning():
+async def test_concurrent_requests_of_a_session_are_turns_in_the_order_in_which_they_began():
     sessions = make()
     async with asyncio.TaskGroup() as group:
         long = group.create_task(sessions.complete(asked((1,), "s", max_tokens=5)))
@@ -87,7 +87,7 @@ async def test_an_idle_session_is_abandoned_and_its_turns_are_freed():
 
 
 @on_virtual_clock
-async def test_a_session_whose_request_runs_longer_than_the_time_out_is_not_abandoned():
+async def test_a_session_whose_request_runs_longer_than_the_timeout_is_not_abandoned():
     sessions = make()
     await sessions.complete(asked((1,), "s", max_tokens=int(3 * TIMEOUT_S)))
     assert (await sessions.close("s", 1.0)).tokens_trained == 3 * TIMEOUT_S
@@ -130,9 +130,9 @@ async def test_closing_without_a_reward_makes_no_episodes():
 @on_virtual_clock
 async def test_an_unknown_session_is_a_404():
     sessions = make()
-    assert await refused(sessions.close("nobody", 1.0)) == (404, "session_not_found")
+    assert await refused(sessions.close("unknown", 1.0)) == (404, "session_not_found")
     handler = sessions.handlers()["session.read"]
-    assert await refused(handler({"session_id": "nobody"})) == (404, "session_not_found")
+    assert await refused(handler({"session_id": "unknown"})) == (404, "session_not_found")
 
 
 @on_virtual_clock
@@ -191,7 +191,7 @@ def test_a_router_that_ignores_an_abort_does_not_delay_the_close(monkeypatch):
     monkeypatch.setattr(session_recording, "STOP_TIMEOUT_S", 5.0)
 
     async def scenario():
-        sessions = make(TokenRouter(is_deaf=True))
+        sessions = make(TokenRouter(ignores_aborts=True))
         told = []
         running = asyncio.ensure_future(
             sessions.complete(asked((1,), "s", max_tokens=10**6), told.append)
