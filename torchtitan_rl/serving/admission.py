@@ -20,8 +20,6 @@ from torchtitan_rl.serving.errors import HttpError
 
 SESSIONS_PREFIX = "/v1/sessions"
 
-_RETRY_AFTER = (b"retry-after", b"1")
-
 
 def generates(scope: Scope) -> bool:
     """Whether a request may use an engine."""
@@ -86,7 +84,7 @@ class Admission:
             429,
             f"{self.num_running} requests run and {len(self._queue)} wait: try again later.",
             code=code,
-            headers=(_RETRY_AFTER,),
+            headers={"retry-after": "1"},
         )
 
     def _leave(self) -> None:

@@ -27,7 +27,6 @@ OPEN_PATHS = frozenset({"/health"})
 ADMIN_PREFIX = "/admin"
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 
 def is_session_id(text: str) -> bool:
@@ -111,7 +110,7 @@ class Authentication:
 
 
 def _unauthorized(message: str) -> HttpError:
-    return HttpError(401, message, code="invalid_api_key", headers=_CHALLENGE)
+    return HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def _bearer(scope: Scope) -> bytes | None:

@@ -17,7 +17,7 @@ from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.limits import check_request
 
-_CLOSE = (b"connection", b"close")
+_CLOSE = {"connection": "close"}
 _MAX_HELD_BODIES = 64  # of the largest size, all requests together
 _MAX_EXCESS = 4  # bodies that are read and dropped, so that the client gets to read the refusal
 
@@ -128,14 +128,14 @@ class BufferedBody:
                 408,
                 f"The request's body did not arrive within {self._timeout_s:g} s.",
                 code="body_timeout",
-                headers=(_CLOSE,),
+                headers=_CLOSE,
             ) from None
         if excess:
             raise HttpError(
                 413,
                 f"The request's body is larger than {self._limits.max_body_bytes} bytes.",
                 code="body_too_large",
-                headers=(_CLOSE,),
+                headers=_CLOSE,
             )
         return True
 
@@ -145,7 +145,7 @@ class BufferedBody:
                 429,
                 "The server holds as many bytes of requests as it may.",
                 code="too_many_bytes",
-                headers=((b"retry-after", b"1"), _CLOSE),
+                headers={"retry-after": "1", **_CLOSE},
             )
         self._held_bytes += len(chunk)
         chunks.append(chunk)

@@ -11,13 +11,13 @@ after that stays unfinished, so the server cuts the connection and the client se
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import Message, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class HttpError(Exception):
         *,
         code: str,
         param: str | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,23 +44,17 @@ class HttpError(Exception):
         self.param = param
         self.headers = headers
 
-    @property
-    def body(self) -> bytes:
-        return error_body(self.status, self.message, code=self.code, param=self.param)
+    def response(self) -> JSONResponse:
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            kind = "rate_limit_error"
+        else:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": error}, self.status, self.headers)
 
 
 class ClientStalledError(Exception):
     """The client has not read its response for too long; nothing more can be sent."""
-
-
-def error_body(status: int, message: str, *, code: str | int, param: str | None = None) -> bytes:
-    """The OpenAI error object, as JSON."""
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        kind = "rate_limit_error"
-    else:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": error}).encode()
 
 
 class OpenAIErrors:
@@ -76,27 +70,28 @@ class OpenAIErrors:
         self._replaces_500 = replaces_500
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
-        answer = _Answer(scope, send, replaces_500=self._replaces_500)
+        answer = _Answer(scope, receive, send, replaces_500=self._replaces_500)
         try:
             await self._app(scope, receive, answer.send)
         except HttpError as error:
             if answer.has_begun:
                 raise
-            await _send_error(send, error)
+            await error.response()(scope, receive, send)
         except ClientStalledError:
             raise
         except Exception:
             # Starlette raises again what its own handler has answered: then it is only logged.
             answer.log("failed with an exception", exc_info=True)
             if not answer.has_begun:
-                await _send_error(send, answer.internal_error())
+                await answer.send_internal_error()
 
 
 class _Answer:
     """What the application sends, passed on. A 500 is held back and replaced."""
 
-    def __init__(self, scope: Scope, send: Send, *, replaces_500: bool) -> None:
+    def __init__(self, scope: Scope, receive: Any, send: Send, *, replaces_500: bool) -> None:
         self._scope = scope
+        self._receive = receive
         self._send = send
         self._replaces_500 = replaces_500
         self._incident = uuid.uuid4().hex[:12]
@@ -117,23 +112,13 @@ class _Answer:
         if not self.has_begun and not message.get("more_body", False):
             self.has_begun = True
             self.log(f"was answered 500: {bytes(body)!r}")
-            await _send_error(self._send, self.internal_error())
+            await self.send_internal_error()
 
-    def internal_error(self) -> HttpError:
+    async def send_internal_error(self) -> None:
         message = f"The server failed to answer this request (incident {self._incident})."
-        return HttpError(500, message, code="internal_error")
+        error = HttpError(500, message, code="internal_error")
+        await error.response()(self._scope, self._receive, self._send)
 
     def log(self, what: str, *, exc_info: bool = False) -> None:
         method, path = self._scope["method"], self._scope["path"]
         logger.error("incident %s: %s %s %s", self._incident, method, path, what, exc_info=exc_info)
-
-
-async def _send_error(send: Send, error: HttpError) -> None:
-    body = error.body
-    headers = [
-        *error.headers,
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

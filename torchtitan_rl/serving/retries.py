@@ -41,7 +41,6 @@ from torchtitan_rl.serving.body import BufferedRequest, Handler
 from torchtitan_rl.serving.errors import HttpError
 
 _REPLAYED = (b"x-replayed", b"true")
-_RETRY_AFTER = (b"retry-after", b"10")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +162,7 @@ class Retries:
                 f"{self.num_remembered} requests that may be repeated are remembered: "
                 "try again later.",
                 code="too_many_remembered",
-                headers=(_RETRY_AFTER,),
+                headers={"retry-after": "10"},
             )
         attempt = Attempt(identity)
         self._running.add(attempt)

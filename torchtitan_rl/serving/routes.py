@@ -160,4 +160,4 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         refusal = error.refusal
         error = HttpError(refusal.status, refusal.message, code=refusal.code)
     assert isinstance(error, HttpError)
-    return Response(error.body, status_code=error.status, media_type="application/json")
+    return error.response()

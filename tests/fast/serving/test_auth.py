@@ -12,7 +12,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.address import Keys, is_loopback
 from torchtitan_rl.serving.auth import Authentication, is_session_id
-from torchtitan_rl.serving.errors import OpenAIErrors, error_body
+from torchtitan_rl.serving.errors import HttpError, OpenAIErrors
 
 OPEN = {"host": "127.0.0.1", "keys": Keys()}
 LOCKED = {"host": "0.0.0.0", "keys": Keys(api="secret", admin="chief")}
@@ -22,9 +22,8 @@ def ask(keys: dict[str, Any], headers: Any = (), path: str = CHAT) -> tuple[Any,
     """``(200, the session it was let in with)`` or ``(status, code)``."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = error_body(200, str(context.session_id.get()), code="in")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+        answer = HttpError(200, str(context.session_id.get()), code="in")
+        await answer.response()(scope, receive, send)
 
     async def run() -> tuple[Any, Any]:
         client = Client(OpenAIErrors(Authentication(app, **keys)), path, headers=headers)

@@ -113,7 +113,7 @@ def test_a_response_that_has_begun_is_left_unfinished_when_its_app_fails(
 
 def test_an_error_of_a_layer_has_its_own_headers() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise HttpError(429, "full", code="queue_full", headers=((b"retry-after", b"1"),))
+        raise HttpError(429, "full", code="queue_full", headers={"retry-after": "1"})
 
     client = ask(OpenAIErrors(app))
     error = error_of(client)

@@ -21,7 +21,6 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,19 +53,19 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.specs import EndpointSpec
-from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions, error_response
+from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
 logger = logging.getLogger(__name__)
 
-_DEAD = "the endpoint has failed"
-_FAILED = "internal error"
+_DEAD = HttpError(503, "the endpoint has failed", code="endpoint_failed")
 _SERVED = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -260,13 +259,13 @@ async def _lifespan(llm: RouterLLM) -> AsyncIterator[None]:
 
 
 def _add_health_and_metrics(app: FastAPI, llm: RouterLLM, link: ControllerLink) -> None:
-    @app.get("/health", responses={HTTPStatus.SERVICE_UNAVAILABLE.value: {}})
+    @app.get("/health", responses={503: {}})
     async def health() -> Response:
         status = link.status()
         if llm.errored:
-            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, _DEAD, "endpoint_failed")
+            return _DEAD.response()
         if not status.is_healthy:
-            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, status.cause, "unhealthy")
+            return HttpError(503, status.cause, code="unhealthy").response()
         return JSONResponse({"status": "ok", "policy_version": status.newest_version})
 
     @app.get("/metrics", response_class=Response)
@@ -291,14 +290,14 @@ def handle_errors(app: FastAPI) -> None:
     """Install vLLM's error handlers, except for those that show internals or end the server."""
 
     async def refused(_: Request, error: Any) -> Response:
-        return error_response(error.http_status, error.message, error.code)
+        return error.http_error().response()
 
     async def dead(_: Request, error: Exception) -> Response:
-        return error_response(HTTPStatus.SERVICE_UNAVAILABLE, _DEAD, "endpoint_failed")
+        return _DEAD.response()
 
     async def failed(_: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
-        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED, "internal_error")
+        return HttpError(500, "internal error", code="internal_error").response()
 
     init_exception_handler(app)
     app.add_exception_handler(HTTPException, http_exception_handler)

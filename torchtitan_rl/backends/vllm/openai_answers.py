@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from http import HTTPStatus
 from typing import Any
 
-from fastapi import Response
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
-from torchtitan_rl.serving.errors import error_body
 
 _NO_BEAMS = "beam search is not served"
-
-
-def error_response(status: HTTPStatus, message: str, code: str) -> Response:
-    body = error_body(status, message, code=code)
-    return Response(body, status_code=status, media_type="application/json")
 
 
 class _Stream:
@@ -100,7 +92,7 @@ class _Errors:
 
     def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
         if isinstance(message, RefusedRequest):
-            return error_body(message.http_status, message.message, code=message.code).decode()
+            return bytes(message.http_error().response().body).decode()
         answer: str = super().create_streaming_error_response(message, *args, **options)  # type: ignore[misc]
         return answer
 

@@ -37,6 +37,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from torchtitan_rl.serving.context import session_id
+from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import (
@@ -84,6 +85,9 @@ class RefusedRequest(GracefulHTTPError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message, HTTPStatus(refusal.status))
         self.code = refusal.code
+
+    def http_error(self) -> HttpError:
+        return HttpError(self.http_status, self.message, code=self.code)
 
 
 def refuse_unserved(params: VllmSamplingParams) -> None:
