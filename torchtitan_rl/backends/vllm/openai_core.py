@@ -60,10 +60,8 @@ _OPTIONS = (  # sampling parameters of vLLM that are sent to the engine by name
     "logprob_token_ids",
     "structured_outputs",
 )
-_TEXT_OPTIONS = (
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
+# They decide in which text a stop string is searched.
+_TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")
 _UNSERVED = (  # results, or finish reasons, that the engine does not have
     "prompt_logprobs",
     "prompt_logprob_token_ids",
