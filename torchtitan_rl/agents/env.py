@@ -98,8 +98,8 @@ class AgentEnv:
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        outcome = self._running.outcome if self._running is not None else None
-        return tuple(outcome.messages) if isinstance(outcome, AgentResult) else ()
+        result = self._result()
+        return () if result is None else tuple(result.messages)
 
     async def reset(self) -> Observation:
         """
@@ -173,7 +173,7 @@ class AgentEnv:
     def _answer(self, completion: Completion) -> bool:
         """Whether the caller of the current request gets its completion."""
         request = self._current
-        if self._has_ended():
+        if self._outcome is not None:  # the agent has ended
             self._refuse_all()
         self._current = None
         if request is None or request.answer.done():
@@ -184,7 +184,7 @@ class AgentEnv:
     async def _next(self) -> Observation | Terminal:
         while True:
             self._changed.clear()
-            if self._posted is not None or self._has_ended():
+            if self._posted is not None or self._outcome is not None:
                 return await self._over()
             while self._waiting:
                 request = self._waiting.popleft()
@@ -197,8 +197,8 @@ class AgentEnv:
         self._refuse_all()
         if self._running is not None and self._posted is not None:
             await self._running.wait(self._grace_s)  # the agent itself may have closed it
-        elif self._running is not None and isinstance(self._running.outcome, BaseException):
-            raise _rollout_error(self._running.outcome)
+        elif isinstance(self._outcome, BaseException):
+            raise _rollout_error(self._outcome)
         result = self._result()
         reward = self._posted if self._posted is not None or result is None else result.reward
         self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
@@ -210,12 +210,12 @@ class AgentEnv:
         counts = {f"agent/{name}": float(number) for name, number in self._counts.items()}
         return Terminal(reward=reward, metrics={**metrics, **counts})
 
-    def _result(self) -> AgentResult | None:
-        outcome = self._running.outcome if self._running is not None else None
-        return outcome if isinstance(outcome, AgentResult) else None
+    @property
+    def _outcome(self) -> AgentResult | BaseException | None:
+        return None if self._running is None else self._running.outcome
 
-    def _has_ended(self) -> bool:
-        return self._running is not None and self._running.outcome is not None
+    def _result(self) -> AgentResult | None:
+        return self._outcome if isinstance(self._outcome, AgentResult) else None
 
     def _refuse_all(self) -> None:
         self._is_over = True
