@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import openai
 
 from tests.real.models import tiny_qwen3
 from tests.real.openai_scenario import MAX_MODEL_LEN, TEMPLATE, LocalEndpoint, build_engine
+from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.running import AgentThread
 from torchtitan_rl.backends.monarch.http_server import HttpServer
-from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
+from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
@@ -32,8 +34,9 @@ from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.http_shell import ShellOptions, protect
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 from torchtitan_rl.serving.sessions import Sessions
@@ -247,14 +250,10 @@ async def main(root: Path) -> None:
 
     async def build() -> Any:
         link.attach()
-        options = OpenAIOptions(
-            model=str(model),
-            max_model_len=MAX_MODEL_LEN,
-            chat_template=str(template),
-            generation_config="vllm",
-        )
-        return protect(
-            build_application(options, link), ShellOptions(api_key=API_KEY), commands=link
+        spec = endpoint_spec(model, max_model_len=MAX_MODEL_LEN, chat_template=str(template))
+        spec = replace(spec, generation_config="vllm", keys=Keys(api=API_KEY))
+        return EndpointApp(
+            build_application(spec, link), spec.endpoint, keys=spec.keys, commands=link
         )
 
     server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)

@@ -25,9 +25,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.real.models import tiny_qwen3
+from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
-from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
+from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
@@ -175,16 +176,14 @@ def serve_ours(
 
     async def build() -> Any:
         link.attach()
-        return build_application(
-            OpenAIOptions(
-                model=str(model),
-                max_model_len=MAX_MODEL_LEN,
-                tool_call_parser=TOOL_PARSER,
-                reasoning_parser=reasoning_parser,
-                chat_template=str(template),
-            ),
-            link,
+        spec = endpoint_spec(
+            model,
+            max_model_len=MAX_MODEL_LEN,
+            tool_call_parser=TOOL_PARSER,
+            reasoning_parser=reasoning_parser,
+            chat_template=str(template),
         )
+        return build_application(spec, link)
 
     server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
     server.start()

@@ -25,10 +25,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from tests.real.models import tiny_qwen3
-from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application, handle_errors
+from tests.support.endpoints import endpoint_spec
+from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import ConfigError, EndpointLostError
-from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
@@ -256,17 +257,16 @@ def test_logprobs_are_left_out_where_neither_a_client_nor_a_session_wants_them()
     assert generation_request(request).sampling.with_logprobs
 
 
-def test_a_wrong_parser_or_template_is_a_error_of_the_configuration() -> None:
-    options = OpenAIOptions(
-        model="nowhere",
+def test_a_wrong_parser_is_an_error_of_the_configuration() -> None:
+    spec = endpoint_spec(
+        Path("nowhere"),
         max_model_len=8,
         tool_call_parser="no-parser",
         reasoning_parser="none-either",
-        chat_template="/no/such/file",
     )
     with pytest.raises(ConfigError) as errors:
-        build_application(options, RecordedLink([]))  # type: ignore[arg-type]
-    assert len(errors.value.errors) == 3
+        build_application(spec, RecordedLink([]))  # type: ignore[arg-type]
+    assert len(errors.value.errors) == 2
     assert "hermes" in errors.value.errors[0]
 
 
@@ -304,9 +304,7 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
     async def scenario() -> None:
         link = ControllerLink()
         link.attach()
-        app = build_application(
-            OpenAIOptions(model=str(tiny_qwen3(tmp_path)), max_model_len=64), link
-        )
+        app = build_application(endpoint_spec(tiny_qwen3(tmp_path), max_model_len=64), link)
         llm = app.state.engine_client
         llm.start()
         transport = httpx.ASGITransport(app=app)

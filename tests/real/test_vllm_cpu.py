@@ -14,7 +14,7 @@ from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 def test_the_thread_that_built_an_engine_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its OpenMP threads would make all others sleep (see `in_passing_thread`)."""
+    """Its OpenMP threads would make all others sleep (see `in_temporary_thread`)."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     builders: list[threading.Thread] = []

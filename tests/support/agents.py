@@ -43,8 +43,7 @@ class TokenRouter:
 
     token_s: float = 1.0
     failure: Exception | None = None
-    is_deaf: bool = False  # does not heed aborts
-    known: dict[str, list[int]] = field(default_factory=dict)
+    ignores_aborts: bool = False
     aborted: set[str] = field(default_factory=set)
     num_sampled: int = 0
 
@@ -56,7 +55,7 @@ class TokenRouter:
             await asyncio.sleep(self.token_s)
             if self.failure is not None:
                 raise self.failure
-            if request.request_id in self.aborted and not self.is_deaf:
+            if request.request_id in self.aborted and not self.ignores_aborts:
                 return self._completion(request, tokens, FinishReason.ABORT)
             tokens.append(1 + self.num_sampled % 97)
             self.num_sampled += 1

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
     EndpointRequest,
@@ -139,3 +144,17 @@ async def ends_of(link: ControllerLink, number: int) -> dict[str, RequestEnd]:
             assert end.request_id not in ends
             ends[end.request_id] = end
     return ends
+
+
+def endpoint_spec(model: Path, *, max_model_len: int, **endpoint: Any) -> EndpointSpec:
+    """An endpoint on the CPU with these options and without keys, for the model in a folder."""
+    return EndpointSpec(
+        model=model,
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        generation_config="auto",
+        endpoint=EndpointConfig(**endpoint),
+        keys=Keys(),
+        log_dir=model,
+    )

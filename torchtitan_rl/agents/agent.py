@@ -1,10 +1,15 @@
-"""What an agent is: code of anybody's that speaks the OpenAI API and says what it was worth.
+"""Agents: user code that calls the OpenAI API and returns a reward.
 
 An agent is an async function, a plain one (it gets a thread of its own, and may block), or a
-command. It is told where the endpoint is, and has an API key that names its session: whatever it
-asks for with that key becomes the turns of its rollout. Its session is over when it returns, when
-its rollout reaches a limit, or when somebody closes it; then its requests are refused (HTTP 400,
-code ``session_closed``).
+command. It gets the endpoint's address and an API key that names its session: the requests it makes
+with that key become the turns of its rollout. Its session ends when it returns, when its rollout
+reaches a limit, or when a client closes the session; later requests are refused (HTTP 400, code
+``session_closed``).
+
+    async def solve(call: AgentCall) -> float:
+        client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
+        answer = await client.chat.completions.create(model=call.model, messages=...)
+        return 1.0 if is_right(answer, call.problem) else 0.0
 """
 
 from __future__ import annotations
@@ -21,24 +26,25 @@ from torchtitan_rl.agents.subprocess import run_command
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.calls import call
 from torchtitan_rl.rollout.records import problem_to_json
+from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.serving.sessions import Sessions
 
-_SECRETS = ("TORCHTITAN_RL_API_KEY", "TORCHTITAN_RL_ADMIN_KEY")  # not for agents
+_SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit
 _MAX_OUTPUT_BYTES = 16 << 20
 _MAX_ENVIRONMENT_BYTES = 96 << 10  # of one variable; Linux refuses those over 128 KiB
 _STDERR_CHARS = 400
 
 
 class AgentError(TorchtitanRLError):
-    """An agent did not do what agents have to; its rollout fails, and no other."""
+    """An agent failed; its rollout fails, and no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCall:
-    """All that an agent is given. ``base_url`` ends in ``/v1``; ``api_key`` names the session."""
+    """The argument of an agent. ``base_url`` ends in ``/v1``; ``api_key`` names the session."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -49,8 +55,8 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What an agent may return instead of a bare number. ``reward`` None leaves it to the rubric,
-    or to whoever closes the session with one."""
+    """What an agent may return instead of a number. ``reward`` None leaves the reward to the
+    rubric, or to the client that closes the session with one."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -65,17 +71,17 @@ AgentFunction = Callable[[AgentCall], AgentAnswer | Awaitable[AgentAnswer]]
 class AgentCommand:
     """A program that is an agent.
 
-    It finds what it needs in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL`` and
-    ``TORCHTITAN_RL_SESSION_ID``, and its problem as JSON (``problem_id``, ``data``) on stdin and,
-    where it is not too long for that, in ``TORCHTITAN_RL_PROBLEM``. The last line of its output is
-    its reward: a number, or ``{"reward": number, "metrics": {name: number}}``; anything else is
-    none. It fails by an exit code other than 0. Nothing that it started outlives it.
+    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL`` and
+    ``TORCHTITAN_RL_SESSION_ID``. Its problem is JSON (``problem_id``, ``data``) on stdin and, where
+    it is short enough, in ``TORCHTITAN_RL_PROBLEM``. The last line of its output is its reward: a
+    number, or ``{"reward": number, "metrics": {name: number}}``; anything else means no reward. An
+    exit code other than 0 is a failure. Everything that it started is killed at its end.
     """
 
     argv: tuple[str, ...]
     cwd: str | Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # on top of ours
-    timeout_s: float = 24 * 3600.0  # a rollout's own limits are usually reached first
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the above
+    timeout_s: float = 24 * 3600.0  # a rollout's own limits usually end it earlier
 
 
 Agent = AgentFunction | AgentCommand
@@ -85,8 +91,8 @@ Agent = AgentFunction | AgentCommand
 class AgentHost:
     """Where agents find the endpoint, and where they run.
 
-    ``loop``: the event loop, of another thread, that runs async agents (`AgentThread`); None is the
-    current one, on which an agent that blocks would wait for itself for ever.
+    ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
+    current loop, which an agent that blocks would deadlock.
     """
 
     base_url: str
@@ -105,7 +111,7 @@ class AgentHost:
         )
 
 
-async def run_agent(agent: Agent, given: AgentCall) -> AgentResult:
+async def run_agent(agent: Agent, agent_call: AgentCall) -> AgentResult:
     """Run an agent to its end.
 
     Raises:
@@ -113,19 +119,19 @@ async def run_agent(agent: Agent, given: AgentCall) -> AgentResult:
         Exception: what a function raised.
     """
     if isinstance(agent, AgentCommand):
-        return await _run_command(agent, given)
-    answer = await call(agent, given)
+        return await _run_command(agent, agent_call)
+    answer = await call(agent, agent_call)
     return answer if isinstance(answer, AgentResult) else AgentResult(reward=answer)
 
 
-async def _run_command(command: AgentCommand, given: AgentCall) -> AgentResult:
-    problem = json.dumps(problem_to_json(given.problem))
+async def _run_command(command: AgentCommand, agent_call: AgentCall) -> AgentResult:
+    problem = json.dumps(problem_to_json(agent_call.problem))
     environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     environment |= {
-        "OPENAI_BASE_URL": given.base_url,
-        "OPENAI_API_KEY": given.api_key,
-        "TORCHTITAN_RL_MODEL": given.model,
-        "TORCHTITAN_RL_SESSION_ID": given.session_id,
+        "OPENAI_BASE_URL": agent_call.base_url,
+        "OPENAI_API_KEY": agent_call.api_key,
+        "TORCHTITAN_RL_MODEL": agent_call.model,
+        "TORCHTITAN_RL_SESSION_ID": agent_call.session_id,
         **command.environment,
     }
     if len(problem) <= _MAX_ENVIRONMENT_BYTES:
@@ -140,28 +146,28 @@ async def _run_command(command: AgentCommand, given: AgentCall) -> AgentResult:
     )
     program = command.argv[0]
     if result.exit_code != 0:
-        how = (
-            f"timed out after {command.timeout_s} s"
-            if result.timed_out
-            else f"was killed by signal {result.signal}"
-            if result.signal is not None
-            else f"ended with exit code {result.exit_code}"
-        )
-        said = result.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
-        raise AgentError(f"{program} {how}: {said or 'it wrote nothing to stderr'}")
+        if result.timed_out:
+            how = f"timed out after {command.timeout_s} s"
+        elif result.signal is not None:
+            how = f"was killed by signal {result.signal}"
+        else:
+            how = f"ended with exit code {result.exit_code}"
+        stderr = result.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
+        raise AgentError(f"{program} {how}: {stderr or 'it wrote nothing to stderr'}")
     if result.truncated:
-        raise AgentError(f"{program} wrote over {_MAX_OUTPUT_BYTES >> 20} MiB; its end is lost")
+        limit = f"{_MAX_OUTPUT_BYTES >> 20} MiB"
+        raise AgentError(f"{program} wrote more than {limit}; its last line is lost")
     return _last_line_result(result.stdout.decode(errors="replace"))
 
 
 def _last_line_result(output: str) -> AgentResult:
     lines = output.strip().splitlines()
     try:
-        said = json.loads(lines[-1]) if lines else None
+        last = json.loads(lines[-1]) if lines else None
     except ValueError:
         return AgentResult()
-    if isinstance(said, Mapping) and "reward" in said:
-        return AgentResult(reward=said["reward"], metrics=said.get("metrics", {}))
-    if isinstance(said, int | float) and not isinstance(said, bool):
-        return AgentResult(reward=said)
+    if isinstance(last, Mapping) and "reward" in last:
+        return AgentResult(reward=last["reward"], metrics=last.get("metrics", {}))
+    if isinstance(last, int | float) and not isinstance(last, bool):
+        return AgentResult(reward=last)
     return AgentResult()

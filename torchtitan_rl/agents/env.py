@@ -1,19 +1,22 @@
-"""A `TokenEnv` with control inverted: the agent asks, the rollout answers.
+"""`AgentEnv`: a `TokenEnv` that runs an agent and turns its requests into the rollout's turns.
 
 `reset` starts the agent in a session of its own and waits for its first request, whose prompt is
-the observation; `step` answers that request, and waits for the next one or for the agent's end. So
-limits, seeds, versions, journal and advantages are those of any rollout; several requests at once
-are answered one after another, in the order in which they came.
+the observation. `step` answers that request, and waits for the next one or for the agent's end. So
+limits, seeds, versions, journal and advantages are those of any rollout. Requests that come at once
+are answered one after another, first come, first served.
 
-The run samples, whatever the agent asks for: ``temperature`` and ``seed`` are the run's; ``top_p``,
-``top_k``, ``min_p`` and penalties, which agents set by habit, are ignored and counted (the loss
-would not know the distribution); what an answer's form depends on (``logit_bias``, structured
-outputs, ``min_tokens``, ...) is refused with a 400. ``max_tokens``, stop strings, stop tokens and
-logprobs are the agent's, within the rollout's limits. Tokens are not streamed, they come at once.
+| sampling option of a request | what happens |
+|---|---|
+| ``max_tokens``, stop strings, stop tokens, logprobs | used, within the rollout's limits |
+| ``temperature``, ``seed`` | the run's are used |
+| ``top_p``, ``top_k``, ``min_p``, penalties | ignored and counted: the loss does not know them |
+| ``logit_bias``, structured outputs, ``min_tokens``, ... | refused (400): the answer needs them |
 
-Invariants: each request is answered or refused, once. A turn whose caller was gone before its
-answer came is not seen, and not trained on; it is sampled to its end all the same, so that its
-tokens do not depend on when that was. The agent has ended, or is reported, when `close` returns.
+Tokens are not streamed: they come at once, at the end of the turn.
+
+Invariants: each request is answered or refused, once. A turn whose caller left before the answer is
+unseen, and not trained on; it is still sampled to its end, so that its tokens do not depend on when
+the caller left. When `close` returns, the agent has ended or an error says that it has not.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from torchtitan_rl.agents.agent import Agent, AgentError, AgentHost, AgentResult
 from torchtitan_rl.agents.running import RunningAgent
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.serving.messages import Refusal, RefusedError
-from torchtitan_rl.serving.session_record import SessionEnding
+from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
     Completion,
     GenerationRequest,
@@ -48,21 +52,21 @@ _IGNORED = frozenset(
         "skip_special_tokens",
         "spaces_between_special_tokens",
     }
-)  # of the engine's options; any other is refused
+)  # engine options; any other is refused
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Asked:
+class _Request:
     request: GenerationRequest
     answer: asyncio.Future[Completion]
 
 
 class AgentEnv:
-    """One run of an agent. It can neither be saved nor replayed: a resumed run begins it anew.
+    """One run of an agent. It cannot be saved or replayed: a resumed run starts it again.
 
-    ``grace_s``: how long an agent may still return its reward after a limit, and how long it may
-    take to end once it is cancelled. ``reward_at_limit``: what it is worth where it returns none
-    by then. ``decode`` makes the turns readable in the records.
+    ``grace_s``: how long an agent may take to return its reward after a limit, and to end once it
+    is cancelled. ``reward_at_limit``: the reward where it returns none by then. ``decode`` makes
+    the turns readable in the records.
     """
 
     def __init__(
@@ -83,19 +87,19 @@ class AgentEnv:
         self._decode = decode
         self._session_id = ""
         self._running: RunningAgent | None = None
-        self._waiting: deque[_Asked] = deque()
-        self._current: _Asked | None = None
+        self._waiting: deque[_Request] = deque()
+        self._current: _Request | None = None
         self._changed = asyncio.Event()
-        self._is_over = False  # no request is taken any more
-        self._posted: float | None = None  # the reward of whoever closed the session
-        self._ending = SessionEnding.FAILED  # until it is known better
+        self._is_over = False  # no more requests are taken
+        self._posted: float | None = None  # the reward that a client closed the session with
+        self._ending = SessionEnding.FAILED  # until the end says otherwise
         self._reward: float | None = None
         self._counts = {"ignored_options": 0, "refused_requests": 0, "unseen_turns": 0}
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        outcome = self._running.outcome if self._running is not None else None
-        return tuple(outcome.messages) if isinstance(outcome, AgentResult) else ()
+        result = self._result()
+        return () if result is None else tuple(result.messages)
 
     async def reset(self) -> Observation:
         """
@@ -128,7 +132,7 @@ class AgentEnv:
         return replace(await self._next(), turn_is_seen=is_seen, turn_text=text)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        """A limit ended the rollout: the agent's requests are refused from now on."""
+        """A limit ended the rollout: refuse the agent's requests, and wait for its reward."""
         self._ending = SessionEnding.LIMIT
         self._refuse_all()
         if self._running is not None:
@@ -155,46 +159,46 @@ class AgentEnv:
             raise self._closed()
         self._check(request.sampling)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(request=request, answer=answer))
+        self._waiting.append(_Request(request=request, answer=answer))
         self._changed.set()
         return await answer  # cancelled with its caller
 
     def close_session(self, reward: float | None) -> None:
-        """`SessionDriver`: with a reward the rollout is over, else the agent may still return
-        one."""
+        """`SessionDriver`: a reward ends the rollout, without one the agent may still return
+        its own."""
         self._posted = reward
         self._refuse_all()
         self._changed.set()
 
     def _answer(self, completion: Completion) -> bool:
-        """Whether the agent gets the completion that it asked for."""
-        asked = self._current
-        if self._has_ended():
+        """Whether the caller of the current request gets its completion."""
+        request = self._current
+        if self._outcome is not None:  # the agent has ended
             self._refuse_all()
         self._current = None
-        if asked is None or asked.answer.done():
+        if request is None or request.answer.done():
             return False
-        asked.answer.set_result(replace(completion, request_id=asked.request.request_id))
+        request.answer.set_result(replace(completion, request_id=request.request.request_id))
         return True
 
     async def _next(self) -> Observation | Terminal:
         while True:
             self._changed.clear()
-            if self._posted is not None or self._has_ended():
+            if self._posted is not None or self._outcome is not None:
                 return await self._over()
             while self._waiting:
-                asked = self._waiting.popleft()
-                if not asked.answer.done():  # else its caller is gone: nothing was sampled
-                    self._current = asked
-                    return _observation(asked.request)
+                request = self._waiting.popleft()
+                if not request.answer.done():  # else its caller has left: nothing is sampled
+                    self._current = request
+                    return _observation(request.request)
             await self._changed.wait()
 
     async def _over(self) -> Terminal:
         self._refuse_all()
         if self._running is not None and self._posted is not None:
-            await self._running.wait(self._grace_s)  # it may be what closed its session
-        elif self._running is not None and isinstance(self._running.outcome, BaseException):
-            raise _bearable(self._running.outcome)
+            await self._running.wait(self._grace_s)  # the agent itself may have closed it
+        elif isinstance(self._outcome, BaseException):
+            raise _rollout_error(self._outcome)
         result = self._result()
         reward = self._posted if self._posted is not None or result is None else result.reward
         self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
@@ -206,47 +210,47 @@ class AgentEnv:
         counts = {f"agent/{name}": float(number) for name, number in self._counts.items()}
         return Terminal(reward=reward, metrics={**metrics, **counts})
 
-    def _result(self) -> AgentResult | None:
-        outcome = self._running.outcome if self._running is not None else None
-        return outcome if isinstance(outcome, AgentResult) else None
+    @property
+    def _outcome(self) -> AgentResult | BaseException | None:
+        return None if self._running is None else self._running.outcome
 
-    def _has_ended(self) -> bool:
-        return self._running is not None and self._running.outcome is not None
+    def _result(self) -> AgentResult | None:
+        return self._outcome if isinstance(self._outcome, AgentResult) else None
 
     def _refuse_all(self) -> None:
         self._is_over = True
-        asked = [*self._waiting, *([self._current] if self._current else [])]
+        open_requests = [*self._waiting, *([self._current] if self._current else [])]
         self._waiting.clear()
-        for one in asked:
-            if not one.answer.done():
-                one.answer.set_exception(self._closed())
+        for request in open_requests:
+            if not request.answer.done():
+                request.answer.set_exception(self._closed())
 
     def _closed(self) -> RefusedError:
         self._counts["refused_requests"] += 1
         message = f"session {self._session_id!r} is closed: its rollout is over"
-        return RefusedError(Refusal(status=400, message=message, code="session_closed"))
+        return refused(400, "session_closed", message)
 
     def _check(self, sampling: SamplingParams) -> None:
-        """Refuse what would change the distribution and cannot be left out; count the rest."""
+        """Refuse what would change the distribution and cannot be ignored; count the rest."""
         options = set(sampling.engine_options)
-        refused = options - _IGNORED
+        unsupported = options - _IGNORED
         if sampling.min_tokens > 0:
-            refused.add("min_tokens")
+            unsupported.add("min_tokens")
         if sampling.ignore_eos:
-            refused.add("ignore_eos")
-        if refused:
+            unsupported.add("ignore_eos")
+        if unsupported:
             self._counts["refused_requests"] += 1
             message = (
-                f"{', '.join(sorted(refused))}: not in a training session, whose loss would not "
-                "know the distribution that was sampled from; leave it out"
+                f"{', '.join(sorted(unsupported))}: not in a training session, for its loss would "
+                "not know the sampling distribution; leave it out"
             )
-            raise RefusedError(Refusal(status=400, message=message, code="invalid_request"))
-        cut = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
-        self._counts["ignored_options"] += sum(cut) + len(options)
+            raise refused(400, "invalid_request", message)
+        truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
+        self._counts["ignored_options"] += sum(truncations) + len(options)
 
 
-def _bearable(error: BaseException) -> BaseException:
-    """An error that ends a rollout and not the run."""
+def _rollout_error(error: BaseException) -> BaseException:
+    """An error that ends the rollout; others (`KeyboardInterrupt`) would end the run."""
     if isinstance(error, Exception | asyncio.CancelledError | SystemExit):
         return error
     return AgentError(f"the agent raised {summary(error)}")

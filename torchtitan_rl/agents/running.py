@@ -1,8 +1,8 @@
-"""Agents that run: on an event loop of their own thread, or on the current one.
+"""Runs agents: on the event loop of a thread of their own, or on the current one.
 
-Invariant: a `RunningAgent` ends once; who started it is told on its own event loop. Agents share
-the thread of `AgentThread`: one that blocks holds up the others, but not the controller, which has
-to answer it.
+Invariant: a `RunningAgent` ends once, and ``on_end`` is called on the event loop that started it.
+Agents share the thread of `AgentThread`: one that blocks delays the other agents, but not the
+controller that has to answer it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AgentThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel what still runs; an agent that blocks the thread is left behind."""
+        """Cancel the agents that still run. One that blocks the thread keeps it."""
         self._is_ending = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -45,27 +45,27 @@ class AgentThread:
                 try:
                     runner.get_loop().run_forever()
                 except (SystemExit, KeyboardInterrupt):
-                    # Of a task that an agent started: no reason to end all other agents.
-                    logger.exception("a task of an agent wanted to end the process")
+                    # Raised in a task that an agent started: the other agents go on.
+                    logger.exception("a task of an agent raised SystemExit or KeyboardInterrupt")
 
 
 class RunningAgent:
-    """One run of an agent, started at once. ``on_end`` is called on the current event loop.
+    """One run of an agent, started at once.
 
-    ``outcome`` is None until the agent has ended: then its result, or what it raised.
+    ``outcome`` is None until the agent has ended, then its result, or what it raised.
     """
 
     def __init__(
         self,
         agent: Agent,
-        given: AgentCall,
+        call: AgentCall,
         *,
         loop: asyncio.AbstractEventLoop | None,
         on_end: Callable[[], None],
     ) -> None:
         self.outcome: AgentResult | BaseException | None = None
         self._agent = agent
-        self._given = given
+        self._call = call
         self._on_end = on_end
         self._home = asyncio.get_running_loop()
         self._loop = loop or self._home
@@ -77,14 +77,14 @@ class RunningAgent:
             self._loop.call_soon_threadsafe(self._start)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait for its end; False where it has not ended in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         return self._ended.is_set()
 
     async def end(self, timeout_s: float) -> None:
-        """Cancel it, unless it has ended, and wait for that.
+        """Cancel it, unless it has ended, and wait for its end.
 
         Raises:
             AgentError: it does not end.
@@ -98,7 +98,7 @@ class RunningAgent:
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._work())
-        self._task.add_done_callback(self._report)  # called even where it never began
+        self._task.add_done_callback(self._report)  # called even where it never started
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -106,13 +106,13 @@ class RunningAgent:
 
     async def _work(self) -> AgentResult | BaseException:
         try:
-            return await run_agent(self._agent, self._given)
-        except BaseException as error:  # carried to who waits; some would end the event loop
+            return await run_agent(self._agent, self._call)
+        except BaseException as error:  # SystemExit would end the event loop
             return error
 
     def _report(self, task: asyncio.Task[AgentResult | BaseException]) -> None:
         outcome = asyncio.CancelledError() if task.cancelled() else task.result()
-        with contextlib.suppress(RuntimeError):  # the loop that wanted to know is closed
+        with contextlib.suppress(RuntimeError):  # that loop is closed
             self._home.call_soon_threadsafe(self._finish, outcome)
 
     def _finish(self, outcome: AgentResult | BaseException) -> None:

@@ -1,18 +1,18 @@
-"""Stands between us and a command, and sees to it that nothing the command started outlives us.
+"""A process between `run_command` and the command, which kills everything the command started.
 
-Run as a script (``python -I -S shim.py FD PROGRAM ARG...``), never imported; it imports
-little, so that it starts in milliseconds. FD is one end of a socket pair:
+Run as a script (``python -I -S shim.py FD PROGRAM ARG...``), never imported; it imports little, so
+that it starts in milliseconds. FD is one end of a socket pair with the calling process:
 
-- the other end is closed (our side gave up, or its process died of anything): kill everything;
-- the command has ended: kill what it left behind, then report that there.
+- where the other end is closed (the call ended, or its process died), the shim kills everything;
+- where the command ends, it kills the processes that the command left, then reports.
 
-The report has lines: ``pid PID`` at the start, at the end ``exit CODE``, ``signal NUMBER`` or
-``error MESSAGE``; no such last line where our side gave up.
+The report has lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error MESSAGE``.
+There is no last line where the caller closed its end first.
 
-As a child subreaper, the shim inherits every orphan below it, daemons that forked twice and made
-sessions of their own included, so its descendants are exactly what has to go (Linux; elsewhere
-only the command's own process group is killed). A program that kills the shim itself gets away
-with its daemons: this is tidiness, no sandbox.
+As a child subreaper, the shim inherits every orphan below it, also daemons that forked twice and
+started sessions of their own, so its descendants are exactly the processes to kill (Linux;
+elsewhere only the command's own process group is killed). A program that kills the shim keeps its
+daemons: this cleans up, and is not a sandbox.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-POLL_S = 0.5  # how often to look whether the parent is still the same process
-KILL_S = 10.0  # after this a process is taken to be stuck in the kernel
+POLL_S = 0.5  # between two checks that the parent is still the same process
+KILL_S = 10.0  # after which a process counts as stuck in the kernel
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)  # each only wakes the select below
     command, outcome = start(sys.argv[2:], link)
     if command:
-        os.close(0)  # the command alone holds its input and output
+        os.close(0)  # only the command holds its input and output
         os.close(1)
         outcome = watch(command, link, wake, parent)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -54,7 +54,7 @@ def main() -> None:
 def tell(link: int, line: str) -> None:
     try:
         os.write(link, line.encode(errors="replace"))
-    except OSError:  # nobody is there to hear it; `watch` sees that, too
+    except OSError:  # the other end is closed, which `watch` sees too
         return
 
 
@@ -65,7 +65,7 @@ def start(argv: list[str], link: int) -> tuple[int, str]:
     if pid == 0:
         try:
             os.setsid()
-            tell(link, f"pid {os.getpid()}\n")  # before the program can do anything to us
+            tell(link, f"pid {os.getpid()}\n")  # before the program can kill this process
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)
@@ -80,7 +80,7 @@ def start(argv: list[str], link: int) -> tuple[int, str]:
 
 
 def watch(command: int, link: int, wake: int, parent: int) -> str:
-    """How the command ended; "" where our side is gone, or told us to stop."""
+    """How the command ended; "" where the caller has gone, or a signal stopped this process."""
     while True:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are reaped, too
             if ended[0] == command:
@@ -93,9 +93,9 @@ def watch(command: int, link: int, wake: int, parent: int) -> str:
 
 
 def kill_everything_below(command: int) -> list[int]:
-    """Kill and reap until no child is left; returns those that would not die.
+    """Kill and reap until no child is left; return those that do not die.
 
-    What dies hands its children up to us, so that nothing below is missed.
+    The children of a killed process become children of this one, so none is missed.
     """
     deadline = time.monotonic() + KILL_S
     while True:

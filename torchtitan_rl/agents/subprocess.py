@@ -1,8 +1,8 @@
-"""Programs that environments start, which never outlive the call that started them.
+"""Runs a program for an environment, and kills everything it started when the call ends.
 
-`run_command` returns, raises or is cancelled only after the program and everything it started is
-dead. The same holds, a moment later, when our process dies for whatever reason, SIGKILL included:
-a shim between us and the program (`shim.py`) notices and cleans up. Not a sandbox.
+`run_command` returns, raises or is cancelled only after the program and all its descendants are
+dead. They are also killed, a moment later, when this process dies, even by SIGKILL: a shim process
+between this one and the program (`shim.py`) sees to that. Not a sandbox.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _OUTPUT_GRACE_S = 10.0  # from the end of the program to the end of its output
 
 
 class CommandError(TorchtitanRLError):
-    """A program could not be started, or how it ended is not known."""
+    """A program could not be started, or it is unknown how it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a program did. Exactly one of ``exit_code``, ``signal`` and ``timed_out`` is set.
+    """How a program ended: exactly one of ``exit_code``, ``signal`` and ``timed_out`` is set.
 
-    ``truncated``: the program wrote more than was kept of one of its outputs.
+    ``truncated``: one of its outputs was longer than the limit.
     """
 
     exit_code: int | None
@@ -52,12 +52,15 @@ async def run_command(
     stdin: bytes | None = None,
     max_output_bytes: int = 1 << 20,
 ) -> CommandResult:
-    """Run a program to its end or to its time-out, in a session of its own.
+    """Run a program in a process session of its own, until it ends or times out.
 
-    ``env`` replaces the environment. ``stdin`` None is an empty input. Of stdout and stderr each
-    the first ``max_output_bytes`` are kept; the rest is read and dropped. What the program left
-    running when it ended is killed, too. A plain (blocking) environment, which has a thread of
-    its own, calls this through `asyncio.run`.
+    ``env`` replaces the environment. ``stdin`` None is an empty input. The first
+    ``max_output_bytes`` of stdout and of stderr are kept, the rest is dropped. Processes that the
+    program leaves running are killed. Plain (blocking) environments, which have threads of their
+    own, call this through `asyncio.run`.
+
+        result = await run_command(["pytest", "-q"], timeout_s=60, cwd=folder)
+        reward = float(result.exit_code == 0)
 
     Raises:
         CommandError: the program could not be started, or not be killed, or it killed its shim.
@@ -74,11 +77,11 @@ async def run_command(
         while not running.done():
             try:
                 await asyncio.wait([running])
-            except asyncio.CancelledError as error:  # the shim kills everything, then we go
+            except asyncio.CancelledError as error:  # raised again once everything is dead
                 cancelled = error
                 _hang_up(ours)
         if cancelled is not None and not running.cancelled():
-            running.exception()  # what it came to does not matter any more
+            running.exception()  # retrieved, so that asyncio does not log it
         if cancelled is not None:
             raise cancelled
         return running.result()
@@ -117,7 +120,7 @@ async def _run(
     timed_out = not (await asyncio.wait([reporting], timeout=timeout_s))[0]
     _hang_up(ours)
     pid, kind, value = await reporting
-    if not kind and pid:  # where the shim was killed, at least the program's own group goes
+    if not kind and pid:  # the shim was killed: kill at least the program's process group
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
     ended, _ = await asyncio.wait([transfers], timeout=_OUTPUT_GRACE_S)
@@ -141,7 +144,7 @@ async def _run(
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Make the shim kill everything; harmless when it has ended."""
+    """Tell the shim to kill everything; harmless when it has ended."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_WR)
 
@@ -160,14 +163,14 @@ async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes,
     """The first ``limit`` bytes, and whether there were more."""
     kept, more = bytearray(), False
     while reader is not None and (chunk := await reader.read(_CHUNK_BYTES)):
-        room = limit - len(kept)
-        kept += chunk[:room]
-        more = more or len(chunk) > room
+        left = limit - len(kept)
+        kept += chunk[:left]
+        more = more or len(chunk) > left
     return bytes(kept), more
 
 
 async def _report(link: socket.socket) -> tuple[int, str, str]:
-    """The program's pid (0: none) and how it ended (``exit 3``), "" where the shim did not say."""
+    """The program's pid (0: none) and how it ended (``exit 3``); "" without a report."""
     loop, report = asyncio.get_running_loop(), b""
     while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
         report += chunk

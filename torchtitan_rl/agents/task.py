@@ -1,7 +1,7 @@
 """Tasks whose rollouts are agents.
 
-A subclass of `AgentTask` gives an agent for each problem, besides the dataset (and a rubric where
-the agent's own reward is not all). The training run then needs its endpoint, which serves them.
+A subclass of `AgentTask` names an agent for each problem, in addition to the dataset (and a rubric,
+where the agent's own reward is not all). The training run needs its endpoint, which serves them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask(Task):
-    """``rollout.step_timeout_s`` is how long an agent may take between two requests."""
+    """A task that runs an agent for each rollout.
+
+    ``rollout.step_timeout_s`` is how long an agent may take between two requests.
+    """
 
     grace_s: float = 5.0  # to return a reward after a limit, and to end once cancelled
-    reward_at_limit: float | None = 0.0  # of an agent that returned none by then; None: it fails
+    reward_at_limit: float | None = 0.0  # where the agent returns none by then; None: it fails
 
     def agent(self, problem: Problem) -> Agent:
         """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`.
 
-        Called on the controller's event loop; what is slow belongs into the agent.
+        Called on the controller's event loop: do slow work in the agent, not here.
         """
         raise NotImplementedError
 
@@ -56,7 +59,7 @@ class AgentTask(Task):
 def environment_factory(
     task: Task, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost | None
 ) -> EnvironmentFactory:
-    """What makes the environments of a task's rollouts.
+    """The function that makes a task's environments, one for each rollout.
 
     Raises:
         ValueError: the task's rollouts are agents, and there is no endpoint for them.
@@ -69,19 +72,19 @@ def environment_factory(
 
 
 def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0) -> list[str]:
-    """What is wrong between a task, the endpoint, and so many rollouts at once; a message each."""
+    """One message for each reason why the endpoint cannot serve a task's agents."""
     if not isinstance(task, AgentTask):
         return []
     errors = []
     if not endpoint.enabled:
         errors.append(
             f"endpoint.enabled is False: the rollouts of {type(task).__name__} are agents, which "
-            "ask the endpoint for completions; give --endpoint.enabled"
+            "get completions from the endpoint; give --endpoint.enabled"
         )
     if num_rollouts > endpoint.max_concurrent_requests:
         errors.append(
             f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
-            f"{num_rollouts} agents ask at once, and the wait for a place would count against "
+            f"{num_rollouts} agents ask at once, and the time in the queue would count against "
             f"rollout.step_timeout_s; give at least {num_rollouts}"
         )
     if not task.grace_s > 0:

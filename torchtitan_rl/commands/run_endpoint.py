@@ -20,7 +20,7 @@ from torchtitan_rl.serving.bridge import BridgeCounts
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.messages import Endpoint
 from torchtitan_rl.serving.service import EndpointService
-from torchtitan_rl.serving.session_record import SessionEnding
+from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.serving.sessions import Sessions
 
 _T = TypeVar("_T")

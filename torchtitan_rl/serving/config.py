@@ -14,7 +14,7 @@ class EndpointConfig:
     """
 
     enabled: bool = False
-    """Start the endpoint in a training run. Tasks whose rollouts are agents need it."""
+    """Start the endpoint in a training run. Agent tasks need it."""
     host: str = "127.0.0.1"
     """Address to listen on. Any address but this machine's own needs an API key."""
     port: int = 0
@@ -30,18 +30,18 @@ class EndpointConfig:
     max_body_bytes: int = 4 << 20
     """Largest request body, in bytes."""
     max_n: int = 16
-    """Largest number of completions of one request (``n``)."""
+    """Largest number of completions of one request (``n`` times its prompts)."""
     max_tokens: int = 0
-    """Longest completion, in tokens; 0 is what the context has room for."""
+    """Longest completion, in tokens; 0 is as many as fit the context."""
     max_concurrent_requests: int = 256
-    """Requests that run at once; more of them queue."""
+    """Requests that run at once; others queue."""
     max_queued_requests: int = 1024
-    """Requests that queue; more of them are refused with 503."""
+    """Requests that queue; others are refused with 429."""
     interval_s: float = 0.02
-    """Seconds between two messages of progress from the replicas."""
+    """Seconds between two batches of progress, from the replicas and to the endpoint."""
     session_timeout_s: float = 600.0
-    """A session without a request or a reward for so many seconds is abandoned."""
+    """Seconds after which a session without a request or a reward is abandoned."""
     start_timeout_s: float = 300.0
-    """Seconds for the endpoint's start."""
+    """Seconds that the endpoint's start may take."""
     threads: int = 1
     """OpenMP threads of the endpoint's process."""

@@ -1,7 +1,7 @@
-"""The episodes of rewarded sessions, a JSON line each.
+"""The file with the episodes of rewarded sessions, one JSON line each.
 
-Invariant: a session's lines are all in the file or none is, also where the disk is full; after a
-kill -9 in the middle of them its last line is gone, and no later line becomes part of it.
+Invariant: either all lines of a session are in the file or none is, also where the disk is full.
+After a kill -9 in the middle of them the last, cut line is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from torchtitan_rl.line_files import append_line, open_for_append
-from torchtitan_rl.serving.session_record import SessionReport
+from torchtitan_rl.serving.session_report import SessionReport
 
 
 class EpisodesFile:
@@ -25,7 +25,7 @@ class EpisodesFile:
         self._file = open_for_append(path)
 
     def write(self, report: SessionReport) -> None:
-        """A line for each episode, with what its session says of all of them.
+        """Write one line for each episode, with its session's id, reward and temperatures.
 
         Raises:
             OSError: nothing of the session was written.

@@ -1,4 +1,4 @@
-"""What a client is told of an error: a status and a message without the system's internals."""
+"""Refusals: what a client is told of an error, a status and a message without internals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refused(status: int, code: str, message: str) -> RefusedError:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Errors that nobody foresaw are logged with their trace, and a 500 without it."""
+    """The refusal for an error; unexpected ones are logged with their traceback."""
     match error:
         case RefusedError():
             return error.refusal

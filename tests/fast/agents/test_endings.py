@@ -1,4 +1,4 @@
-"""How the rollout of an agent ends: limits, time-outs, and what the agent raises or returns."""
+"""How the rollout of an agent ends: limits, timeouts, and what the agent raises or returns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_rollout_out_of_time_refuses_the_request_that_runs():
     assert len(rollout.turns) == 4
 
 
-def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_time_out():
+def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_timeout():
     ended = []
 
     async def agent(ask, call):
@@ -93,7 +93,7 @@ def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_time_
     assert hosted.sessions.counts()["sessions_failed"] == 1
 
 
-def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind_and_named():
+def test_an_agent_that_ignores_its_cancellation_is_named_in_the_cause():
     async def agent(ask, call):
         await ask((1,))
         try:

@@ -68,7 +68,7 @@ async def work_of(agent, sessions: Sessions, *, loop=None, num_requests=1, **lim
     return group.rollouts[0]
 
 
-def test_a_command_is_told_where_the_endpoint_is_and_what_its_problem_is():
+def test_a_command_gets_the_endpoint_and_its_problem():
     code = """
 import json, os, sys
 problem = json.load(sys.stdin)
@@ -235,7 +235,7 @@ def test_leaving_the_agents_thread_cancels_what_runs_there():
     asyncio.run(scenario())
 
 
-def test_agents_of_a_killed_run_begin_anew_and_what_they_had_is_discarded_by_name():
+def test_agents_of_a_killed_run_start_again_and_their_tokens_are_discarded_by_name():
     whole = Run(Hosted(three_turns).bound, rubric=None).whole()
     num_anew = 0
     for _, recorded in stops(Hosted(three_turns).bound, rubric=None):
@@ -258,7 +258,7 @@ async def answer_once(problem, call):
     return 1.0
 
 
-def test_a_tasks_agents_are_made_for_the_endpoint_and_nothing_else_changes_for_other_tasks():
+def test_a_tasks_environments_are_its_agents_and_need_the_endpoint():
     class Words:
         def decode(self, token_ids):
             return " ".join(map(str, token_ids))
@@ -295,7 +295,7 @@ def test_a_task_of_agents_needs_the_endpoint():
     assert agent_errors(Task(), endpoint) == []
 
 
-def test_a_task_of_an_agent_that_wants_to_end_the_process_ends_no_other_agent():
+def test_a_task_of_an_agent_that_raises_system_exit_ends_no_other_agent():
     async def exits():
         raise SystemExit(3)
 

@@ -1,4 +1,4 @@
-"""Episodes of rewarded sessions on disk, also where it is full."""
+"""The episodes file, also on a full disk and after a kill."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving import http_context
-from torchtitan_rl.serving.http_context import close_at_end
-from torchtitan_rl.serving.http_shell import HttpShell, ShellOptions, protect
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.context import close_at_end, session_id
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, RequestEnd
 from torchtitan_rl.serving.service import EndpointService
@@ -36,7 +37,7 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-OPTIONS = ShellOptions(max_concurrent_requests=3)
+CONFIG = EndpointConfig(max_concurrent_requests=3)
 MAX_TOKENS = 6
 
 
@@ -138,7 +139,7 @@ class FrontEnd:
             request_id=request_id,
             prompt_token_ids=(1, 2),
             sampling=SamplingParams(max_tokens=MAX_TOKENS),
-            session_id=http_context.session_id.get(),
+            session_id=session_id.get(),
         )
         self.link.submit(EndpointRequest(request=request, streams=streams))
         try:
@@ -193,7 +194,7 @@ class Outcome:
     replica: TokenReplica
     sessions: Sessions
     front: FrontEnd
-    shell: HttpShell
+    app: EndpointApp
     was_lost: bool = False
     ends_s: float = 0.0  # when the service began to end in order
 
@@ -206,8 +207,8 @@ async def play(faults: Faults) -> Outcome:
     replica = TokenReplica("replica0")
     router = GeneratorRouter([replica], request_timeout_s=30.0)
     sessions = Sessions(router, timeout_s=600.0)
-    shell = protect(front.app(), OPTIONS, commands=link)
-    outcome = Outcome([], link, router, replica, sessions, front, shell)
+    app = EndpointApp(front.app(), CONFIG, keys=Keys(), commands=link)
+    outcome = Outcome([], link, router, replica, sessions, front, app)
     taking = asyncio.create_task(front.take_outputs(), name="endpoint outputs")
     taking.add_done_callback(front.outputs_ended)
     faults.is_counting = True
@@ -228,7 +229,7 @@ async def play(faults: Faults) -> Outcome:
     link.close()  # as the end of its process does
     await asyncio.sleep(20.0)
     faults.is_counting = False
-    await shell._retries.close()
+    await app._retries.close()
     await sessions.aclose()
     await asyncio.sleep(20.0)
     taking.cancel()
@@ -238,7 +239,7 @@ async def play(faults: Faults) -> Outcome:
 async def clients_talk(outcome: Outcome) -> None:
     def ask(path: str = "/v1/chat/completions", **options: Any) -> Client:
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
-        client = Client(outcome.shell, path, headers=headers, **options)
+        client = Client(outcome.app, path, headers=headers, **options)
         outcome.clients.append(client)
         return client
 
@@ -298,8 +299,8 @@ def check(outcome: Outcome, faults: Faults) -> None:
     assert not outcome.front.waiting
     assert outcome.replica.running == 0
     assert set(outcome.router.outstanding_tokens().values()) == {0}
-    assert outcome.shell.counts()["http_requests_running"] == 0
-    assert outcome.shell.counts()["http_requests_queued"] == 0
+    assert outcome.app.counts()["http_requests_running"] == 0
+    assert outcome.app.counts()["http_requests_queued"] == 0
     counts = sessions.counts()
     assert counts["sessions_open"] == counts["session_tokens_held"] == 0
     sampled = sum(n for session, n in outcome.replica.sampled_in.items() if session)

@@ -17,7 +17,7 @@ from torchtitan_rl.serving.address import listen
 
 
 class App:
-    """Answers ``/`` at once, and ``/wait`` when it is told to end. ``fails``: it does not start."""
+    """Answers ``/`` at once, and ``/wait`` when it has to end. ``fails``: it does not start."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails
@@ -73,7 +73,7 @@ def get(port: int, path: str = "/") -> int:
         return connection.getresponse().status
 
 
-def test_a_port_is_taken_from_the_beginning_and_no_other_server_gets_it() -> None:
+def test_a_port_is_bound_before_the_application_is_built() -> None:
     app = App()
     server = made(app)  # nothing is built yet
     with pytest.raises(EndpointLostError, match=r"endpoint\.port"):
@@ -88,7 +88,7 @@ def test_a_port_is_taken_from_the_beginning_and_no_other_server_gets_it() -> Non
     listen("127.0.0.1", server.port).close()  # given back
 
 
-def test_who_connects_before_the_application_is_there_waits_for_it() -> None:
+def test_a_client_that_connects_before_the_application_is_built_waits_for_it() -> None:
     server = made(App())
     statuses: list[int] = []
     client = threading.Thread(target=lambda: statuses.append(get(server.port)))
@@ -99,7 +99,7 @@ def test_who_connects_before_the_application_is_there_waits_for_it() -> None:
     server.close(0.0)
 
 
-def test_what_cannot_be_built_or_started_is_an_error_of_the_start() -> None:
+def test_an_error_of_building_or_starting_is_raised_by_start() -> None:
     async def build() -> Any:
         raise ZeroDivisionError("no tokenizer")
 

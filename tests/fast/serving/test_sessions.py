@@ -1,4 +1,4 @@
-"""Sessions of the endpoint: exact turns, endings, refusals, and an account that adds up."""
+"""Sessions: exact turns, endings, refusals, and token counts that add up."""
 
 from __future__ import annotations
 
@@ -10,199 +10,165 @@ from dataclasses import replace
 import pytest
 
 from tests.support.agents import TokenRouter, asked
+from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import CLOSED, TIMEOUT_S, make, refused
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.serving import sessions as sessions_module
+from torchtitan_rl.serving import session_recording
 from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.serving.session_room import TURN_TOKENS
+from torchtitan_rl.serving.session_recording import TURN_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 
-def test_a_request_without_a_session_goes_straight_to_the_router():
-    async def scenario():
-        sessions = make()
-        request = asked((1, 2), max_tokens=2)
-        assert (await sessions.complete(request)).request_id == request.request_id
-        assert sessions.counts()["sessions_open"] == 0
-        assert sessions.counts()["session_turns"] == 0
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_request_without_a_session_goes_straight_to_the_router():
+    sessions = make()
+    request = asked((1, 2), max_tokens=2)
+    assert (await sessions.complete(request)).request_id == request.request_id
+    assert sessions.counts()["sessions_open"] == 0
+    assert sessions.counts()["session_turns"] == 0
 
 
-def test_a_conversation_becomes_one_episode_with_user_and_tool_tokens_masked():
-    async def scenario():
-        sessions = make()
-        first = await sessions.complete(asked((1, 2), "s", max_tokens=2))
-        prompt = (1, 2, *first.token_ids, 0, 7)
-        second = await sessions.complete(asked(prompt, "s", max_tokens=3))
-        report = await sessions.close("s", 0.5)
-        (episode,) = report.episodes
-        assert episode.token_ids == prompt + second.token_ids
-        mask = (False, False, True, True, False, False, True, True, True)
-        assert episode.loss_mask == mask
-        sampled = first.logprobs + second.logprobs
-        assert tuple(v for v, m in zip(episode.logprobs, mask, strict=True) if m) == sampled
-        assert set(episode.advantages) == {0.0, 0.5}
-        assert report.tokens_trained == report.tokens_generated == 5
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_conversation_becomes_one_episode_with_user_and_tool_tokens_masked():
+    sessions = make()
+    first = await sessions.complete(asked((1, 2), "s", max_tokens=2))
+    prompt = (1, 2, *first.token_ids, 0, 7)
+    second = await sessions.complete(asked(prompt, "s", max_tokens=3))
+    report = await sessions.close("s", 0.5)
+    (episode,) = report.episodes
+    assert episode.token_ids == prompt + second.token_ids
+    mask = (False, False, True, True, False, False, True, True, True)
+    assert episode.loss_mask == mask
+    sampled = first.logprobs + second.logprobs
+    assert tuple(v for v, m in zip(episode.logprobs, mask, strict=True) if m) == sampled
+    assert set(episode.advantages) == {0.0, 0.5}
+    assert report.tokens_trained == report.tokens_generated == 5
 
 
-def test_an_edited_history_branches_into_another_episode():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1, 2), "s", max_tokens=2))
-        await sessions.complete(asked((1, 2, 99), "s", max_tokens=2))  # forgets its answer
-        report = await sessions.close("s", 1.0)
-        assert [episode.num_trained_tokens for episode in report.episodes] == [2, 2]
-        assert report.tokens_trained == 4
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_edited_history_becomes_another_episode():
+    sessions = make()
+    await sessions.complete(asked((1, 2), "s", max_tokens=2))
+    await sessions.complete(asked((1, 2, 99), "s", max_tokens=2))  # forgets its answer
+    report = await sessions.close("s", 1.0)
+    assert [episode.num_trained_tokens for episode in report.episodes] == [2, 2]
+    assert report.tokens_trained == 4
 
 
-def test_concurrent_requests_of_a_session_are_turns_in_the_order_of_their_beginning():
-    async def scenario():
-        sessions = make()
-        async with asyncio.TaskGroup() as group:
-            long = group.create_task(sessions.complete(asked((1,), "s", max_tokens=5)))
-            short = group.create_task(sessions.complete(asked((2,), "s", max_tokens=2)))
-        report = await sessions.close("s", 1.0)
-        first, second = report.episodes
-        assert first.token_ids == (1, *long.result().token_ids)
-        assert second.token_ids == (2, *short.result().token_ids)
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_concurrent_requests_of_a_session_are_turns_in_the_order_in_which_they_began():
+    sessions = make()
+    async with asyncio.TaskGroup() as group:
+        long = group.create_task(sessions.complete(asked((1,), "s", max_tokens=5)))
+        short = group.create_task(sessions.complete(asked((2,), "s", max_tokens=2)))
+    report = await sessions.close("s", 1.0)
+    first, second = report.episodes
+    assert first.token_ids == (1, *long.result().token_ids)
+    assert second.token_ids == (2, *short.result().token_ids)
 
 
-def test_progress_reaches_the_client_of_a_session():
-    async def scenario():
-        told = []
-        completion = await make().complete(asked((1,), "s", max_tokens=4), told.append)
-        assert tuple(token for progress in told for token in progress.token_ids) == (
-            completion.token_ids
-        )
-
-    run_virtually(scenario())
-
-
-def test_an_idle_session_is_abandoned_and_its_turns_are_freed():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1,), "s", max_tokens=3))
-        await asyncio.sleep(TIMEOUT_S - 1)
-        assert sessions.read("s").ending is None
-        await sessions.complete(asked((1,), "s", max_tokens=3))  # used again: time starts anew
-        await asyncio.sleep(TIMEOUT_S - 1)
-        assert sessions.read("s").ending is None
-        await asyncio.sleep(2)
-        assert sessions.read("s").ending == "abandoned"
-        assert sessions.read("s").tokens_discarded == {"abandoned": 6}
-        assert sessions.counts()["sessions_abandoned"] == 1
-        assert not sessions._open
-        assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
-        assert await refused(sessions.close("s", 1.0)) == CLOSED  # the reward comes too late
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_idle_session_is_abandoned_and_its_turns_are_freed():
+    sessions = make()
+    await sessions.complete(asked((1,), "s", max_tokens=3))
+    await asyncio.sleep(TIMEOUT_S - 1)
+    assert sessions.read("s").ending is None
+    await sessions.complete(asked((1,), "s", max_tokens=3))  # used again: time starts anew
+    await asyncio.sleep(TIMEOUT_S - 1)
+    assert sessions.read("s").ending is None
+    await asyncio.sleep(2)
+    assert sessions.read("s").ending == "abandoned"
+    assert sessions.read("s").tokens_discarded == {"abandoned": 6}
+    assert sessions.counts()["sessions_abandoned"] == 1
+    assert not sessions._open
+    assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
+    assert await refused(sessions.close("s", 1.0)) == CLOSED  # the reward comes too late
 
 
-def test_a_session_whose_request_runs_longer_than_the_time_out_is_not_abandoned():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1,), "s", max_tokens=int(3 * TIMEOUT_S)))
-        assert (await sessions.close("s", 1.0)).tokens_trained == 3 * TIMEOUT_S
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_session_whose_request_runs_longer_than_the_timeout_is_not_abandoned():
+    sessions = make()
+    await sessions.complete(asked((1,), "s", max_tokens=int(3 * TIMEOUT_S)))
+    assert (await sessions.close("s", 1.0)).tokens_trained == 3 * TIMEOUT_S
 
 
-def test_a_session_is_closed_once():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1,), "s", max_tokens=1))
-        await sessions.close("s", 1.0)
-        assert await refused(sessions.close("s", 2.0)) == CLOSED
-        assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
-        assert sessions.read("s").reward == 1.0
-        assert sessions.read("s").episodes == ()  # freed
-        assert sessions.counts()["sessions_rewarded"] == 1
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_session_is_closed_once():
+    sessions = make()
+    await sessions.complete(asked((1,), "s", max_tokens=1))
+    await sessions.close("s", 1.0)
+    assert await refused(sessions.close("s", 2.0)) == CLOSED
+    assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
+    assert sessions.read("s").reward == 1.0
+    assert sessions.read("s").episodes == ()  # freed
+    assert sessions.counts()["sessions_rewarded"] == 1
 
 
-def test_two_closes_at_once_end_a_session_once():
-    async def scenario():
-        sessions = make()
-        running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
-        await asyncio.sleep(3.5)
-        answers = await asyncio.gather(
-            sessions.close("s", 1.0), sessions.close("s", 2.0), return_exceptions=True
-        )
-        assert [isinstance(answer, RefusedError) for answer in answers] == [False, True]
-        assert await refused(running) == CLOSED
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_two_closes_at_once_end_a_session_once():
+    sessions = make()
+    running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+    await asyncio.sleep(3.5)
+    answers = await asyncio.gather(
+        sessions.close("s", 1.0), sessions.close("s", 2.0), return_exceptions=True
+    )
+    assert [isinstance(answer, RefusedError) for answer in answers] == [False, True]
+    assert await refused(running) == CLOSED
 
 
-def test_closing_without_a_reward_makes_no_episodes():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1,), "s", max_tokens=4))
-        report = await sessions.close("s")
-        assert report.episodes == ()
-        assert report.tokens_discarded == {"unrewarded": 4}
-        assert sessions.counts()["sessions_unrewarded"] == 1
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_closing_without_a_reward_makes_no_episodes():
+    sessions = make()
+    await sessions.complete(asked((1,), "s", max_tokens=4))
+    report = await sessions.close("s")
+    assert report.episodes == ()
+    assert report.tokens_discarded == {"unrewarded": 4}
+    assert sessions.counts()["sessions_unrewarded"] == 1
 
 
-def test_unknown_sessions_are_named_as_such():
-    async def scenario():
-        sessions = make()
-        assert await refused(sessions.close("nobody", 1.0)) == (404, "session_not_found")
-        handler = sessions.handlers()["session.read"]
-        assert await refused(handler({"session_id": "nobody"})) == (404, "session_not_found")
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_unknown_session_is_a_404():
+    sessions = make()
+    assert await refused(sessions.close("unknown", 1.0)) == (404, "session_not_found")
+    handler = sessions.handlers()["session.read"]
+    assert await refused(handler({"session_id": "unknown"})) == (404, "session_not_found")
 
 
-def test_requests_that_run_when_their_session_closes_are_aborted_and_masked():
-    async def scenario():
-        router = TokenRouter()
-        sessions = make(router)
-        await sessions.complete(asked((1,), "s", max_tokens=2))
-        running = asyncio.ensure_future(sessions.complete(asked((3,), "s", max_tokens=50)))
-        await asyncio.sleep(4.5)
-        report = await sessions.close("s", 1.0)
-        assert await refused(running) == CLOSED
-        assert report.tokens_generated == router.num_sampled == 6
-        assert report.tokens_masked == {"unseen_turn": 4}
-        assert report.unseen_turns == 1
-        assert report.tokens_trained == 2
-        assert all(3 not in episode.token_ids for episode in report.episodes)
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_requests_that_run_when_their_session_closes_are_aborted_and_masked():
+    router = TokenRouter()
+    sessions = make(router)
+    await sessions.complete(asked((1,), "s", max_tokens=2))
+    running = asyncio.ensure_future(sessions.complete(asked((3,), "s", max_tokens=50)))
+    await asyncio.sleep(4.5)
+    report = await sessions.close("s", 1.0)
+    assert await refused(running) == CLOSED
+    assert report.tokens_generated == router.num_sampled == 6
+    assert report.tokens_masked == {"unseen_turn": 4}
+    assert report.unseen_turns == 1
+    assert report.tokens_trained == 2
+    assert all(3 not in episode.token_ids for episode in report.episodes)
 
 
-def test_what_a_client_never_saw_is_recorded_exactly_and_not_trained():
-    async def scenario():
-        router = TokenRouter()
-        sessions = make(router)
-        gone = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
-        await asyncio.sleep(7.5)
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        await sessions.complete(asked((1,), "s", max_tokens=3))  # asks again
-        report = await sessions.close("s", 1.0)
-        assert router.num_sampled == 10  # the abort reached the router
-        assert (report.turns, report.unseen_turns) == (2, 1)
-        assert report.tokens_masked == {"unseen_turn": 7}
-        assert report.tokens_trained == 3
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_turn_whose_client_left_is_recorded_exactly_and_not_trained():
+    router = TokenRouter()
+    sessions = make(router)
+    gone = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+    await asyncio.sleep(7.5)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    await sessions.complete(asked((1,), "s", max_tokens=3))  # asks again
+    report = await sessions.close("s", 1.0)
+    assert router.num_sampled == 10  # the abort reached the router
+    assert (report.turns, report.unseen_turns) == (2, 1)
+    assert report.tokens_masked == {"unseen_turn": 7}
+    assert report.tokens_trained == 3
 
 
-def test_a_client_that_is_gone_in_the_very_moment_of_its_answer_has_not_seen_it():
+def test_a_turn_whose_client_leaves_at_the_moment_of_the_answer_is_unseen():
     class Racing(TokenRouter):
         async def generate(self, request, on_progress=None):
             completion = await super().generate(request, on_progress)
@@ -221,11 +187,11 @@ def test_a_client_that_is_gone_in_the_very_moment_of_its_answer_has_not_seen_it(
     run_virtually(scenario())
 
 
-def test_a_router_that_does_not_heed_an_abort_holds_up_no_close(monkeypatch):
-    monkeypatch.setattr(sessions_module, "_STOP_TIMEOUT_S", 5.0)
+def test_a_router_that_ignores_an_abort_does_not_delay_the_close(monkeypatch):
+    monkeypatch.setattr(session_recording, "STOP_TIMEOUT_S", 5.0)
 
     async def scenario():
-        sessions = make(TokenRouter(is_deaf=True))
+        sessions = make(TokenRouter(ignores_aborts=True))
         told = []
         running = asyncio.ensure_future(
             sessions.complete(asked((1,), "s", max_tokens=10**6), told.append)
@@ -234,28 +200,24 @@ def test_a_router_that_does_not_heed_an_abort_holds_up_no_close(monkeypatch):
         report = await sessions.close("s", 1.0)
         assert await refused(running) == CLOSED
         assert report.tokens_generated == report.tokens_masked["unseen_turn"] == 8
-        assert len(told) == 3  # nobody is told anything after the close
+        assert len(told) == 3  # nothing after the close
 
     run_virtually(scenario())
 
 
-def test_a_failed_request_is_no_turn_and_its_tokens_are_discarded_by_name():
-    async def scenario():
-        router = TokenRouter()
-        sessions = make(router)
-        task = asyncio.ensure_future(
-            sessions.complete(asked((1,), "s", max_tokens=9), lambda _: None)
-        )
-        await asyncio.sleep(4.5)
-        router.failure = GenerationError("no replica is left")
-        with pytest.raises(GenerationError):
-            await task
-        report = await sessions.close("s", 1.0)
-        assert report.turns == 0
-        assert report.tokens_discarded == {"generation_error": 4}
-        assert report.tokens_pending == 0
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_the_tokens_of_a_failed_request_are_discarded_by_a_named_cause():
+    router = TokenRouter()
+    sessions = make(router)
+    task = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=9), lambda _: None))
+    await asyncio.sleep(4.5)
+    router.failure = GenerationError("no replica is left")
+    with pytest.raises(GenerationError):
+        await task
+    report = await sessions.close("s", 1.0)
+    assert report.turns == 0
+    assert report.tokens_discarded == {"generation_error": 4}
+    assert report.tokens_pending == 0
 
 
 def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
@@ -281,95 +243,63 @@ def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
     run_virtually(scenario())
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", 10**400, [1.0]])
-def test_a_reward_that_is_no_finite_number_is_refused_and_closes_nothing(reward):
-    async def scenario():
-        sessions = make()
-        sessions.open("s")
-        close = sessions.handlers()["session.close"]
-        assert await refused(close({"session_id": "s", "reward": reward})) == (
-            400,
-            "invalid_request",
-        )
-        assert sessions.read("s").ending is None
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_session_has_the_given_id_or_a_random_one():
+    sessions = make()
+    open_ = sessions.handlers()["session.open"]
+    names = {(await open_({}))["session_id"] for _ in range(3)}
+    assert len(names) == 3
+    assert all(len(name) == 32 for name in names)
+    assert (await open_({"session_id": "mine"}))["session_id"] == "mine"
+    assert await refused(open_({"session_id": "mine"})) == (400, "session_exists")
+    await sessions.close("mine")
+    assert await refused(open_({"session_id": "mine"})) == CLOSED
 
 
-@pytest.mark.parametrize("arguments", [{}, {"session_id": ""}, {"session_id": 3}])
-def test_a_session_has_to_be_named(arguments):
-    async def scenario():
-        read = make().handlers()["session.read"]
-        assert await refused(read(arguments)) == (400, "invalid_request")
-
-    run_virtually(scenario())
-
-
-def test_opened_sessions_have_names_that_nobody_can_guess_unless_they_are_given_one():
-    async def scenario():
-        sessions = make()
-        open_ = sessions.handlers()["session.open"]
-        names = {(await open_({}))["session_id"] for _ in range(3)}
-        assert len(names) == 3
-        assert all(len(name) == 32 for name in names)
-        assert (await open_({"session_id": "mine"}))["session_id"] == "mine"
-        assert await refused(open_({"session_id": "mine"})) == (400, "session_exists")
-        await sessions.close("mine")
-        assert await refused(open_({"session_id": "mine"})) == CLOSED
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_more_sessions_than_fit_are_refused_until_one_ends():
+    sessions = make(max_sessions=2)
+    sessions.open("a")
+    sessions.open("b")
+    assert await refused(sessions.complete(asked((1,), "c"))) == (429, "too_many_sessions")
+    await sessions.close("a")
+    await sessions.complete(asked((1,), "c", max_tokens=1))
 
 
-def test_more_sessions_than_fit_are_refused_until_one_ends():
-    async def scenario():
-        sessions = make(max_sessions=2)
-        sessions.open("a")
-        sessions.open("b")
-        assert await refused(sessions.complete(asked((1,), "c"))) == (429, "too_many_sessions")
-        await sessions.close("a")
-        await sessions.complete(asked((1,), "c", max_tokens=1))
-
-    run_virtually(scenario())
-
-
-def test_a_session_that_goes_on_for_ever_is_refused_before_it_holds_too_much():
-    async def scenario():
-        sessions = make(max_held_tokens=20)
-        await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
-        assert await refused(sessions.complete(asked((1,) * 9, "s"))) == (400, "session_full")
-        await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
-        assert await refused(sessions.complete(asked((1,), "s"))) == (400, "session_full")
-        await sessions.complete(asked((1,) * 9, "another", max_tokens=1))
-        assert (await sessions.close("s", 1.0)).tokens_trained == 8
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_session_is_refused_before_it_holds_too_many_tokens():
+    sessions = make(max_held_tokens=20)
+    await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
+    assert await refused(sessions.complete(asked((1,) * 9, "s"))) == (400, "session_full")
+    await sessions.complete(asked((1,) * 8, "s", max_tokens=4))
+    assert await refused(sessions.complete(asked((1,), "s"))) == (400, "session_full")
+    await sessions.complete(asked((1,) * 9, "another", max_tokens=1))
+    assert (await sessions.close("s", 1.0)).tokens_trained == 8
 
 
-def test_all_sessions_together_hold_no_more_than_they_may_and_a_close_frees_it():
-    async def scenario():
-        full = (429, "sessions_full")
-        sessions = make(max_total_tokens=3 * (TURN_TOKENS + 10))
-        await sessions.complete(asked((1,) * 8, "a", max_tokens=2))
-        running = asyncio.ensure_future(sessions.complete(asked((1,) * 8, "b", max_tokens=13)))
-        await asyncio.sleep(1)  # what it may come to is taken from its beginning
-        assert await refused(sessions.complete(asked((1,) * 8, "a", max_tokens=2))) == full
-        assert await refused(sessions.complete(asked((1,) * 8, "c", max_tokens=2))) == full
-        assert await refused(sessions.handlers()["session.open"]({})) == full
-        assert sorted(sessions._open) == ["a", "b"]  # who was refused has none
-        await sessions.close("b", 0.0)  # in the middle of its request
-        assert await refused(running) == CLOSED
-        assert sessions.counts()["session_tokens_held"] == TURN_TOKENS + 10
-        for name in ("a", "c"):
-            await sessions.complete(asked((1,) * 8, name, max_tokens=2))
-        await sessions.complete(asked((1,) * 8, max_tokens=1))  # of no session: it is not kept
-        assert (await sessions.close("a", 1.0)).tokens_trained == 4
-        assert (await sessions.close("c", 1.0)).tokens_trained == 2
-        assert sessions.counts()["session_tokens_held"] == 0
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_all_sessions_together_hold_a_bounded_number_of_tokens_and_a_close_frees_them():
+    full = (429, "sessions_full")
+    sessions = make(max_total_tokens=3 * (TURN_TOKENS + 10))
+    await sessions.complete(asked((1,) * 8, "a", max_tokens=2))
+    running = asyncio.ensure_future(sessions.complete(asked((1,) * 8, "b", max_tokens=13)))
+    await asyncio.sleep(1)  # what it may come to is taken from its beginning
+    assert await refused(sessions.complete(asked((1,) * 8, "a", max_tokens=2))) == full
+    assert await refused(sessions.complete(asked((1,) * 8, "c", max_tokens=2))) == full
+    assert await refused(sessions.handlers()["session.open"]({})) == full
+    assert sorted(sessions._open) == ["a", "b"]  # a refused request opens none
+    await sessions.close("b", 0.0)  # in the middle of its request
+    assert await refused(running) == CLOSED
+    assert sessions.counts()["session_tokens_held"] == TURN_TOKENS + 10
+    for name in ("a", "c"):
+        await sessions.complete(asked((1,) * 8, name, max_tokens=2))
+    await sessions.complete(asked((1,) * 8, max_tokens=1))  # of no session: it is not kept
+    assert (await sessions.close("a", 1.0)).tokens_trained == 4
+    assert (await sessions.close("c", 1.0)).tokens_trained == 2
+    assert sessions.counts()["session_tokens_held"] == 0
 
 
-def test_the_likeliest_alternatives_go_to_the_client_and_are_not_kept():
+def test_top_logprobs_go_to_the_client_and_are_not_kept():
     class Logprobs(TokenRouter):
         def _completion(self, request, tokens, reason):
             whole = super()._completion(request, tokens, reason)
@@ -379,23 +309,21 @@ def test_the_likeliest_alternatives_go_to_the_client_and_are_not_kept():
         sessions = make(Logprobs())
         answer = await sessions.complete(asked((1,), "s", max_tokens=2, num_logprobs=1))
         assert answer.top_logprobs == (((7, -1.0),),) * 2
-        (turn,) = sessions._open["s"].turns
+        (turn,) = sessions._open["s"].recording.turns
         assert turn.completion == replace(answer, top_logprobs=())
 
     run_virtually(scenario())
 
 
-def test_at_the_end_all_sessions_and_their_requests_end():
-    async def scenario():
-        sessions = make()
-        await sessions.complete(asked((1,), "idle", max_tokens=2))
-        running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
-        await asyncio.sleep(3.5)
-        await sessions.aclose()
-        assert await refused(running) == CLOSED
-        assert await refused(sessions.complete(asked((1,), "new"))) == (503, "shutting_down")
-        counts = sessions.counts()
-        assert counts["sessions_shutdown"] == 2
-        assert counts["session_tokens_discarded"] == counts["session_tokens_generated"] == 5
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_at_the_end_all_sessions_and_their_requests_end():
+    sessions = make()
+    await sessions.complete(asked((1,), "idle", max_tokens=2))
+    running = asyncio.ensure_future(sessions.complete(asked((1,), "s", max_tokens=50)))
+    await asyncio.sleep(3.5)
+    await sessions.aclose()
+    assert await refused(running) == CLOSED
+    assert await refused(sessions.complete(asked((1,), "new"))) == (503, "shutting_down")
+    counts = sessions.counts()
+    assert counts["sessions_shutdown"] == 2
+    assert counts["session_tokens_discarded"] == counts["session_tokens_generated"] == 5

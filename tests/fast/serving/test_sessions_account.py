@@ -1,4 +1,4 @@
-"""Whatever clients do, the tokens of their sessions add up."""
+"""Token counts of sessions add up, whatever clients do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.agents import TokenRouter, asked
+from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import make
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.serving.session_room import TURN_TOKENS
+from torchtitan_rl.serving.session_recording import TURN_TOKENS, SessionRecording
 from torchtitan_rl.serving.sessions import Sessions
 
 STEPS = st.lists(
@@ -27,42 +27,39 @@ STEPS = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(steps=STEPS)
-def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
+@on_virtual_clock
+async def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
     """Trap: conservation. The router's own count is the other side of the account."""
-
-    async def scenario():
-        router = TokenRouter()
-        sessions = make(router, timeout_s=20.0)
-        tasks: dict[str, list[asyncio.Task]] = {"a": [], "b": []}
-        for action, name, number in steps:
-            if action.startswith("ask"):
-                told = (lambda _: None) if action == "ask_streamed" else None
-                request = asked((1, 2, number), name, max_tokens=number)
-                tasks[name].append(asyncio.create_task(sessions.complete(request, told)))
-                await asyncio.sleep(0)
-            elif action == "cancel" and tasks[name]:
-                tasks[name][number % len(tasks[name])].cancel()
-            elif action in ("close", "reward"):
-                reward = 1.0 if action == "reward" else None
-                closing = sessions.close(name, reward)
-                await asyncio.gather(closing, return_exceptions=True)
-            elif action == "fail":
-                router.failure = GenerationError("lost")
-                await asyncio.sleep(1)
-                router.failure = None
-            else:
-                await asyncio.sleep(4 * number)
-            _require_sums(sessions)
-        await sessions.aclose()
-        await asyncio.gather(*tasks["a"], *tasks["b"], return_exceptions=True)
-        counts = _require_sums(sessions)
-        assert counts["session_tokens_pending"] == 0
-        assert counts["sessions_open"] == counts["session_tokens_held"] == 0
-        assert counts["session_tokens_generated"] <= router.num_sampled
-        if not any(action == "fail" for action, *_ in steps):
-            assert counts["session_tokens_generated"] == router.num_sampled
-
-    run_virtually(scenario())
+    router = TokenRouter()
+    sessions = make(router, timeout_s=20.0)
+    tasks: dict[str, list[asyncio.Task]] = {"a": [], "b": []}
+    for action, name, number in steps:
+        if action.startswith("ask"):
+            told = (lambda _: None) if action == "ask_streamed" else None
+            request = asked((1, 2, number), name, max_tokens=number)
+            tasks[name].append(asyncio.create_task(sessions.complete(request, told)))
+            await asyncio.sleep(0)
+        elif action == "cancel" and tasks[name]:
+            tasks[name][number % len(tasks[name])].cancel()
+        elif action in ("close", "reward"):
+            reward = 1.0 if action == "reward" else None
+            closing = sessions.close(name, reward)
+            await asyncio.gather(closing, return_exceptions=True)
+        elif action == "fail":
+            router.failure = GenerationError("lost")
+            await asyncio.sleep(1)
+            router.failure = None
+        else:
+            await asyncio.sleep(4 * number)
+        _require_sums(sessions)
+    await sessions.aclose()
+    await asyncio.gather(*tasks["a"], *tasks["b"], return_exceptions=True)
+    counts = _require_sums(sessions)
+    assert counts["session_tokens_pending"] == 0
+    assert counts["sessions_open"] == counts["session_tokens_held"] == 0
+    assert counts["session_tokens_generated"] <= router.num_sampled
+    if not any(action == "fail" for action, *_ in steps):
+        assert counts["session_tokens_generated"] == router.num_sampled
 
 
 @pytest.mark.parametrize(
@@ -75,67 +72,62 @@ def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(steps):
         {"engine_options": {"structured_outputs": {"choice": ["a"]}}},
     ],
 )
-def test_trap_25_what_truncated_sampling_gave_is_kept_and_not_trained(sampling):
-    async def scenario():
-        sessions = make()
-        first = asked((1, 2), "s", max_tokens=3, temperature=0.5)
-        history = (1, 2, *(await sessions.complete(first)).token_ids)
-        text_only = {"engine_options": {"skip_special_tokens": False}, "stop": ("x",)}
-        second = asked(history, "s", max_tokens=4, **sampling)
-        history += (await sessions.complete(second)).token_ids
-        await sessions.complete(asked(history, "s", max_tokens=2, **text_only))
-        report = await sessions.close("s", 1.0)
-        (episode,) = report.episodes
-        assert episode.loss_mask == (False,) * 2 + (True,) * 3 + (False,) * 4 + (True,) * 2
-        assert episode.token_ids[: len(history)] == history
-        assert report.tokens_masked == {"truncated_sampling": 4}
-        assert (report.tokens_trained, report.tokens_pending) == (5, 0)
-        assert report.temperatures == (0.5, 1.0)
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_trap_25_what_truncated_sampling_gave_is_kept_and_not_trained(sampling):
+    sessions = make()
+    first = asked((1, 2), "s", max_tokens=3, temperature=0.5)
+    history = (1, 2, *(await sessions.complete(first)).token_ids)
+    text_only = {"engine_options": {"skip_special_tokens": False}, "stop": ("x",)}
+    second = asked(history, "s", max_tokens=4, **sampling)
+    history += (await sessions.complete(second)).token_ids
+    await sessions.complete(asked(history, "s", max_tokens=2, **text_only))
+    report = await sessions.close("s", 1.0)
+    (episode,) = report.episodes
+    assert episode.loss_mask == (False,) * 2 + (True,) * 3 + (False,) * 4 + (True,) * 2
+    assert episode.token_ids[: len(history)] == history
+    assert report.tokens_masked == {"truncated_sampling": 4}
+    assert (report.tokens_trained, report.tokens_pending) == (5, 0)
+    assert report.temperatures == (0.5, 1.0)
 
 
-def test_reading_the_counts_costs_nothing_for_sessions_in_which_nothing_happened(monkeypatch):
+@on_virtual_clock
+async def test_reading_the_counts_costs_nothing_for_sessions_in_which_nothing_happened(monkeypatch):
     """The controller reads them every second, of thousands of sessions."""
+    sessions = make()
+    for index in range(20):
+        await sessions.complete(asked((1,), f"s{index}", max_tokens=2))
+    assert sessions.counts()["session_turns"] == sessions.counts()["sessions_open"] == 20
+    running = asyncio.create_task(sessions.complete(asked((1,), "s3", max_tokens=9)))
+    await asyncio.sleep(1)
+    before = sessions.counts()
+    read = []
+    report = SessionRecording.report
 
-    async def scenario():
-        sessions = make()
-        for index in range(20):
-            await sessions.complete(asked((1,), f"s{index}", max_tokens=2))
-        assert sessions.counts()["session_turns"] == sessions.counts()["sessions_open"] == 20
-        running = asyncio.create_task(sessions.complete(asked((1,), "s3", max_tokens=9)))
-        await asyncio.sleep(1)
-        before = sessions.counts()
-        read = []
-        report = Sessions._report
+    def counted(self, *how):
+        read.append(self._session_id)
+        return report(self, *how)
 
-        def counted(self, session, *how):
-            read.append(session.session_id)
-            return report(self, session, *how)
-
-        monkeypatch.setattr(Sessions, "_report", counted)
-        for _ in range(5):
-            assert sessions.counts() == before
-        assert read == ["s3"] * 5  # which may change while it runs
-        await running
-        await sessions.close("s3", 1.0)
-        after = sessions.counts()
-        assert (after["session_turns"], after["sessions_open"]) == (21, 19)
-        assert (after["sessions_rewarded"], after["session_tokens_trained"]) == (1, 11)
-        assert after["session_tokens_pending"] == 19 * 2
-
-    run_virtually(scenario())
+    monkeypatch.setattr(SessionRecording, "report", counted)
+    for _ in range(5):
+        assert sessions.counts() == before
+    assert read == ["s3"] * 5  # which may change while it runs
+    await running
+    await sessions.close("s3", 1.0)
+    after = sessions.counts()
+    assert (after["session_turns"], after["sessions_open"]) == (21, 19)
+    assert (after["sessions_rewarded"], after["session_tokens_trained"]) == (1, 11)
+    assert after["session_tokens_pending"] == 19 * 2
 
 
 def _held(session) -> int:
     """What its turns come to, or may still come to."""
-    running = {id(turn) for turn, _ in session.running.values()}
+    running = {id(turn) for turn, _ in session.recording.running.values()}
     return sum(
         TURN_TOKENS
         + len(turn.prompt_token_ids)
         # Of one that runs its last prompt token, as they are asked for above.
         + (turn.prompt_token_ids[-1] if id(turn) in running else turn.num_tokens)
-        for turn in session.turns
+        for turn in session.recording.turns
     )
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.specs import EndpointSpec
-from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
-from torchtitan_rl.serving.http_limits import RequestLimits
-from torchtitan_rl.serving.http_shell import ShellOptions, protect
+from torchtitan_rl.backends.vllm.openai import build_application
+from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.link import ControllerLink
 
 
@@ -43,37 +42,9 @@ class EndpointProcess:
 
     async def _build(self) -> Any:
         self.link.attach()
-        spec, endpoint = self._spec, self._spec.endpoint
-        application = build_application(
-            OpenAIOptions(
-                model=str(spec.model),
-                max_model_len=spec.max_model_len,
-                model_name=endpoint.model_name,
-                device=spec.device,
-                dtype=spec.dtype,
-                tool_call_parser=endpoint.tool_call_parser,
-                reasoning_parser=endpoint.reasoning_parser,
-                chat_template=endpoint.chat_template,
-                max_tokens=endpoint.max_tokens,
-                generation_config=spec.generation_config,
-            ),
-            self.link,
+        application = build_application(self._spec, self.link)
+        app = EndpointApp(
+            application, self._spec.endpoint, keys=self._spec.keys, commands=self.link
         )
-        shell = protect(
-            application,
-            ShellOptions(
-                host=endpoint.host,
-                api_key=spec.keys.api,
-                admin_key=spec.keys.admin,
-                limits=RequestLimits(
-                    max_body_bytes=endpoint.max_body_bytes,
-                    max_n=endpoint.max_n,
-                    max_tokens=endpoint.max_tokens,
-                ),
-                max_concurrent_requests=endpoint.max_concurrent_requests,
-                max_queued_requests=endpoint.max_queued_requests,
-            ),
-            commands=self.link,
-        )
-        self.link.add_gauges(shell.counts)
-        return shell
+        self.link.add_gauges(app.counts)
+        return app

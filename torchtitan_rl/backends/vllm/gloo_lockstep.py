@@ -1,4 +1,4 @@
-"""Decisions broadcast over a gloo group of their own, apart from the model's collectives."""
+"""`GlooLockstep`: broadcasts decisions over a gloo group separate from the model's collectives."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class GlooLockstep:
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        room = HEADER_BYTES - 8
+        capacity = HEADER_BYTES - 8  # of the header, for the payload
         if data is not None:
-            head = len(data).to_bytes(8, "little") + data[:room]
+            head = len(data).to_bytes(8, "little") + data[:capacity]
             self._header[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         dist.broadcast(self._header, src=0, group=self._group)
         received = self._header.numpy().tobytes()
         num_bytes = int.from_bytes(received[:8], "little")
-        if num_bytes <= room:
+        if num_bytes <= capacity:
             return received[8 : 8 + num_bytes]
-        rest = torch.empty(num_bytes - room, dtype=torch.uint8)
+        rest = torch.empty(num_bytes - capacity, dtype=torch.uint8)
         if data is not None:
-            rest.copy_(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
+            rest.copy_(torch.frombuffer(bytearray(data[capacity:]), dtype=torch.uint8))
         dist.broadcast(rest, src=0, group=self._group)
         return received[8:] + rest.numpy().tobytes()
 

@@ -1,15 +1,17 @@
-"""vLLM's OpenAI-compatible server over our router, for the endpoint's process alone.
+"""vLLM's OpenAI-compatible server over our router; it runs in the endpoint's process.
 
-The application is assembled from vLLM's own serving classes, routes and error handlers: request
-semantics are vLLM's. Only its engine core is ours (`vllm_openai_core`). What differs from
-``vllm serve``: few routes, no CORS, no chat templates from clients, logprobs are of the processed
-distribution, a stream that fails before its first token is an error response rather than an event,
-and answers to requests with ``return_token_ids`` name the policy version of each token:
-``choices[i].policy_versions`` is a list of ``[first token, version]`` (in a stream on the choice's
-last chunk).
+The application is assembled from vLLM's own serving classes, routes and error handlers, so requests
+mean what they mean in vLLM. Only the engine core is ours (`openai_core`). Differences from
+``vllm serve``:
 
-Invariants: a request that is refused, anywhere, gets an OpenAI error object and disturbs no other;
-no answer carries a stack trace or a path.
+- few routes, no CORS, no chat templates from clients;
+- logprobs are of the processed distribution;
+- a stream that fails before its first token is an error response, not an event;
+- with ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
+  ``[first token, version]`` (in a stream on the choice's last chunk).
+
+Invariants: a refused request gets an OpenAI error object and affects no other request; no answer
+has a stack trace or a path.
 """
 
 from __future__ import annotations
@@ -19,10 +21,8 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass
-from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import prometheus_client
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -52,18 +52,20 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions, error_response
+from torchtitan_rl.backends.specs import EndpointSpec
+from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
-from torchtitan_rl.config.chat_template import template_error
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving import http_auth, http_context
+from torchtitan_rl.serving import context
+from torchtitan_rl.serving.auth import is_session_id
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 
 logger = logging.getLogger(__name__)
 
-_DEAD = "the endpoint has failed"
-_FAILED = "internal error"
+_DEAD = HttpError(503, "the endpoint has failed", code="endpoint_failed")
 _SERVED = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -74,31 +76,15 @@ _SERVED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIOptions:
-    """What the HTTP layer must know of the model. ``max_model_len`` is that of the replicas."""
-
-    model: str  # a directory in Hugging Face format; its weights are not read
-    max_model_len: int
-    model_name: str = "policy"
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
-    tool_call_parser: str = ""  # vLLM's names; empty: tool calls stay text
-    reasoning_parser: str = ""
-    chat_template: str = ""  # a file; empty: the tokenizer's own
-    max_tokens: int = 0  # of one completion; 0: what the context has room for
-    generation_config: Literal["auto", "vllm"] = "auto"  # vllm: not the model's own defaults
-
-
-def build_application(options: OpenAIOptions, link: ControllerLink) -> FastAPI:
-    """The whole application, without keys and limits. It runs on the event loop that ``link`` is
-    attached to; its lifespan must be run.
+def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
+    """The application without keys and limits, for the event loop that ``link`` is attached to.
+    Its lifespan must be run.
 
     Raises:
-        ConfigError: vLLM knows no such parser, or the chat template cannot be read.
+        ConfigError: vLLM does not have such a parser.
     """
-    _check_names(options)
-    llm = RouterLLM(_vllm_config(options), link)
+    _check_parsers(spec.endpoint)
+    llm = RouterLLM(_vllm_config(spec), link)
     app = FastAPI(
         title="torchtitan-rl",
         docs_url=None,
@@ -106,27 +92,25 @@ def build_application(options: OpenAIOptions, link: ControllerLink) -> FastAPI:
         lifespan=lambda _: _lifespan(llm),
     )
     app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
-    _serve_model(app, llm, options)
+    _serve_model(app, llm, spec.endpoint)
     for router in (chat_router, completion_router, models_router, tokenize_router, basic_router):
         served = APIRouter()
         served.routes.extend(route for route in router.routes if route.path in _SERVED)
         app.include_router(served)
-    _watch_routes(app, llm, link)
+    _add_health_and_metrics(app, llm, link)
     handle_errors(app)
     return app
 
 
-def _check_names(options: OpenAIOptions) -> None:
+def _check_parsers(endpoint: EndpointConfig) -> None:
     errors = []
     for kind, name, manager in (
-        ("tool_call_parser", options.tool_call_parser, ToolParserManager),
-        ("reasoning_parser", options.reasoning_parser, ReasoningParserManager),
+        ("tool_call_parser", endpoint.tool_call_parser, ToolParserManager),
+        ("reasoning_parser", endpoint.reasoning_parser, ReasoningParserManager),
     ):
-        known = manager.list_registered()
-        if name and name not in known:
-            errors.append(f"endpoint.{kind} = {name!r}: vLLM has {', '.join(known)}")
-    if options.chat_template and (message := template_error(options.chat_template)):
-        errors.append(f"endpoint.chat_template = {options.chat_template!r}: {message}")
+        registered = manager.list_registered()
+        if name and name not in registered:
+            errors.append(f"endpoint.{kind} = {name!r}: vLLM has {', '.join(registered)}")
     if errors:
         raise ConfigError(errors)
 
@@ -142,7 +126,7 @@ class RouterLLM(AsyncLLM):
         with _core_client(core):
             super().__init__(
                 vllm_config=vllm_config,
-                executor_class=Executor,  # never made: it belongs to the engine core
+                executor_class=Executor,  # unused: it belongs to the engine core
                 log_stats=True,
                 log_requests=False,
             )
@@ -154,7 +138,7 @@ class RouterLLM(AsyncLLM):
         """As AsyncLLM's.
 
         Raises:
-            VLLMValidationError: it asks for what is not served.
+            VLLMValidationError: it has an option that is not served.
         """
         refuse_unserved(sampling_params)
         _check_session(options.get("session_id"))
@@ -163,8 +147,8 @@ class RouterLLM(AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **options)
 
     def start(self) -> None:
-        """Start to take outputs; on the event loop. Where that ends by itself no request would
-        ever be answered: all get an error, and the link is told."""
+        """Start to process outputs, on the event loop. Where that task ends by itself, all requests
+        get an error and the link fails, as no request could be answered any more."""
         self._run_output_handler()
         self.output_handler.add_done_callback(self._on_outputs_end)
 
@@ -176,36 +160,36 @@ class RouterLLM(AsyncLLM):
         if self._is_ending:
             return
         error = None if task.cancelled() else task.exception()
-        # vLLM tells its requests of an exception, but not of a cancellation.
+        # vLLM passes an exception on to its requests, but not a cancellation.
         self.output_processor.propagate_error(RefusedRequest(FAILED))
         self._link.fail(f"outputs are no longer taken: {error or 'see the endpoint log'}")
 
     def _fail(self, request_id: str, error: RefusedRequest) -> None:
-        """End a request, with all that the same client wants of its prompt, by an error."""
+        """End a request and its siblings of the same ``n`` with an error."""
         state = self.output_processor.request_states.get(request_id)
         if state is None:
             return
         whole = request_id if state.parent_req is None else state.parent_req.request_id
         aborted = self.output_processor.abort_requests([whole], internal=True)
         self.engine_core.abort(aborted)
-        state.queue.put(error)  # takes the place of the abort's output
+        state.queue.put(error)  # instead of the abort's output
 
 
 def _check_session(named: str | None) -> None:
-    """Raises `VLLMValidationError`: the body names none, or another one than the headers."""
+    """Raises `VLLMValidationError` for an invalid id, or one that differs from the headers'."""
     if named is None:
         return
-    if not http_auth.is_session_id(named):
+    if not is_session_id(named):
         message = "session_id: use 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
         raise VLLMValidationError(message, parameter="session_id")
-    if http_context.session_id.get() not in (None, named):
+    if context.session_id.get() not in (None, named):
         message = "the body and the headers name different sessions"
         raise VLLMValidationError(message, parameter="session_id")
 
 
 @contextlib.contextmanager
 def _core_client(core: RouterCore) -> Iterator[None]:
-    """AsyncLLM makes its engine core by this factory and has no argument for another."""
+    """Make `AsyncLLM` use ``core``: it calls this factory, and has no argument for another one."""
     factory = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
     try:
@@ -214,45 +198,46 @@ def _core_client(core: RouterCore) -> Iterator[None]:
         EngineCoreClient.make_async_mp_client = staticmethod(factory)
 
 
-def _vllm_config(options: OpenAIOptions) -> Any:
+def _vllm_config(spec: EndpointSpec) -> Any:
+    endpoint = spec.endpoint
     return AsyncEngineArgs(
-        model=options.model,
-        served_model_name=[options.model_name],
-        dtype="float32" if options.device == "cpu" else options.dtype,
-        max_model_len=options.max_model_len,
-        max_num_batched_tokens=options.max_model_len,
+        model=str(spec.model),  # its weights are not read
+        served_model_name=[endpoint.model_name],
+        dtype="float32" if spec.device == "cpu" else spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_batched_tokens=spec.max_model_len,
         enforce_eager=True,  # nothing is compiled here
         enable_chunked_prefill=False,
         async_scheduling=False,
-        generation_config=options.generation_config,
+        generation_config=spec.generation_config,
         override_generation_config=(
-            {"max_new_tokens": options.max_tokens} if options.max_tokens else {}
+            {"max_new_tokens": endpoint.max_tokens} if endpoint.max_tokens else {}
         ),
-        reasoning_parser=options.reasoning_parser,
+        reasoning_parser=endpoint.reasoning_parser,
     ).create_engine_config()
 
 
-def _serve_model(app: FastAPI, llm: RouterLLM, options: OpenAIOptions) -> None:
-    """Sets up what vLLM's routes look for in the application's state."""
+def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None:
+    """Set the attributes of the application's state that vLLM's routes use."""
     template: dict[str, Any] = {
-        "chat_template": load_chat_template(options.chat_template or None),
+        "chat_template": load_chat_template(endpoint.chat_template or None),
         "chat_template_content_format": "auto",
     }
     parsers: dict[str, Any] = {
-        "enable_auto_tools": bool(options.tool_call_parser),
-        "tool_parser": options.tool_call_parser or None,
-        "reasoning_parser": options.reasoning_parser,
+        "enable_auto_tools": bool(endpoint.tool_call_parser),
+        "tool_parser": endpoint.tool_call_parser or None,
+        "reasoning_parser": endpoint.reasoning_parser,
     }
-    if options.tool_call_parser:
+    if endpoint.tool_call_parser:
         from vllm.parser.metrics import init_parser_metrics
 
-        init_parser_metrics(model_name=options.model_name)
+        init_parser_metrics(model_name=endpoint.model_name)
     renderer = OnlineRenderer(
         llm.model_config, llm.renderer, request_logger=None, **template, **parsers
     )
     renderer.warmup()
-    # The path of the model is nobody's business.
-    names = [BaseModelPath(name=options.model_name, model_path=options.model_name)]
+    # Clients see the name of the model, not its path.
+    names = [BaseModelPath(name=endpoint.model_name, model_path=endpoint.model_name)]
     models = OpenAIServingModels(llm, names)
     common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
     state = app.state
@@ -273,14 +258,14 @@ async def _lifespan(llm: RouterLLM) -> AsyncIterator[None]:
         llm.shutdown()
 
 
-def _watch_routes(app: FastAPI, llm: RouterLLM, link: ControllerLink) -> None:
-    @app.get("/health", responses={HTTPStatus.SERVICE_UNAVAILABLE.value: {}})
+def _add_health_and_metrics(app: FastAPI, llm: RouterLLM, link: ControllerLink) -> None:
+    @app.get("/health", responses={503: {}})
     async def health() -> Response:
         status = link.status()
         if llm.errored:
-            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, _DEAD, "endpoint_failed")
+            return _DEAD.response()
         if not status.is_healthy:
-            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, status.cause, "unhealthy")
+            return HttpError(503, status.cause, code="unhealthy").response()
         return JSONResponse({"status": "ok", "policy_version": status.newest_version})
 
     @app.get("/metrics", response_class=Response)
@@ -290,9 +275,9 @@ def _watch_routes(app: FastAPI, llm: RouterLLM, link: ControllerLink) -> None:
 
 
 def _gauges(status: SystemStatus) -> bytes:
-    """In Prometheus's text format; names may carry labels, and end in "_total" where they count."""
+    """Prometheus's text format; names may have labels, and those of counters end in "_total"."""
     gauges = {"torchtitan_rl_healthy": float(status.is_healthy), **status.gauges}
-    families: defaultdict[str, list[str]] = defaultdict(list)  # the lines of one stand together
+    families: defaultdict[str, list[str]] = defaultdict(list)  # the lines of one are adjacent
     for name, value in sorted(gauges.items()):
         families[name.partition("{")[0]].append(f"{name} {value}\n")
     return "".join(
@@ -302,17 +287,17 @@ def _gauges(status: SystemStatus) -> bytes:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """vLLM's handlers, but for those that name internals or end the server."""
+    """Install vLLM's error handlers, except for those that show internals or end the server."""
 
     async def refused(_: Request, error: Any) -> Response:
-        return error_response(error.http_status, error.message, error.code)
+        return error.http_error().response()
 
     async def dead(_: Request, error: Exception) -> Response:
-        return error_response(HTTPStatus.SERVICE_UNAVAILABLE, _DEAD, "endpoint_failed")
+        return _DEAD.response()
 
     async def failed(_: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
-        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED, "internal_error")
+        return HttpError(500, "internal error", code="internal_error").response()
 
     init_exception_handler(app)
     app.add_exception_handler(HTTPException, http_exception_handler)

@@ -1,35 +1,28 @@
-"""What the endpoint adds to the answers of vLLM's chat and completion classes.
+"""vLLM's chat and completion classes with what the endpoint adds to their answers.
 
-Policy versions, for requests with ``return_token_ids``; errors of a stream's beginning as error
-responses; refusals in the words of the controller.
+- ``policy_versions``, for requests with ``return_token_ids``;
+- an error before a stream's first token is an error response, not an event of the stream;
+- refusals have the controller's message.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from http import HTTPStatus
 from typing import Any
 
-from fastapi import Response
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
-from torchtitan_rl.serving.http_context import close_at_end
-from torchtitan_rl.serving.http_errors import error_body
+from torchtitan_rl.serving.context import close_at_end
 
 _NO_BEAMS = "beam search is not served"
 
 
-def error_response(status: HTTPStatus, message: str, code: str) -> Response:
-    body = error_body(status, message, code=code)
-    return Response(body, status_code=status, media_type="application/json")
-
-
 class _Stream:
-    """An answer in chunks; its first output can be waited for before the response begins."""
+    """A streamed answer whose first output is awaited before the response begins."""
 
     def __init__(self, outputs: AsyncIterator[Any]) -> None:
         self.chunks: AsyncIterator[str]
@@ -37,7 +30,7 @@ class _Stream:
         self._first: list[Any] = []
 
     async def begin(self) -> AsyncIterator[str]:
-        """Raises what the first output raises."""
+        """Wait for the first output, and raise what it raises."""
         close_at_end(self._close)
         async for output in self._outputs:
             self._first.append(output)
@@ -45,7 +38,7 @@ class _Stream:
         return self.chunks
 
     async def _close(self) -> None:
-        """Ends the requests that it is an answer to, where they have not ended."""
+        """Abort the requests of this answer that still run."""
         for stream in (self.chunks, self._outputs):
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
@@ -58,10 +51,10 @@ class _Stream:
 
 
 class _Versions:
-    """The policy versions of each choice of one answer, once its last token has been seen."""
+    """The policy versions of each choice of one answer, known at its last token."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        """``num_choices``: of each prompt, where there may be several."""
+        """``num_choices``: choices of each prompt."""
         self._num_choices = num_choices
         self._runs: dict[int, list[list[int]]] = {}
 
@@ -71,7 +64,7 @@ class _Versions:
             self._runs[prompt * self._num_choices + output.index] = runs
 
     async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """``outputs``, which are request outputs or (prompt, request output) pairs, unchanged."""
+        """Note and pass on ``outputs``: request outputs, or pairs (prompt, request output)."""
         async for item in outputs:
             prompt, result = item if isinstance(item, tuple) else (0, item)
             for output in result.outputs:
@@ -95,11 +88,11 @@ class _Versions:
 
 
 class _Errors:
-    """Before vLLM's serving classes: errors of a stream that has begun."""
+    """Mixin for vLLM's serving classes: errors of a stream that has begun."""
 
     def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
         if isinstance(message, RefusedRequest):
-            return error_body(message.http_status, message.message, code=message.code).decode()
+            return bytes(message.http_error().response().body).decode()
         answer: str = super().create_streaming_error_response(message, *args, **options)  # type: ignore[misc]
         return answer
 

@@ -1,13 +1,13 @@
-"""vLLM's engine core, as its front end sees it, with the router behind it.
+"""`RouterCore`: the engine core client of vLLM's front end, connected to the router.
 
-Requests leave as `GenerationRequest`s and come back as vLLM's `EngineCoreOutput`s, so that vLLM's
-own processors tokenize, detokenize, format logprobs and fan ``n`` out around them.
+Requests leave as `GenerationRequest`s and come back as vLLM's `EngineCoreOutput`s, so vLLM's own
+processors tokenize, detokenize, format logprobs and fan out ``n``.
 
 Invariants
 - Every token reaches vLLM's output processor once, in order, with its logprob and policy version,
-  however progress and end share them.
+  whether it comes with progress or with the end.
 - A request ends once: with its completion, with its refusal, or by vLLM's abort.
-- A refused request fails alone, with its siblings of the same ``n``; the core never dies of one.
+- A refused request fails alone, with its siblings of the same ``n``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from torchtitan_rl.serving.http_context import session_id
+from torchtitan_rl.serving.context import session_id
+from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
 from torchtitan_rl.types import (
@@ -49,7 +50,7 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-_OPTIONS = (  # vLLM's sampling parameters that travel to the engine under their own name
+_OPTIONS = (  # sampling parameters of vLLM that are sent to the engine by name
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -59,8 +60,9 @@ _OPTIONS = (  # vLLM's sampling parameters that travel to the engine under their
     "logprob_token_ids",
     "structured_outputs",
 )
-_TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")  # what a stop string sees
-_UNSERVED = (  # the engine has no such results, or no end of that kind
+# They decide in which text a stop string is searched.
+_TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")
+_UNSERVED = (  # results, or finish reasons, that the engine does not have
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "thinking_token_budget",
@@ -76,15 +78,18 @@ _FINISH_REASONS = {
 
 
 class RefusedRequest(GracefulHTTPError):
-    """A request that the controller refused, for vLLM's handlers and ours."""
+    """A refusal of the controller, as an error that vLLM's handlers understand."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message, HTTPStatus(refusal.status))
         self.code = refusal.code
 
+    def http_error(self) -> HttpError:
+        return HttpError(self.http_status, self.message, code=self.code)
+
 
 def refuse_unserved(params: VllmSamplingParams) -> None:
-    """Raises `VLLMValidationError` (a 400) for what the engines behind the router cannot do."""
+    """Raises `VLLMValidationError` (a 400) for what the engines cannot do."""
     for name in _UNSERVED:
         if getattr(params, name) is not None:
             raise VLLMValidationError(f"{name} is not served here", parameter=name)
@@ -93,8 +98,8 @@ def refuse_unserved(params: VllmSamplingParams) -> None:
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """The request as the router knows it; its session is that of the HTTP request, or the one that
-    the body names. ``model_reasons``: before a structured output."""
+    """The request for the router. Its session is that of the HTTP request's headers, else the one
+    in the body. ``model_reasons``: before a structured output."""
     session = session_id.get() or request.session_id
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:
@@ -130,7 +135,7 @@ def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingPar
 
 
 def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
-    """What differs from vLLM's defaults, in JSON's types."""
+    """The options that differ from vLLM's defaults, as JSON types."""
     names = (*_OPTIONS, *_TEXT_OPTIONS) if params.stop else _OPTIONS
     options = {
         name: value
@@ -150,7 +155,7 @@ def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Running:
-    """What is still to be known of a request that has not ended."""
+    """The state of a request that has not ended."""
 
     num_prompt_tokens: int
     has_logprobs: bool
@@ -162,14 +167,14 @@ Piece = tuple[int | None, EngineCoreOutput]  # tokens of one policy version
 
 
 class RouterCore(EngineCoreClient):
-    """The engine core client of an `AsyncLLM` whose engines are behind a `ControllerLink`.
+    """The engine core client of an `AsyncLLM` whose engines are reached by a `ControllerLink`.
 
-    ``fail`` is told of refused requests; it is set once vLLM's output processor is there.
+    ``fail`` is called for refused requests; it is set once vLLM's output processor exists.
     """
 
     def __init__(self, link: ControllerLink, *, model_reasons: bool = False) -> None:
         self.fail: Callable[[str, RefusedRequest], None]
-        # Both are read by AsyncLLM. A lost controller refuses each request by itself.
+        # Both are read by AsyncLLM. Where the controller is lost, the link refuses each request.
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self._link = link
@@ -187,16 +192,16 @@ class RouterCore(EngineCoreClient):
             has_logprobs=params.num_logprobs is not None,
             submitted_s=time.monotonic(),
         )
-        # A client that gets its answer in one piece needs no progress.
+        # A client that does not stream needs no progress.
         streams = params.output_kind != RequestOutputKind.FINAL_ONLY
-        wanted = generation_request(request, model_reasons=self._model_reasons)
-        self._link.submit(EndpointRequest(request=wanted, streams=streams))
+        sent = generation_request(request, model_reasons=self._model_reasons)
+        self._link.submit(EndpointRequest(request=sent, streams=streams))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.abort(request_ids)
 
     def abort(self, request_ids: list[str]) -> None:
-        """vLLM also aborts what its own stop strings ended; that has ended here, too."""
+        """Abort requests. vLLM also aborts those that it ended itself, at a stop string."""
         running = [name for name in request_ids if self._running.pop(name, None) is not None]
         if running:
             self._link.abort(running)
@@ -228,7 +233,7 @@ class RouterCore(EngineCoreClient):
 
 def _progressed(running: _Running, progress: Progress) -> Iterator[Piece]:
     skipped = running.num_delivered - progress.start
-    if 0 <= skipped < len(progress.token_ids):  # a gap waits for the whole completion
+    if 0 <= skipped < len(progress.token_ids):  # after a gap the completion has the tokens
         yield from _new_tokens(running, progress, progress.start, metrics=None)
 
 
@@ -240,8 +245,8 @@ def _completed(running: _Running, completion: Completion) -> Iterator[Piece]:
     if last is not None and not isinstance(completion.stop_reason, str):
         last.finish_reason, last.stop_reason = reason, completion.stop_reason
         return
-    # vLLM's output processor finds a stop string itself, in the text; that is how it knows where to
-    # cut it. This one ends the request where it did not, and is ignored where it did.
+    # vLLM's output processor searches the text for stop strings itself, to know where to cut it.
+    # This output ends the request where it found none, and is ignored where it did.
     yield (
         None,
         EngineCoreOutput(
@@ -260,8 +265,8 @@ def _new_tokens(
     *,
     metrics: CompletionMetrics | None,
 ) -> Iterator[Piece]:
-    """Tokens of ``news``, whose first has index ``start``, that were not delivered; one piece for
-    each policy version."""
+    """The tokens of ``news``, whose first has index ``start``, that were not delivered yet; one
+    piece for each policy version."""
     end = start + len(news.token_ids)
     for version, first, last in _spans(news.version_runs, running.num_delivered, end):
         tokens = slice(first - start, last - start)
@@ -278,22 +283,22 @@ def _new_tokens(
 
 
 def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(version, first index, index behind the last) of the tokens from ``start`` to ``end``."""
+    """(version, first index, index after the last) of the tokens from ``start`` to ``end``."""
     run_ends = [run.start for run in runs[1:]] + [end]
-    for run, run_end in zip(runs, run_ends, strict=False):  # without a token there is no run
+    for run, run_end in zip(runs, run_ends, strict=False):  # no tokens have no runs
         first, last = max(run.start, start), min(run_end, end)
         if first < last:
             yield run.version, first, last
 
 
 def _logprobs(news: Progress | Completion, tokens: slice) -> LogprobsLists:
-    """Rows of the sampled token, then the most likely ones. Ranks are in no OpenAI answer."""
+    """Rows: the sampled token, then the most likely ones. No OpenAI answer has ranks."""
     if news.top_logprobs:
         rows = news.top_logprobs[tokens]
     else:
         sampled = zip(news.token_ids[tokens], news.logprobs[tokens], strict=True)
         rows = tuple((pair,) for pair in sampled)
-    # vLLM takes rows one by one, so they need not be of equal length.
+    # vLLM reads rows one by one, so they may differ in length.
     return LogprobsLists(
         logprob_token_ids=[np.array([token for token, _ in row]) for row in rows],
         logprobs=[np.array([logprob for _, logprob in row]) for row in rows],
@@ -302,8 +307,8 @@ def _logprobs(news: Progress | Completion, tokens: slice) -> LogprobsLists:
 
 
 def _events(running: _Running, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
-    """When it was queued and scheduled, on this process's clock; a request that streams does not
-    know the latter when its first tokens come."""
+    """When it was queued and scheduled, on this process's clock. For a streamed request the latter
+    is estimated: its metrics come with its end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
     return [
         EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),
@@ -319,8 +324,8 @@ def _prefill_stats(running: _Running, metrics: CompletionMetrics | None) -> Pref
 
 
 def _batches(requests: list[list[Piece]]) -> Iterator[EngineCoreOutputs]:
-    """vLLM's batches have one weight version each: the first pieces of all requests by version,
-    then the second ones, and so on."""
+    """Batches of pieces, one version each, as in vLLM: the first pieces of all requests by version,
+    then their second ones, and so on."""
     for index in range(max(map(len, requests), default=0)):
         by_version: dict[int | None, list[EngineCoreOutput]] = {}
         for pieces in requests:

@@ -1,9 +1,12 @@
-"""Requests that go on behind tokens that were sampled for them before, as if never interrupted.
+"""Requests that continue after tokens sampled for them before, as if never interrupted.
 
-Those tokens are OUTPUT to everything that asks what was sampled: stop strings, penalties, bad
-words, minimum lengths, repetition detection, grammars. To scheduling they are prompt: computed at
-once, and served from the prefix cache where they are in it. The detokenizer, the scheduler and the
-model runner are told apart from each other, each once, at admission; every rank does it alike.
+| for | the resumed tokens are |
+|---|---|
+| stop strings, penalties, bad words, minimum lengths, repetition detection, grammars | output |
+| scheduling (computed at once, or served from the prefix cache) | prompt |
+
+The detokenizer, the scheduler and the model runner each get them once, at admission, and in the
+same way on every rank.
 """
 
 from __future__ import annotations
@@ -15,13 +18,12 @@ from typing import Any
 def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
     """vLLM's `Request` of an `EngineCoreRequest` whose last prompt tokens were sampled before.
 
-    Its grammar has been compiled, and its reasoning parser made: what is wrong with them is raised
-    now, while only this request can be refused, and ranks that compiled in the background would
-    begin it at different steps.
-    ``checked`` keeps the tokens before those as its prompt.
+    Its grammar is compiled and its reasoning parser created here: their errors refuse this request
+    alone, and ranks that compiled in the background would start it at different steps. ``checked``
+    keeps the tokens before the resumed ones as its prompt.
 
     Raises:
-        ValueError: the resumed tokens are none of the grammar's.
+        ValueError: the grammar rejects the resumed tokens.
     """
     request, _ = core.preprocess_add_request(checked)
     structured = request.structured_output_request
@@ -40,9 +42,9 @@ def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
 
 
 def resumed_detokenizer(tokenizer: Any, checked: Any, request: Any) -> Any:
-    """A detokenizer that has read the resumed tokens, too; ``tokenizer`` is None without stops.
+    """A detokenizer that has read the resumed tokens; ``tokenizer`` is None without stop strings.
 
-    It finds no stop string in them, for they are no more than the least it must have.
+    It looks for no stop string in them: they are not longer than its minimum length.
     """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -52,10 +54,10 @@ def resumed_detokenizer(tokenizer: Any, checked: Any, request: Any) -> Any:
 
 
 def let_runner_resume(core: Any, runner: Any) -> None:
-    """Make vLLM's first model runner take resumed tokens as output; its second does by itself.
+    """Make vLLM's V1 model runner treat resumed tokens as output, as its V2 runner does.
 
-    The second (on CUDA) is given prompt and tokens apart, as after a preemption; the first is given
-    the prompt alone, and learns the rest here when it makes the request's row of its batch.
+    The V2 runner (on CUDA) gets prompt and output tokens separately, as after a preemption. The V1
+    runner gets the prompt alone, and the output here, when it adds the request to its batch.
     """
     if core.vllm_config.use_v2_model_runner:
         return
@@ -63,8 +65,8 @@ def let_runner_resume(core: Any, runner: Any) -> None:
     requests = core.scheduler.requests
 
     def add_row_with_resumed(state: Any) -> Any:
-        known = len(state.output_token_ids)
-        state.output_token_ids.extend(requests[state.req_id].output_token_ids[known:])
+        start = len(state.output_token_ids)
+        state.output_token_ids.extend(requests[state.req_id].output_token_ids[start:])
         return add_row(state)
 
     runner.input_batch.add_request = add_row_with_resumed

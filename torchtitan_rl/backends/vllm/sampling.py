@@ -1,7 +1,7 @@
-"""Our `SamplingParams` as vLLM's; engine options by name, checked in type and value.
+"""Converts our `SamplingParams` to vLLM's; engine options are checked in name, type and value.
 
-Whatever is refused here is refused before the engine has seen it. vLLM's constructor checks no
-types, and a wrong one would fail inside a step, with everybody's requests.
+vLLM's constructor checks no types: a wrong one would fail inside a step, and with it every request
+of the engine. What is refused here reaches no engine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torchtitan_rl.types import SamplingParams
 
-# What changes which tokens are sampled or where they end. Left out are those that `SamplingParams`
-# has a field for, output forms (a completion is token ids), and what an engine must be built for.
+# Options that change which tokens are sampled or where they end. Not among them: fields of
+# `SamplingParams`, forms of output (a completion is token ids), and what an engine is built with.
 ENGINE_OPTIONS = frozenset(
     {
         "allowed_token_ids",
@@ -31,16 +31,16 @@ ENGINE_OPTIONS = frozenset(
         "structured_outputs",
     }
 )
-# Not sampling parameters of vLLM's: whether, and how, the text before a structured output is free.
+# Not sampling parameters of vLLM: they say where the reasoning before a structured output ends.
 REASONING_OPTIONS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
-MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps in its server alone, and infinities give NaN
+MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps only in its server, and infinities give NaN
 
 
 def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
-    """A `vllm.SamplingParams` that nobody else holds, of a completion that is to go on behind
-    ``num_resumed`` tokens: vLLM's limits count those as well.
+    """A new `vllm.SamplingParams`, for a completion that continues after ``num_resumed`` tokens,
+    which vLLM's limits count too.
 
-    Text is decoded only where stop strings are to be found.
+    Text is decoded only where there are stop strings.
 
     Raises:
         ValueError, TypeError, VLLMValidationError, msgspec.ValidationError: an engine option is
@@ -72,10 +72,10 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
 
 
 def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] | None]:
-    """Whether reasoning has ended with the prompt, and what vLLM's reasoning parser is made with.
+    """Whether reasoning has ended with the prompt, and the arguments of vLLM's reasoning parser.
 
-    A structured output binds from there on: at once where nothing is said, behind the prompt's or
-    the completion's end of reasoning where it is None or False.
+    A structured output applies from the end of reasoning: at once where no option is given (True),
+    after the end in the prompt (None) or in the completion (False).
 
     Raises:
         TypeError: an option has a wrong type.
@@ -85,7 +85,7 @@ def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] 
     if not (ended is None or isinstance(ended, bool)):
         raise TypeError(f"engine_options: reasoning_ended = {ended!r}: use True, False or None")
     if not (arguments is None or isinstance(arguments, Mapping)):
-        raise TypeError("engine_options: reasoning_parser_kwargs is no mapping")
+        raise TypeError("engine_options: reasoning_parser_kwargs is not a mapping")
     return ended, None if arguments is None else dict(arguments)
 
 

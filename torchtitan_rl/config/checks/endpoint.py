@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torchtitan_rl.config.chat_template import template_error
 from torchtitan_rl.config.checks.parsers import parser_errors
-from torchtitan_rl.errors import ConfigError, EndpointLostError
+from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.serving.address import Keys, listen
 from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.http_auth import check_keys
 
 
 def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
@@ -21,15 +20,7 @@ def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
             listen(endpoint.host, endpoint.port).close()
         except EndpointLostError as error:
             return [*errors, str(error)]  # who may reach it is not known then
-    return errors + _key_errors(endpoint.host, keys)
-
-
-def _key_errors(host: str, keys: Keys) -> list[str]:
-    try:
-        check_keys(host=host, api_key=keys.api, admin_key=keys.admin)
-    except ConfigError as error:
-        return error.errors
-    return []
+    return errors + keys.errors(endpoint.host)
 
 
 def _files(endpoint: EndpointConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who asks, and for which session."""
+"""Keys, and the session of a request."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 from tests.support.http_driver import CHAT, Client
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving import http_context
-from torchtitan_rl.serving.http_auth import Authentication, check_keys, is_loopback, is_session_id
-from torchtitan_rl.serving.http_errors import OpenAIErrors, error_body
+from torchtitan_rl.serving import context
+from torchtitan_rl.serving.address import Keys, is_loopback
+from torchtitan_rl.serving.auth import Authentication, is_session_id
+from torchtitan_rl.serving.errors import HttpError, OpenAIErrors
 
-OPEN = {"host": "127.0.0.1", "api_key": "", "admin_key": ""}
-LOCKED = {"host": "0.0.0.0", "api_key": "secret", "admin_key": "chief"}
+OPEN = {"host": "127.0.0.1", "keys": Keys()}
+LOCKED = {"host": "0.0.0.0", "keys": Keys(api="secret", admin="chief")}
 
 
-def ask(keys: dict[str, str], headers: Any = (), path: str = CHAT) -> tuple[Any, Any]:
+def ask(keys: dict[str, Any], headers: Any = (), path: str = CHAT) -> tuple[Any, Any]:
     """``(200, the session it was let in with)`` or ``(status, code)``."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = error_body(200, str(http_context.session_id.get()), code="in")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+        answer = HttpError(200, str(context.session_id.get()), code="in")
+        await answer.response()(scope, receive, send)
 
     async def run() -> tuple[Any, Any]:
         client = Client(OpenAIErrors(Authentication(app, **keys)), path, headers=headers)
@@ -39,23 +39,20 @@ def bearer(token: str | bytes) -> dict[str, bytes]:
     return {"Authorization": b"Bearer " + (token.encode() if isinstance(token, str) else token)}
 
 
-def test_a_loopback_address_without_a_key_lets_anyone_in() -> None:
+def test_a_loopback_address_without_a_key_takes_any_request() -> None:
     assert ask(OPEN) == (200, "None")
     assert ask(OPEN, bearer("whatever")) == (200, "None")
 
 
-def test_with_a_key_configured_only_that_key_is_let_in_also_on_loopback() -> None:
-    keys = {**OPEN, "api_key": "secret"}
+def test_a_configured_key_is_required_also_on_loopback() -> None:
+    keys = {**OPEN, "keys": Keys(api="secret")}
     assert ask(keys, bearer("secret")) == (200, "None")
     assert ask(keys) == (401, "invalid_api_key")
     for wrong in ("Secret", "secre", "secrets", ""):
         assert ask(keys, bearer(wrong)) == (401, "invalid_api_key")
     assert ask(keys, {"Authorization": "Basic secret"}) == (401, "invalid_api_key")
     assert ask(keys, {"Authorization": "secret"}) == (401, "invalid_api_key")
-
-
-def test_the_scheme_of_the_token_is_matched_whatever_its_case() -> None:
-    assert ask(LOCKED, {"Authorization": "bearer secret"}) == (200, "None")
+    assert ask(keys, {"Authorization": "bearer secret"}) == (200, "None")
 
 
 @pytest.mark.parametrize("token", [b"\xff\xfe", "sécret".encode(), "秘密".encode(), b"\x00"])
@@ -65,7 +62,7 @@ def test_tokens_that_are_not_ascii_are_refused_and_do_not_crash(token: bytes) ->
 
 
 def test_a_key_that_is_not_ascii_is_compared_as_utf_8() -> None:
-    keys = {**LOCKED, "api_key": "schlüssel"}
+    keys = {**LOCKED, "keys": Keys(api="schlüssel")}
     assert ask(keys, bearer("schlüssel")) == (200, "None")
     assert ask(keys, bearer("schlussel")) == (401, "invalid_api_key")
 
@@ -97,11 +94,11 @@ def test_a_session_id_that_could_not_be_part_of_a_path_is_refused(name: str) -> 
         assert ask(OPEN, bearer("k:" + name)) == (400, "invalid_session_id")
 
 
-def test_a_wrong_key_is_told_nothing_about_its_session() -> None:
+def test_a_wrong_key_is_refused_before_its_session_is_checked() -> None:
     assert ask(LOCKED, bearer("wrong:a b")) == (401, "invalid_api_key")
 
 
-def test_a_repeated_header_that_decides_is_refused() -> None:
+def test_a_repeated_authorization_header_is_refused() -> None:
     twice = [("Authorization", "Bearer secret"), ("Authorization", "Bearer other")]
     assert ask(LOCKED, twice) == (400, "repeated_header")
 
@@ -110,29 +107,26 @@ def test_the_session_of_one_request_is_not_that_of_the_next() -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(http_context.session_id.get())
+        seen.append(context.session_id.get())
 
     async def run() -> None:
         guarded = Authentication(app, **OPEN)
         for name in ("a", "b"):
             scope = {"type": "http", "path": CHAT, "headers": [(b"x-session-id", name.encode())]}
             await guarded(scope, None, None)  # type: ignore[arg-type]
-            seen.append(http_context.session_id.get())
+            seen.append(context.session_id.get())
 
     asyncio.run(run())
     assert seen == ["a", None, "b", None]
 
 
 @pytest.mark.parametrize("path", ["/admin/pause", "/admin/resume", "/admin/versions", "/admin"])
-def test_admin_routes_open_with_the_admin_key_alone(path: str) -> None:
+def test_the_admin_key_opens_the_admin_routes_and_nothing_else(path: str) -> None:
+    assert ask(LOCKED, bearer("chief")) == (401, "invalid_api_key")
     assert ask(LOCKED, bearer("chief"), path) == (200, "None")
     assert ask(LOCKED, bearer("secret"), path) == (403, "not_admin")
     assert ask(LOCKED, bearer("chief:a"), path) == (403, "not_admin")
     assert ask(LOCKED, path=path) == (401, "invalid_api_key")
-
-
-def test_the_admin_key_opens_nothing_else() -> None:
-    assert ask(LOCKED, bearer("chief")) == (401, "invalid_api_key")
 
 
 def test_without_an_admin_key_there_are_no_admin_routes() -> None:
@@ -142,12 +136,12 @@ def test_without_an_admin_key_there_are_no_admin_routes() -> None:
 
 def test_an_address_that_others_reach_needs_a_key_and_keys_must_be_usable() -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org", ""):
-        with pytest.raises(ConfigError, match="TORCHTITAN_RL_API_KEY"):
-            check_keys(host=host, api_key="", admin_key="")
+        assert "TORCHTITAN_RL_API_KEY" in Keys().errors(host)[0]
+        assert Keys(api="secret").errors(host) == []
+        with pytest.raises(ConfigError):
+            Authentication(None, host=host, keys=Keys())  # type: ignore[arg-type]
     for host in ("127.0.0.1", "127.8.0.1", "::1", "[::1]", "localhost"):
         assert is_loopback(host)
-        check_keys(host=host, api_key="", admin_key="")
-    with pytest.raises(ConfigError, match=":"):
-        check_keys(host="127.0.0.1", api_key="a:b", admin_key="")
-    with pytest.raises(ConfigError, match="differ"):
-        check_keys(host="127.0.0.1", api_key="same", admin_key="same")
+        assert Keys().errors(host) == []
+    assert ":" in Keys(api="a:b").errors("127.0.0.1")[0]
+    assert "differ" in Keys(api="same", admin="same").errors("127.0.0.1")[0]

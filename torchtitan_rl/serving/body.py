@@ -1,9 +1,7 @@
-"""A request's body is read whole, and judged, before anything is done with it.
+"""Reads and checks a request's body before the application sees the request.
 
-The layers further in get a `BufferedRequest`: it is their ``receive`` (the body at once, then
-silence until the client is gone) and tells them of a client that leaves, which they may ask for
-as often as they like. Reading is bounded in bytes (for a chunked body while it comes) and in
-time, and all bodies together in bytes.
+The layers further in get a `BufferedRequest`. Reading is bounded in bytes (for a chunked body while
+it arrives) and in time, and all bodies together are bounded in bytes.
 """
 
 from __future__ import annotations
@@ -11,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from torchtitan_rl.serving.http_errors import HttpError
-from torchtitan_rl.serving.http_limits import RequestLimits, check_request
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.errors import HttpError
+from torchtitan_rl.serving.limits import check_request
 
-_CLOSE = ((b"connection", b"close"),)
+_CLOSE = {"connection": "close"}
 _MAX_HELD_BODIES = 64  # of the largest size, all requests together
-_MAX_EXCESS = 4  # bodies that are read and dropped so that the client gets to read the refusal
+_MAX_EXCESS = 4  # bodies that are read and dropped, so that the client gets to read the refusal
 
 
 class HeldBody:
-    """The bytes of one body, counted among those of all until its last user has released it."""
+    """Counts the users of one body; ``release`` is called when the last one has released it."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -40,8 +39,12 @@ class HeldBody:
 
 
 class BufferedRequest:
-    """A request's body, usable as an ASGI ``receive``; ``gone`` returns once no client waits.
-    Who keeps the body for longer than the client's request holds ``held``, and releases it."""
+    """A request's whole body. As an ASGI ``receive`` it gives the body, then waits for the
+    client's disconnect.
+
+    ``gone`` returns once the client has disconnected, as often as it is called. Code that keeps the
+    body longer than the client's request calls ``held.hold()``, and ``held.release()`` afterwards.
+    """
 
     def __init__(
         self, body: bytes, gone: Callable[[], Awaitable[None]], held: HeldBody | None = None
@@ -58,17 +61,28 @@ class BufferedRequest:
         await self.gone()
         return {"type": "http.disconnect"}
 
+    async def unless_gone(self, work: Awaitable[Any]) -> bool:
+        """Wait for ``work``; False where the client leaves first, and ``work`` is cancelled."""
+        works, leaves = asyncio.ensure_future(work), asyncio.ensure_future(self.gone())
+        try:
+            await asyncio.wait({works, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            (works if works.done() else leaves).result()
+            return works.done()
+        finally:
+            works.cancel()
+            leaves.cancel()
+
 
 class Handler(Protocol):
-    """What handles a request that is read whole; any ASGI app can."""
+    """What handles a request that has been read; any ASGI application does."""
 
     async def __call__(self, scope: Scope, receive: BufferedRequest, send: Send, /) -> None: ...
 
 
 class BufferedBody:
-    """ASGI middleware: reads and judges the body, then calls ``handler`` with it."""
+    """ASGI middleware: reads and checks the body, then calls ``handler`` with it."""
 
-    def __init__(self, handler: Handler, *, limits: RequestLimits, timeout_s: float) -> None:
+    def __init__(self, handler: Handler, limits: EndpointConfig, *, timeout_s: float) -> None:
         self._handler = handler
         self._limits = limits
         self._timeout_s = timeout_s
@@ -83,7 +97,7 @@ class BufferedBody:
         held = HeldBody(release)
         try:
             if not await self._read(scope, receive, chunks):
-                return  # the client left in the middle of it
+                return  # the client left before the body was complete
             chunks[:] = [b"".join(chunks)]
             if chunks[0]:
                 check_request(chunks[0], self._limits)
@@ -93,7 +107,7 @@ class BufferedBody:
             held.release()
 
     async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> bool:
-        """Whether the client stayed until the end of it."""
+        """Whether the client stayed until the end of the body."""
         excess = self._excess(scope)
         num_bytes = 0
         try:
@@ -131,23 +145,22 @@ class BufferedBody:
                 429,
                 "The server holds as many bytes of requests as it may.",
                 code="too_many_bytes",
-                headers=((b"retry-after", b"1"), *_CLOSE),
+                headers={"retry-after": "1", **_CLOSE},
             )
         self._held_bytes += len(chunk)
         chunks.append(chunk)
 
     def _excess(self, scope: Scope) -> int:
-        """By how many bytes the announced length is over the limit."""
+        """By how many bytes the announced length exceeds the limit."""
         for name, value in scope["headers"]:
             if name.lower() == b"content-length" and value.isdigit():
-                # More digits than any length has would be slow to convert.
+                # Converting more digits than any length has would be slow.
                 announced = int(value) if len(value) < 19 else sys.maxsize
                 return max(0, announced - self._limits.max_body_bytes)
         return 0
 
 
 def _until_gone(receive: Receive) -> Callable[[], Awaitable[None]]:
-    """What returns once ``receive`` has told of the disconnect, now or in an earlier call."""
     is_gone = False
 
     async def gone() -> None:

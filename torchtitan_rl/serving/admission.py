@@ -1,10 +1,10 @@
-"""So many requests run at once, so many wait in their order, and the next is refused (429).
+"""How many requests run at once, and how many queue for a place; the next is refused (429).
 
-Invariants: a place is held until the app has returned, which for a stream is its end, and is given
-back on every way out; who waits and leaves (or is cancelled) leaves the queue and takes no place;
-nobody waits longer than the time-out (also a 429).
-Only requests that generate are counted: health, metrics, sessions and administration must answer
-exactly when everything else is full.
+Invariants: a place is held until the application has returned, which for a stream is its end, and
+is given back however it ends. A request that leaves the queue, or is cancelled there, takes no
+place. The queue is first in, first out, and no request waits longer than the timeout (also a 429).
+Only requests that may use an engine count: health, metrics, sessions and administration have to
+answer while everything else is full.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from collections import deque
 
 from starlette.types import Scope, Send
 
-from torchtitan_rl.serving.http_auth import ADMIN_PREFIX
-from torchtitan_rl.serving.http_body import BufferedRequest, Handler
-from torchtitan_rl.serving.http_errors import HttpError
+from torchtitan_rl.serving.auth import ADMIN_PREFIX
+from torchtitan_rl.serving.body import BufferedRequest, Handler
+from torchtitan_rl.serving.errors import HttpError
 
 SESSIONS_PREFIX = "/v1/sessions"
 
-_RETRY_AFTER_S = 1
-
 
 def generates(scope: Scope) -> bool:
-    """Whether a request may cost an engine's time."""
+    """Whether a request may use an engine."""
     if scope["method"] != "POST":
         return False
     prefixes = (ADMIN_PREFIX, SESSIONS_PREFIX)
@@ -32,7 +30,7 @@ def generates(scope: Scope) -> bool:
 
 
 class Admission:
-    """Layer of the shell between `BufferedBody` and the app."""
+    """Layer between `Retries` and the application."""
 
     def __init__(
         self, handler: Handler, *, max_running: int, max_queued: int, timeout_s: float = 600.0
@@ -59,7 +57,7 @@ class Admission:
                 self._leave()
 
     async def _enter(self, request: BufferedRequest) -> bool:
-        """True with a place; False when the client left before there was one."""
+        """Take a place; False where the client left before there was one."""
         if self.num_running < self._max_running:
             self.num_running += 1
             return True
@@ -67,24 +65,18 @@ class Admission:
             raise self._refusal("queue_full")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
-        leaves = asyncio.ensure_future(request.gone())
         is_in = False
         try:
-            await asyncio.wait(
-                {place, leaves}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not (place.done() or leaves.done()):
-                raise self._refusal("queue_timeout")
-            if leaves.done():
-                leaves.result()
-            is_in = place.done() and not leaves.done()
-            return is_in
+            async with asyncio.timeout(self._timeout_s):
+                is_in = await request.unless_gone(place)
+        except TimeoutError:
+            raise self._refusal("queue_timeout") from None
         finally:
-            leaves.cancel()
-            if not place.done():
+            if place in self._queue:
                 self._queue.remove(place)
-            elif not is_in:  # given in the moment in which it was no longer wanted
+            elif not is_in:  # the place came at the moment in which the request ended
                 self._leave()
+        return is_in
 
     def _refusal(self, code: str) -> HttpError:
         self.num_refused += 1
@@ -92,11 +84,11 @@ class Admission:
             429,
             f"{self.num_running} requests run and {len(self._queue)} wait: try again later.",
             code=code,
-            headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
+            headers={"retry-after": "1"},
         )
 
     def _leave(self) -> None:
-        """Hand the place to who waits longest, or give it back."""
+        """Hand the place to the request that has waited longest, or give it back."""
         if self._queue:
             self._queue.popleft().set_result(None)
         else:

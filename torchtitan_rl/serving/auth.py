@@ -1,11 +1,11 @@
-"""Who asks, and for which session; nothing else is decided here.
+"""Who sends a request, and in which session.
 
-- `/health` answers anyone: it says whether the endpoint serves, and no more.
+- `/health` answers everyone: it says whether the endpoint serves, and no more.
 - Everything else, `/metrics` and the OpenAPI document included, needs the API key as a bearer
-  token; only a loopback address without a configured key passes any token and none.
+  token. Only a loopback address without a configured key takes any token, or none.
 - `/admin/...` needs the admin key, which opens nothing else; without one configured these routes
   do not exist (404).
-- The session is the header ``X-Session-ID`` or what follows the first ":" of the bearer token
+- The session is the header ``X-Session-ID``, or what follows the first ":" of the bearer token
   (``KEY:SESSION``); two that differ are refused.
 
 Keys are compared as bytes in constant time, so no header can make the comparison fail.
@@ -14,27 +14,19 @@ Keys are compared as bytes in constant time, so no header can make the compariso
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving import http_context
-from torchtitan_rl.serving.http_errors import HttpError
+from torchtitan_rl.serving import context
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.errors import HttpError
 
 OPEN_PATHS = frozenset({"/health"})
 ADMIN_PREFIX = "/admin"
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_CHALLENGE = ((b"www-authenticate", b"Bearer"),)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def is_session_id(text: str) -> bool:
@@ -45,7 +37,7 @@ def is_session_id(text: str) -> bool:
 
 def checked_session_id(text: str) -> str:
     """Raises:
-    HttpError: 400, it is none.
+    HttpError: 400, it is not a session id.
     """
     if not is_session_id(text):
         raise HttpError(
@@ -57,39 +49,22 @@ def checked_session_id(text: str) -> str:
     return text
 
 
-def check_keys(*, host: str, api_key: str, admin_key: str) -> None:
-    """Raises:
-    ConfigError: these keys cannot protect an endpoint on this address.
-    """
-    errors = []
-    if not api_key and not is_loopback(host):
-        errors.append(
-            f"endpoint.host = {host!r} can be reached from other machines: set "
-            "TORCHTITAN_RL_API_KEY, or listen on 127.0.0.1"
-        )
-    names = {"TORCHTITAN_RL_API_KEY": api_key, "TORCHTITAN_RL_ADMIN_KEY": admin_key}
-    errors += [
-        f'{name} must not contain ":" (the session follows it) or blanks'
-        for name, key in names.items()
-        if ":" in key or any(character.isspace() for character in key)
-    ]
-    if api_key and api_key == admin_key:
-        errors.append("TORCHTITAN_RL_ADMIN_KEY must differ from TORCHTITAN_RL_API_KEY")
-    if errors:
-        raise ConfigError(errors)
-
-
 class Authentication:
-    """ASGI middleware that sets `http_context.session_id` for what it lets through."""
+    """ASGI middleware that sets `context.session_id` for what it lets through.
 
-    def __init__(self, app: ASGIApp, *, host: str, api_key: str, admin_key: str) -> None:
-        check_keys(host=host, api_key=api_key, admin_key=admin_key)
+    Raises:
+        ConfigError: the keys cannot protect an endpoint on ``host``.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, keys: Keys) -> None:
+        if errors := keys.errors(host):
+            raise ConfigError(errors)
         self._app = app
-        self._api_key = api_key.encode()
-        self._admin_key = admin_key.encode()
+        self._api_key = keys.api.encode()
+        self._admin_key = keys.admin.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         bearer = _bearer(scope)
@@ -98,11 +73,11 @@ class Authentication:
             self._check_admin(bearer)
         else:
             session_id = self._check_client(bearer, _header(scope, b"x-session-id"))
-        token = http_context.session_id.set(session_id)
+        token = context.session_id.set(session_id)
         try:
             await self._app(scope, receive, send)
         finally:
-            http_context.session_id.reset(token)
+            context.session_id.reset(token)
 
     def _check_admin(self, bearer: bytes | None) -> None:
         if not self._admin_key:
@@ -120,26 +95,26 @@ class Authentication:
                 if bearer is None
                 else "The API key is wrong."
             )
-        named = [
+        named = {
             checked_session_id(text.decode("latin-1"))
             for text in ((suffix if colon else None), header)
             if text is not None
-        ]
-        if len(set(named)) > 1:
+        }
+        if len(named) > 1:
             raise HttpError(
                 400,
                 "X-Session-ID and the suffix of the API key name different sessions.",
                 code="session_conflict",
             )
-        return named[0] if named else None
+        return named.pop() if named else None
 
 
 def _unauthorized(message: str) -> HttpError:
-    return HttpError(401, message, code="invalid_api_key", headers=_CHALLENGE)
+    return HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The bearer token; None without one, or with a header that says something else."""
+    """The bearer token; None without one, or where the header has another scheme."""
     scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
     return token.strip() or None if scheme.lower() == b"bearer" else None
 

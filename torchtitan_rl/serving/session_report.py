@@ -1,8 +1,7 @@
-"""What one session came to: its exact turns, and the account of their tokens. Pure.
+"""The report of a session: its exact turns, its episodes, and the account of its tokens. Pure.
 
 Invariant: tokens generated = trained + masked by rule + discarded by a named cause + pending (only
-while the session is open). Turns are in the order in which their requests began, which is the order
-in which an agent can have known of them.
+while the session is open). Turns are in the order in which their requests began.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ from torchtitan_rl.types import (
     Turn,
 )
 
-# Engine options that only say in what text a stop string is looked for.
+# Engine options that only decide in which text a stop string is searched.
 _TEXT_OPTIONS = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
 
 
 class SessionEnding(StrEnum):
-    """How a session ended; each has exactly one. Only a rewarded one is trained on."""
+    """How a session ended, exactly once. Only a rewarded session is trained on."""
 
     REWARDED = "rewarded"  # closed with a reward
-    UNREWARDED = "unrewarded"  # closed without
-    ABANDONED = "abandoned"  # neither a request nor a reward for the time-out
-    LIMIT = "limit"  # of a training run: its rollout reached a limit
-    FAILED = "failed"  # of a training run: its agent failed, took too long or was cancelled
-    SHUTDOWN = "shutdown"  # the server went down first
+    UNREWARDED = "unrewarded"  # closed without one
+    ABANDONED = "abandoned"  # neither a request nor a reward came within the timeout
+    LIMIT = "limit"  # in a training run: its rollout reached a limit
+    FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
+    SHUTDOWN = "shutdown"  # the server shut down first
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """One request of a session. ``completion`` None: it runs, or failed for ``lost_cause``."""
+    """One request of a session. ``completion`` None: it runs, or failed with ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
     temperature: float = 1.0
-    is_truncated: bool = False  # sampled from another distribution than temperature alone makes
+    is_truncated: bool = False  # sampled from a distribution that temperature alone does not give
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
-    known: list[Progress] = field(default_factory=list)
+    partial: list[Progress] = field(default_factory=list)  # while it runs
 
     @property
     def num_tokens(self) -> int:
         if self.completion is not None:
             return len(self.completion.token_ids)
-        return sum(len(progress.token_ids) for progress in self.known)
+        return sum(len(progress.token_ids) for progress in self.partial)
 
     @classmethod
     def of(cls, request: GenerationRequest) -> SessionTurn:
@@ -69,28 +68,30 @@ class SessionTurn:
             is_truncated=replace(sampling, engine_options=options).truncates,
         )
 
-    def cut(self, request_id: str) -> None:
-        """End it with what its progress told."""
+    def complete_from_partial(self, request_id: str) -> None:
         self.completion = Completion(
             request_id=request_id,
-            token_ids=tuple(token for p in self.known for token in p.token_ids),
-            logprobs=tuple(logprob for p in self.known for logprob in p.logprobs),
-            version_runs=self.known[-1].version_runs if self.known else (),
+            token_ids=tuple(token for p in self.partial for token in p.token_ids),
+            logprobs=tuple(logprob for p in self.partial for logprob in p.logprobs),
+            version_runs=self.partial[-1].version_runs if self.partial else (),
             finish_reason=FinishReason.ABORT,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionReport:
-    """A session as it is, or as it ended. Of a session that a rollout drives the tokens are in the
-    run's own account; ``turns`` counts its answered requests."""
+    """A session as it is, or as it ended.
+
+    The tokens of a session that a rollout drives are in the run's own account; of these only
+    ``turns`` is counted.
+    """
 
     session_id: str
     ending: SessionEnding | None = None  # None: it is open
     reward: float | None = None
-    temperatures: tuple[float, ...] = ()  # that its turns were sampled at, ascending
+    temperatures: tuple[float, ...] = ()  # of its turns, ascending
     turns: int = 0
-    unseen_turns: int = 0  # whose caller was gone before it had the answer
+    unseen_turns: int = 0  # whose caller left before the answer
     running_requests: int = 0
     tokens_generated: int = 0
     tokens_trained: int = 0
@@ -104,7 +105,7 @@ class SessionReport:
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
 
     def to_json(self) -> dict[str, Any]:
-        """For the client: JSON's types, no number that is not finite."""
+        """For clients: JSON's types, finite numbers only."""
         return {
             "session_id": self.session_id,
             "state": "open" if self.ending is None else "closed",
@@ -133,6 +134,46 @@ class SessionReport:
         }
 
 
+class SessionCounts:
+    """Totals over all sessions, updated with one session's report at a time.
+
+    Invariant: each session counts once, by its last report. `read` costs nothing for sessions in
+    which nothing happened: a server may hold thousands of them, and is asked every second.
+    """
+
+    def __init__(self) -> None:
+        self._total = Counter({f"sessions_{ending.value}": 0 for ending in SessionEnding})
+        self._open: dict[str, SessionReport] = {}
+        self._add(SessionReport(session_id=""), 1)  # every name exists from the start
+
+    def update(self, report: SessionReport) -> None:
+        """Replace what the session's last report added."""
+        before = self._open.pop(report.session_id, None)
+        if before is not None:
+            self._add(before, -1)
+        self._add(report, 1)
+        if report.ending is None:
+            self._open[report.session_id] = report
+
+    def read(self) -> Mapping[str, float]:
+        """Gauges and counters, by name."""
+        return {**self._total, "sessions_open": len(self._open)}
+
+    def _add(self, report: SessionReport, sign: int) -> None:
+        if report.ending is not None:
+            self._total[f"sessions_{report.ending.value}"] += sign
+        for name, number in {
+            "session_turns": report.turns,
+            "session_unseen_turns": report.unseen_turns,
+            "session_tokens_generated": report.tokens_generated,
+            "session_tokens_trained": report.tokens_trained,
+            "session_tokens_masked": sum(report.tokens_masked.values()),
+            "session_tokens_discarded": sum(report.tokens_discarded.values()),
+            "session_tokens_pending": report.tokens_pending,
+        }.items():
+            self._total[name] += sign * number
+
+
 def session_report(
     session_id: str,
     turns: Sequence[SessionTurn],
@@ -142,10 +183,10 @@ def session_report(
 ) -> SessionReport:
     """The report of a session's turns, with episodes where it ended with a reward.
 
-    The reward is every token's advantage: a session has no siblings to be compared with. Turns
-    whose caller never had them, truncated sampling (the loss would not know its distribution) and
-    logprobs that are not finite are masked; tokens of failed requests and of sessions without a
-    reward are discarded.
+    The reward is every token's advantage: a session has no siblings to compare it with. Masked are
+    turns whose caller never got them, turns of truncated sampling (the loss does not know their
+    distribution) and logprobs that are not finite. Tokens of failed requests and of sessions
+    without a reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})

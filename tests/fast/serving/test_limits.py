@@ -1,0 +1,207 @@
+"""Limits: which JSON a request may be, how much it may ask for, and that it is text only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.errors import HttpError
+from torchtitan_rl.serving.limits import MAX_DEPTH, check_request
+
+LIMITS = EndpointConfig(max_n=4, max_tokens=50)
+TEXT = {"type": "text", "text": "hello"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+MEDIA: list[dict[str, Any]] = [
+    IMAGE,
+    {"type": "input_image", "image_url": "https://x/y.png"},
+    {"type": "image_embeds", "image_embeds": "AAAA"},
+    {"type": "image"},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "audio_url", "audio_url": {"url": "https://x/y.wav"}},
+    {"type": "video_url", "video_url": {"url": "https://x/y.mp4"}},
+    {"type": "file", "file": {"file_id": "f"}},
+    {"type": "prompt_embeds", "data": "AAAA"},
+    {"type": "of a kind to come"},
+    {"type": ["text"]},
+    {"image_url": "https://x/y.png"},  # without a type, as vLLM takes it
+    {"type": "text", "text": "x", "image_url": "https://x/y.png", "uuid": "u"},
+]
+
+
+def refusal(body: bytes | None = None, **request: Any) -> tuple[str, str | None] | None:
+    """Code and parameter of the 400; None for a request that passes."""
+    try:
+        check_request(json.dumps(request).encode() if body is None else body, LIMITS)
+    except HttpError as error:
+        return (error.code, error.param) if error.status == 400 else (str(error.status), None)
+    return None
+
+
+def not_text(**request: Any) -> str | None:
+    """Where the part is that is not text."""
+    refused = refusal(**request)
+    assert refused is not None
+    assert refused[0] == "text_only"
+    return refused[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": "\\ud800"}',
+        b'{"\\uDFFF": 1}',
+        b'{"seed": 18446744073709551616}',
+        b'{"seed": ' + b"9" * 90 + b"}",
+        '{"a": "ü"}'.encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b"{}{}",
+    ],
+)
+def test_what_is_not_plain_json_in_utf_8_is_400(body: bytes) -> None:
+    assert refusal(body) == ("invalid_json", None)
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b"null", b'"\\ud83d\\ude00"', '"ü😀"'.encode(), b'{"a": [1, 1.5, -1]}']
+)
+def test_plain_json_passes(body: bytes) -> None:
+    assert refusal(body) is None
+
+
+def test_nesting_is_bounded() -> None:
+    depth = MAX_DEPTH
+    assert refusal(b"[" * depth + b"]" * depth) is None
+    assert refusal(b'{"a":' * depth + b"1" + b"}" * depth) is None
+    depth += 1
+    for body in (
+        b"[" * depth + b"]" * depth,
+        b'{"a":' * depth + b"1" + b"}" * depth,
+        b"[" * 1_000_000,
+    ):
+        assert refusal(body) == ("nested_too_deeply", None)
+
+
+def test_n_is_limited_and_prompts_multiply_it() -> None:
+    exceeded = ("limit_exceeded", "n")
+    assert refusal(n=4) is None
+    assert refusal(n=2, prompt=["a", "b"]) is None
+    assert refusal(prompt=[1, 2, 3, 4, 5, 6]) is None  # one prompt of token ids
+    assert refusal(n=2, prompt=[[1, 2, 3], [4]]) is None
+    assert refusal(messages=[{}] * 6) is None
+    assert refusal(n=5) == exceeded
+    assert refusal(prompt=["a"] * 5) == exceeded
+    assert refusal(n=3, prompt=["a", "b"]) == exceeded
+    assert refusal(n=2, prompt=[[1], [2], [3]]) == exceeded
+    assert refusal(messages=[[{}]] * 5) == exceeded
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"]
+)
+def test_the_tokens_of_a_completion_are_limited(name: str) -> None:
+    assert refusal(**{name: 50}) is None
+    assert refusal(**{name: None}) is None
+    assert refusal(**{name: 51}) == ("limit_exceeded", name)
+
+
+@pytest.mark.parametrize("value", ["5000", 5000.0, True, [5000], {}])
+def test_a_limited_field_that_is_not_an_integer_cannot_bypass_its_limit(value: Any) -> None:
+    for name in ("n", "max_tokens"):
+        assert refusal(**{name: value}) == ("invalid_type", name)
+
+
+@pytest.mark.parametrize("name", ["minItems", "maxItems", "maxLength", "minProperties"])
+def test_a_schema_may_not_repeat_anything_a_billion_times(name: str) -> None:
+    # llguidance unrolls repetitions, and once took the memory of the endpoint's process.
+    for amount in (10**9, 1e9):
+        schema = {"type": "array", "items": [{name: amount}]}
+        for request in (
+            {"structured_outputs": {"json": schema}},
+            {"structured_outputs": {"json": json.dumps(schema)}},
+            {"structured_outputs": {"structural_tag": json.dumps({"format": schema})}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            {"tools": [{"function": {"parameters": schema}}]},
+        ):
+            assert refusal(**request) == ("limit_exceeded", name)
+    assert refusal(json={name: 100_000}) is None
+    assert refusal(properties={name: {"type": "string"}}) is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text(max_size=5),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(json_values)
+def test_any_json_passes_or_is_refused_with_400(value: Any) -> None:
+    refused = refusal(n=value, prompt=value, messages=value, max_tokens=value)
+    assert refused is None or not refused[0].isdigit()
+
+
+@pytest.mark.parametrize("part", MEDIA)
+@pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
+def test_a_part_that_is_not_text_is_refused_with_its_place_for_every_role(
+    part: dict[str, Any], role: str
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": [TEXT, part]}]
+    assert (not_text(messages=messages) or "").startswith("messages[1].content[1]")
+
+
+def test_a_nested_part_is_found() -> None:
+    result = {"type": "text", "text": "x", "content": [TEXT, IMAGE]}
+    for content, place in [
+        ([TEXT, [TEXT, [IMAGE]]], "messages[0].content[1][1][0]"),
+        ([result], "messages[0].content[0].content[1]"),
+        ([{"type": "text", "text": [IMAGE]}], "messages[0].content[0].text[0]"),
+        (IMAGE, "messages[0].content"),
+    ]:
+        assert not_text(messages=[{"role": "tool", "content": content}]) == place
+
+
+def test_conversations_of_a_batch_and_inputs_are_checked_too() -> None:
+    message = {"role": "user", "content": [IMAGE]}
+    assert not_text(messages=[[message], [message]]) == "messages[0][0].content[0]"
+    assert not_text(input=[message]) == "input[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("request_", "place"),
+    [
+        ({"prompt": "hi", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt": "hi", "multi_modal_data": {"image": "AAAA"}}, "multi_modal_data"),
+        ({"messages": [], "modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": [], "audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    ],
+)
+def test_media_in_other_fields_are_refused(request_: dict[str, Any], place: str) -> None:
+    assert not_text(**request_) == place
+
+
+def test_text_of_every_kind_is_let_through() -> None:
+    parts = [
+        "plain",
+        TEXT,
+        {"text": "without a type"},
+        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}},
+        {"type": "input_text", "text": "x"},
+        {"type": "output_text", "text": "x"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "tool_reference", "name": "f"},
+    ]
+    message = {"role": "assistant", "content": parts, "audio": None}
+    assert refusal(messages=[message], modalities=["text"]) is None
+    assert refusal(messages=[{"role": "user", "content": None}], prompt=["a", "b"]) is None

@@ -1,0 +1,467 @@
+"""Retries: no request runs twice because its client repeated it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.support.async_tests import on_event_loop
+from tests.support.http_driver import Client, OnDemandApp, settle
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.admission import Admission
+from torchtitan_rl.serving.auth import Authentication
+from torchtitan_rl.serving.body import BufferedBody
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.errors import OpenAIErrors
+from torchtitan_rl.serving.retries import Retries, RetryOptions
+
+KEY = {"Idempotency-Key": "k1"}
+ID = {"X-Request-Id": "r1"}
+FIRST = {"x-stainless-retry-count": "0"}
+AGAIN = {"x-stainless-retry-count": "1"}
+IDENTIFIED = [(KEY, KEY), (ID, ID), (FIRST, AGAIN)]
+
+
+class Served:
+    """An on-demand app inside the layers that a retry passes."""
+
+    def __init__(self, *, max_running: int = 100, max_queued: int = 100, **options: Any) -> None:
+        self.app = OnDemandApp()
+        self.now_s = 0.0
+        self.ends_of_grace: list[Callable[[], None]] = []
+        self.retries = Retries(
+            OpenAIErrors(Admission(self.app, max_running=max_running, max_queued=max_queued)),
+            RetryOptions(**options),
+            clock=lambda: self.now_s,
+            call_later=lambda _, end: self.ends_of_grace.append(end),
+        )
+        self.body = BufferedBody(self.retries, EndpointConfig(), timeout_s=60.0)
+        self.asgi = OpenAIErrors(Authentication(self.body, host="127.0.0.1", keys=Keys()))
+
+    async def ask(self, headers: Mapping[str, str] = {}, **options: Any) -> Client:
+        client = Client(self.asgi, headers=headers, **options)
+        await settle()
+        return client
+
+    async def answered(self, headers: Mapping[str, str], answer: bytes, **options: Any) -> Client:
+        """A client whose request runs, and is answered whole."""
+        num_calls = len(self.app.calls)
+        client = await self.ask(headers, **options)
+        assert len(self.app.calls) == num_calls + 1
+        self.app.calls[-1].finish(answer)
+        await client.task
+        return client
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+@on_event_loop
+async def test_a_retry_of_a_running_request_gets_its_answer_and_starts_nothing(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    served = Served()
+    client = await served.ask(first)
+    await client.leave()
+    retry = await served.ask(again)
+    assert len(served.app.calls) == 1
+    served.app.calls[0].finish(b"answer")
+    await retry.task
+    assert (retry.status, retry.body) == (200, b"answer")
+    assert retry.headers["x-replayed"] == "true"
+    assert not served.app.calls[0].is_aborted.is_set()
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+@on_event_loop
+async def test_a_retry_of_a_request_that_just_ended_gets_its_answer_again(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    served = Served()
+    client = await served.answered(first, b"answer")
+    assert client.body == b"answer"
+    assert "x-replayed" not in client.headers
+    retry = await served.ask(again)
+    assert retry.body == b"answer"
+    assert len(served.app.calls) == 1
+    assert served.retries.num_replayed == 1
+
+
+@on_event_loop
+async def test_trap_10_a_repeated_request_id_is_answered_not_run_twice() -> None:
+    served = Served()
+    clients = [await served.ask(ID) for _ in range(4)]
+    assert len(served.app.calls) == 1
+    served.app.calls[0].finish(b"answer")
+    for client in clients:
+        await client.task
+        assert (client.status, client.body) == (200, b"answer")
+
+
+@on_event_loop
+async def test_a_stream_is_replayed_from_its_beginning_and_followed() -> None:
+    served = Served()
+    client = await served.ask(KEY)
+    served.app.calls[0].stream(b"one,")
+    served.app.calls[0].stream(b"two,")
+    await settle()
+    assert client.body == b"one,two,"
+    await client.leave()
+    retry, second = await served.ask(KEY), await served.ask(KEY)
+    assert retry.body == b"one,two,"
+    assert not retry.is_whole
+    served.app.calls[0].stream(b"three,")
+    served.app.calls[0].finish(b"four")
+    for follower in (retry, second):
+        await follower.task
+        assert follower.body == b"one,two,three,four"
+        assert follower.is_whole
+    late = await served.ask(KEY)
+    assert late.body == b"one,two,three,four"
+    assert len(late.sent) == 2  # a kept response is one piece
+    assert len(served.app.calls) == 1
+
+
+@on_event_loop
+async def test_without_an_identity_a_disconnect_aborts_at_once_and_a_repetition_runs() -> None:
+    served = Served()
+    client = await served.ask()
+    await client.leave()
+    assert served.app.calls[0].is_aborted.is_set()
+    await served.ask()
+    await served.ask()
+    assert len(served.app.calls) == 3
+    assert served.retries.num_kept == 0
+
+
+@pytest.mark.parametrize("first", [KEY, ID, FIRST])
+@on_event_loop
+async def test_a_run_whose_client_does_not_come_back_is_aborted_after_its_grace(
+    first: dict[str, str],
+) -> None:
+    served = Served()
+    client = await served.ask(first)
+    await client.leave()
+    await settle()
+    assert not served.app.calls[0].is_aborted.is_set()
+    served.ends_of_grace[0]()
+    await settle()
+    assert served.app.calls[0].is_aborted.is_set()
+    await served.ask(first)
+    assert len(served.app.calls) == 2
+
+
+@on_event_loop
+async def test_each_departure_has_a_grace_of_its_own() -> None:
+    served = Served()
+    for _ in range(2):
+        client = await served.ask(KEY)
+        await client.leave()
+    follower = await served.ask(KEY)
+    for end in served.ends_of_grace:
+        end()  # while it is followed again
+    await follower.leave()
+    for end in served.ends_of_grace[:2]:
+        end()
+    await settle()
+    assert not served.app.calls[0].is_aborted.is_set()
+    served.ends_of_grace[2]()
+    await settle()
+    assert served.app.calls[0].is_aborted.is_set()
+
+
+@on_event_loop
+async def test_an_official_client_that_leaves_its_stream_aborts_it_at_once() -> None:
+    served = Served()
+    client = await served.ask(FIRST)
+    served.app.calls[0].stream(b"one")
+    await settle()
+    await client.leave()
+    await settle()
+    assert served.app.calls[0].is_aborted.is_set()
+    keyed = await served.ask(KEY)
+    served.app.calls[1].stream(b"one")
+    await settle()
+    await keyed.leave()
+    await settle()
+    assert not served.app.calls[1].is_aborted.is_set()
+
+
+@on_event_loop
+async def test_an_idempotency_key_with_another_body_is_refused() -> None:
+    served = Served()
+    await served.answered(KEY, b"answer", body=b'{"a": 1}')
+    refused = await served.ask(KEY, body=b'{"a": 2}')
+    assert await refused.refusal() == (422, "idempotency_key_reused", "Idempotency-Key")
+    for key in ("", "x" * 256):
+        refused = await served.ask({"Idempotency-Key": key})
+        assert (await refused.refusal())[:2] == (400, "invalid_idempotency_key")
+
+
+@on_event_loop
+async def test_requests_that_share_an_id_all_run() -> None:
+    served = Served()
+    await served.answered(ID, b"one", body=b'{"a": 1}')
+    await served.answered(ID, b"two", body=b'{"a": 2}')
+
+
+@pytest.mark.parametrize("headers", [KEY, ID, AGAIN])
+@on_event_loop
+async def test_another_session_path_or_method_is_another_request(headers: dict[str, str]) -> None:
+    served = Served()
+    await served.answered(headers, b"1")
+    await served.answered({**headers, "X-Session-ID": "a"}, b"2")
+    assert served.app.calls[-1].session_id == "a"  # also in a task that outlives its client
+    await served.answered({**headers, "X-Session-ID": "b"}, b"3")
+    client = Client(served.asgi, "/v1/completions?x=1", headers=headers)
+    await settle()
+    served.app.calls[-1].finish()
+    await client.task
+    assert len(served.app.calls) == 4
+    for _ in range(2):  # reading is no run that could be doubled
+        Client(served.asgi, "/v1/models", headers=headers, method="GET")
+        await settle()
+    assert len(served.app.calls) == 6
+
+
+@on_event_loop
+async def test_equal_requests_are_several_samples_until_a_client_says_that_it_retries() -> None:
+    served = Served()
+    for answer in (b"1", b"2", b"3"):
+        await served.answered(FIRST, answer)
+    retry = await served.ask(AGAIN)
+    assert retry.body == b"1"
+    retry = await served.ask({"x-stainless-retry-count": "2"})
+    assert retry.body == b"2"
+    elsewhere = await served.ask(AGAIN, address="10.0.0.2")
+    assert elsewhere.status is None  # another machine's request: it runs
+    assert len(served.app.calls) == 4
+
+
+@on_event_loop
+async def test_a_retry_belongs_to_the_attempt_that_lost_its_client() -> None:
+    served = Served()
+    await served.answered(FIRST, b"whole")
+    running = await served.ask(FIRST)
+    lost = await served.ask(FIRST)
+    await lost.leave()
+    retry = await served.ask(AGAIN)
+    served.app.calls[1].finish(b"running")
+    served.app.calls[2].finish(b"lost")
+    await running.task
+    await retry.task
+    assert (running.body, retry.body) == (b"running", b"lost")
+    assert len(served.app.calls) == 3
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 400])
+@on_event_loop
+async def test_a_failed_answer_is_not_replayed_and_its_retry_runs(
+    status: int,
+) -> None:
+    served = Served()
+    await served.answered(FIRST, b"whole")
+    failed = await served.ask(FIRST)
+    served.app.calls[1].finish(b"no", status=status)
+    await failed.task
+    assert failed.status == status
+    await served.answered(AGAIN, b"new")
+    keyed = await served.ask(KEY)
+    served.app.calls[3].finish(b"no", status=status)
+    await keyed.task
+    await served.answered(KEY, b"new")
+
+
+@on_event_loop
+async def test_a_retry_of_a_request_that_waits_for_a_place_keeps_its_place_in_the_queue() -> None:
+    served = Served(max_running=1, max_queued=2)
+    first = await served.ask()
+    waiting = await served.ask(KEY)
+    last = await served.ask()
+    await waiting.leave()
+    retry = await served.ask(KEY)
+    for answer, client in ((b"1", first), (b"2", retry), (b"3", last)):
+        served.app.calls[-1].finish(answer)
+        await client.task
+        assert client.body == answer
+        await settle()
+    assert len(served.app.calls) == 3
+
+
+@on_event_loop
+async def test_a_queued_run_whose_client_does_not_come_back_leaves_the_queue() -> None:
+    served = Served(max_running=1, max_queued=1)
+    await served.ask()
+    waiting = await served.ask(KEY)
+    await waiting.leave()
+    assert (await served.ask()).status == 429
+    served.ends_of_grace[0]()
+    await settle()
+    assert (await served.ask()).status is None  # it took the place in the queue
+    assert len(served.app.calls) == 1
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+@on_event_loop
+async def test_a_repetition_is_not_run_again_however_many_others_have_ended(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    served = Served()
+    await served.answered(first, b"answer")
+    for i in range(1100):
+        other = Client(served.asgi, headers={"Idempotency-Key": f"other {i}"})
+        while len(served.app.calls) < i + 2:
+            await asyncio.sleep(0)
+        served.app.calls[-1].finish(b"x")
+        await other.task
+    retry = await served.ask(again)
+    assert retry.body == b"answer"
+    assert len(served.app.calls) == 1101
+
+
+@pytest.mark.parametrize(("first", "again"), IDENTIFIED)
+@on_event_loop
+async def test_a_repetition_whose_answer_was_dropped_is_refused_and_not_run_again(
+    first: dict[str, str], again: dict[str, str]
+) -> None:
+    served = Served(max_kept_bytes=100)
+    await served.answered(first, b"answer")
+    await served.answered({"Idempotency-Key": "large"}, b"x" * 99)
+    retry = await served.ask(again)
+    assert await retry.refusal() == (410, "answer_gone", None)
+    larger = await served.answered({"Idempotency-Key": "larger"}, b"x" * 101)
+    assert larger.body == b"x" * 101  # who waits for it gets it
+    assert (await served.ask({"Idempotency-Key": "larger"})).status == 410
+    assert len(served.app.calls) == 3
+
+
+@on_event_loop
+async def test_delivered_answers_are_dropped_first() -> None:
+    served = Served(max_kept_bytes=100)
+    lost = await served.ask({"Idempotency-Key": "lost"})
+    await lost.leave()
+    served.app.calls[0].finish(b"x" * 40)
+    await settle()
+    await served.answered({"Idempotency-Key": "had"}, b"x" * 40)
+    await served.answered({"Idempotency-Key": "too"}, b"x" * 40)
+    assert (await served.ask({"Idempotency-Key": "had"})).status == 410
+    assert (await served.ask({"Idempotency-Key": "lost"})).status == 200
+
+
+@on_event_loop
+async def test_a_repetition_is_recognized_until_keep_s_after_the_last_one() -> None:
+    served = Served(keep_s=10.0)
+    await served.answered(KEY, b"x")
+    for _ in range(3):
+        served.now_s += 9.0
+        assert (await served.ask(KEY)).body == b"x"
+    served.now_s += 11.0
+    await served.answered(KEY, b"y")
+    assert served.retries.num_kept == served.retries.num_remembered == 1
+    assert len(served.retries._by_key) == 1
+    assert served.retries._kept_bytes == 1
+
+
+@on_event_loop
+async def test_a_request_that_cannot_be_remembered_is_refused_and_no_other_is_forgotten() -> None:
+    served = Served(keep_s=10.0, max_remembered=3)
+    for i in range(2):
+        await served.answered({"Idempotency-Key": f"k{i}"}, b"x")
+    running = await served.ask({"Idempotency-Key": "k2"})
+    refused = await served.ask({"Idempotency-Key": "k3"})
+    assert await refused.refusal() == (429, "too_many_remembered", None)
+    assert refused.headers["retry-after"] == "10"
+    await served.answered({}, b"x")  # without an identity there is nothing to be remembered
+    assert (await served.ask({"Idempotency-Key": "k0"})).body == b"x"
+    served.app.calls[2].finish()
+    await running.task
+    served.now_s = 11.0
+    await served.answered({"Idempotency-Key": "k3"}, b"x")
+
+
+@on_event_loop
+async def test_failures_have_a_bound_of_their_own() -> None:
+    served = Served(max_remembered=2, max_failed=3)
+    for i in range(9):
+        failed = await served.ask(FIRST, body=b"%d" % i)
+        served.app.calls[-1].finish(b"no", status=503)
+        await failed.task
+    assert served.retries.num_remembered == 0
+    assert len(served.retries._by_key) == 3
+
+
+@on_event_loop
+async def test_a_repetition_during_an_abort_waits_for_its_end_before_it_runs() -> None:
+    aborts, goes_on = asyncio.Event(), asyncio.Event()
+    runs: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append("begins")
+        await receive()
+        if len(runs) == 1:
+            await receive()
+            aborts.set()
+            await goes_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % len(runs)})
+        runs.append("ends")
+
+    served = Served()
+    served.retries._handler = app
+    client = await served.ask(KEY)
+    await client.leave()
+    served.ends_of_grace[0]()
+    await aborts.wait()
+    again, left = await served.ask(KEY), await served.ask(KEY)
+    await left.leave()
+    assert runs == ["begins"]
+    goes_on.set()
+    await again.task
+    assert runs == ["begins", "ends", "begins", "ends"]
+    assert again.body == b"3"  # what the aborted run answered is for no client
+
+
+@on_event_loop
+async def test_a_run_that_ignores_its_abort_answers_the_repetition() -> None:
+    goes_on = asyncio.Event()
+    runs: list[int] = []
+
+    async def close_session(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        await goes_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"closed"})
+
+    served = Served()
+    served.retries._handler = close_session
+    client = await served.ask(KEY)
+    await client.leave()
+    served.ends_of_grace[0]()
+    again = await served.ask(KEY)
+    goes_on.set()
+    await again.task
+    assert (again.body, len(runs)) == (b"closed", 1)
+    assert (await served.ask(KEY)).body == b"closed"
+
+
+@on_event_loop
+async def test_the_body_of_a_run_counts_until_the_run_ends() -> None:
+    served = Served()
+    clients = [await served.ask(KEY, body=b'{"a": 1}') for _ in range(2)]
+    assert served.body._held_bytes == 16
+    for client in clients:
+        await client.leave()
+    assert served.body._held_bytes == 8
+    served.app.calls[0].finish()
+    await settle()
+    assert served.body._held_bytes == 0
+
+
+@on_event_loop
+async def test_runs_without_followers_end_with_the_server() -> None:
+    served = Served()
+    client = await served.ask(KEY)
+    await client.leave()
+    await served.retries.close()
+    assert not served.retries._running
