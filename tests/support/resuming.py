@@ -109,7 +109,7 @@ class Saving(Counter):
         await asyncio.sleep(0)
         return {"sums": self.sums, "prompt": self.prompt}
 
-    def load_state_dict(self, state) -> None:
+    async def load_state_dict(self, state) -> None:
         self.sums, self.prompt = list(state["sums"]), tuple(state["prompt"])
 
 

@@ -92,6 +92,27 @@ class CountingEnv:
         self.calls.append("close")
 
 
+class BlockingEnv:
+    """Its methods are plain; ends after one turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def reset(self) -> Observation:
+        self.calls.append("reset")
+        return Observation(prompt_token_ids=(1, 2))
+
+    def step(self, completion: Completion) -> Observation | Terminal:
+        self.calls.append("step")
+        return Terminal(reward=1.0)
+
+    def finish(self, status: RolloutStatus) -> Terminal:
+        return Terminal(reward=0.125)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
 class Factory:
     """Makes the i-th environment by the i-th function, and remembers them."""
 
@@ -144,11 +165,8 @@ def raising(method: str, error: BaseException):
     class Broken(CountingEnv):
         pass
 
-    def fail(self, *args):
+    async def fail(self, *args):
         raise error
 
-    async def fail_async(self, *args):
-        raise error
-
-    setattr(Broken, method, fail if method == "finish" else fail_async)
+    setattr(Broken, method, fail)
     return lambda: Broken(turns=9)

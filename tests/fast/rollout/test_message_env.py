@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -50,11 +49,9 @@ class Dialogue:
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
         self.told: list[dict] = []
-        self.threads = set()
         self.closed = 0
 
-    def reset(self):
-        self.threads.add(threading.get_ident())
+    async def reset(self):
         return MessageObservation(
             messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
         )
@@ -63,7 +60,7 @@ class Dialogue:
         self.told.append(message)
         return self.answers[len(self.told) - 1]
 
-    def finish(self, status):
+    async def finish(self, status):
         return Terminal(reward=0.5)
 
     async def close(self):
@@ -132,18 +129,12 @@ def test_trap_17_where_extension_cannot_be_proven_the_whole_history_is_rendered(
 
 def test_tools_of_the_first_observation_are_kept_when_rendering_again():
     class WithTools(Dialogue):
-        def reset(self):
+        async def reset(self):
             return user("U", tools=[{"name": "add "}])
 
     tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
     rollout, _ = play(WithTools(tool, Terminal(reward=1.0)), "x$", "y$")
     assert texts(rollout) == ["add u:U$a:", "add u:U$a:x$t:T$a:"]
-
-
-def test_plain_methods_run_beside_the_event_loop():
-    env = Dialogue(Terminal(reward=1.0))
-    play(env, "x$")
-    assert threading.get_ident() not in env.threads
 
 
 def test_limits_end_a_conversation_with_what_it_is_worth():

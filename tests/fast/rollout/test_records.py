@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.packed import pack_ints, unpack_ints
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
     group_from_json,
     group_to_json,
+    pack_ints,
     recorded_from_json,
     recorded_to_json,
     turns_to_json,
+    unpack_ints,
 )
 from torchtitan_rl.types import (
     Completion,

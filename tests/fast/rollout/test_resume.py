@@ -337,7 +337,7 @@ def test_a_state_that_is_not_json_ends_the_rollout_with_a_cause(state):
 
     group = Run(Odd).whole()
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ENV_ERROR}
-    assert "JSON-able state_dict" in group.rollouts[0].cause
+    assert "state_dict: expected JSON-able" in group.rollouts[0].cause
 
 
 def test_a_state_is_a_copy_that_later_steps_do_not_change():

@@ -50,10 +50,10 @@ class Secret:
         self.secret = Secret.made
         self.heard: list[str] = []
 
-    def reset(self) -> MessageObservation:
+    async def reset(self) -> MessageObservation:
         return MessageObservation(messages=[self._say("begin")], tools=[{"name": "T"}])
 
-    def step(self, message) -> MessageObservation | Terminal:
+    async def step(self, message) -> MessageObservation | Terminal:
         self.heard.append(message["content"])
         if len(self.heard) == 3:
             return Terminal(reward=float(self.secret), metrics={"heard": len(self.heard)})
@@ -61,18 +61,17 @@ class Secret:
             return MessageObservation(replace_messages=[self._say("anew")])
         return MessageObservation(messages=[self._say("more")])
 
-    def finish(self, status) -> Terminal:
+    async def finish(self, status) -> Terminal:
         return Terminal(reward=0.0)
 
-    def close(self) -> None:
-        pass
+    async def close(self) -> None: ...
 
     def _say(self, text: str) -> dict[str, str]:
         return {"role": "user", "content": f"{text} {self.secret} {len(self.heard)}"}
 
 
 class SavedSecret(Secret):
-    def state_dict(self):
+    async def state_dict(self):
         return {"secret": self.secret, "heard": self.heard}
 
     async def load_state_dict(self, state) -> None:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from torchtitan_rl.rollout.calls import call, compute
-from torchtitan_rl.rollout.seeds import request_seed
+from torchtitan_rl.rollout.group_settings import request_seed
 
 
 def test_seeds_are_the_same_in_every_process_and_version():
