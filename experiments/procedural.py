@@ -11,8 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
+from torchtitan_rl import Problem, Split
 
 MAX_PROBLEMS = 1 << 24  # of one epoch, whose order is kept in memory
 _VALIDATION_SHARE = 8  # one in so many keys belongs to validation

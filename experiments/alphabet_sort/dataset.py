@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from experiments.alphabet_sort.names import NAMES
 from experiments.procedural import ProceduralDataset, split_of
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
+from torchtitan_rl import Problem, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

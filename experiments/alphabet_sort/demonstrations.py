@@ -13,8 +13,7 @@ from typing import Any
 
 from experiments.alphabet_sort.prompts import user_message
 from experiments.alphabet_sort.scoring import NEW_MARK, right_answer
-from torchtitan_rl.rollout.rendering import ChatRenderer
-from torchtitan_rl.types import Episode
+from torchtitan_rl import ChatRenderer, Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,7 @@ from typing import Any
 
 from experiments.alphabet_sort.prompts import user_message
 from experiments.alphabet_sort.scoring import score
-from torchtitan_rl.rollout.env import Terminal
-from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl import MessageObservation, RolloutStatus, Terminal
 
 
 class AlphabetSortEnv:

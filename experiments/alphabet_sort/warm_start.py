@@ -24,9 +24,7 @@ from experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from experiments.alphabet_sort.task import POLICY_DIR
 from experiments.alphabet_sort.tokenizer import build_tokenizer
 from experiments.tiny_policy import ModelSize, teach
-from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.types import Episode
+from torchtitan_rl import Episode, OptimizerConfig, make_renderer
 
 _FIRST_PROBLEM = 1_000_000
 

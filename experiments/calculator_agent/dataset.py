@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from experiments.calculator_agent.calculator import CalculatorError, calculate
 from experiments.calculator_agent.stories import NAMES, ONE_OPERATION, THINGS, TWO_OPERATIONS
 from experiments.procedural import ProceduralDataset, split_of
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
+from torchtitan_rl import Problem, Split
 
 _MAX_FACTOR = 12  # of one side of every product and quotient
 

@@ -14,7 +14,7 @@ from typing import Any
 from experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
 from experiments.calculator_agent.calculator import CalculatorError, as_text, calculate
 from experiments.calculator_agent.tokenizer import answer_text
-from torchtitan_rl.types import Episode
+from torchtitan_rl import Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

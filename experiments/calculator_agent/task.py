@@ -11,13 +11,19 @@ from experiments.calculator_agent.agent import solve
 from experiments.calculator_agent.dataset import ProblemSizes, WordProblems
 from experiments.calculator_agent.scoring import is_right, score
 from experiments.procedural import MAX_PROBLEMS
-from torchtitan_rl.agents.agent import Agent, AgentCall, AgentHost, AgentResult
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import TokenEnv
-from torchtitan_rl.rollout.task import Dataset, Split
-from torchtitan_rl.types import Problem
+from torchtitan_rl import (
+    Agent,
+    AgentCall,
+    AgentEnv,
+    AgentHost,
+    AgentResult,
+    AgentTask,
+    Dataset,
+    Problem,
+    RolloutConfig,
+    Split,
+    TokenEnv,
+)
 
 if TYPE_CHECKING:
     import httpx

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.types import Completion, RolloutStatus
+from torchtitan_rl import AgentEnv, Completion, Observation, RolloutStatus, Terminal
 
 
 class TurnTokens(NamedTuple):

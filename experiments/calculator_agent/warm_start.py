@@ -22,8 +22,7 @@ from experiments.calculator_agent.demonstrations import Mistakes, demonstration
 from experiments.calculator_agent.task import POLICY_DIR
 from experiments.calculator_agent.tokenizer import build_tokenizer
 from experiments.tiny_policy import ModelSize, teach
-from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.types import Episode
+from torchtitan_rl import Episode, OptimizerConfig
 
 _FIRST_PROBLEM = 1_000_000
 _SIZES = ProblemSizes(two_operations=0.5, max_number=99)
