@@ -2,6 +2,7 @@
 
 An environment is an object with four async methods. This one asks for one token and rewards 7:
 
+>>> import asyncio
 >>> class LuckyEnv:
 ...     async def reset(self) -> Observation:
 ...         return Observation(prompt_token_ids=(1, 2), max_tokens=1)
@@ -13,6 +14,8 @@ An environment is an object with four async methods. This one asks for one token
 ...         return Terminal(reward=0.0)
 ...
 ...     async def close(self) -> None: ...
+>>> asyncio.run(LuckyEnv().reset()).prompt_token_ids
+(1, 2)
 
 An environment whose methods block (a subprocess, a simulator, a plain HTTP client) has the same
 methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.

@@ -1,5 +1,6 @@
 """Environments in chat messages, and the wrapper that makes token environments of them.
 
+>>> import asyncio
 >>> class SumEnv:
 ...     async def reset(self) -> MessageObservation:
 ...         return MessageObservation(messages=[{"role": "user", "content": "1 + 1?"}])
@@ -11,6 +12,8 @@
 ...         return Terminal(reward=0.0)
 ...
 ...     async def close(self) -> None: ...
+>>> asyncio.run(SumEnv().step({"role": "assistant", "content": "It is 2."})).reward
+1.0
 
 ``MessageTokenEnv(SumEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
 parses completions into messages, calls the environment with them, and renders the answer as the

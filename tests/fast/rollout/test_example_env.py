@@ -12,9 +12,8 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import Problem, RolloutStatus
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
-(SOURCE,) = (
-    block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "GuessEnv" in block
-)
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(SOURCE,) = (block for block in BLOCKS if "GuessEnv" in block)
 SHOWN: dict[str, object] = {"__name__": "shown"}
 exec(compile(SOURCE, "README.md", "exec"), SHOWN)
 GuessEnv, HIGHER = SHOWN["GuessEnv"], SHOWN["HIGHER"]
