@@ -16,7 +16,7 @@ from torchtitan_rl import Problem, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSizes:
-    """How many turns a problem has and how many names each brings; both ends included."""
+    """Number of turns of a problem and of new names in each turn; both ends included."""
 
     min_turns: int
     max_turns: int

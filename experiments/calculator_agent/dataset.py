@@ -61,9 +61,9 @@ def _numbers(expression: str, max_number: int, rng: random.Random) -> dict[str, 
     """A value for each letter; factors and divisors are small."""
     numbers = {letter: rng.randint(2, max_number) for letter in "abc"}
     for sign in "*/":
-        _, found, behind = expression.partition(sign)
+        _, found, rest = expression.partition(sign)
         if found:
-            numbers[behind[1]] = rng.randint(2, min(_MAX_FACTOR, max_number))
+            numbers[rest[1]] = rng.randint(2, min(_MAX_FACTOR, max_number))
     return numbers
 
 

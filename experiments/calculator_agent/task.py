@@ -57,7 +57,7 @@ class CalculatorAgentTask(AgentTask):
     async def run(
         self, given: AgentCall, transport: httpx.AsyncBaseTransport | None = None
     ) -> AgentResult:
-        """Let the agent solve its problem, and say what that was worth."""
+        """Let the agent solve its problem, and score the solution."""
         import httpx
         from openai import AsyncOpenAI
 

@@ -38,10 +38,9 @@ def complete(
 
 @dataclass
 class ScriptedGenerate:
-    """Answers the n-th turn of any rollout with the n-th script entry; remembers its requests.
+    """Answers the n-th turn of any rollout with the n-th script entry; records its requests.
 
-    An entry is token ids, an exception to raise, or a function of the request. What is over the
-    budget is cut.
+    An entry is token ids (cut at the budget), an exception to raise, or a function of the request.
     """
 
     script: Sequence[object]
@@ -65,7 +64,7 @@ class ScriptedGenerate:
 
 
 class CountingEnv:
-    """Repeats what was sampled behind a separator (token 0); ends by itself after ``turns``."""
+    """Appends each completion and a separator (token 0) to the prompt; ends after ``turns``."""
 
     def __init__(self, turns: int = 2, reward: float | None = 1.0) -> None:
         self.turns = turns
@@ -114,7 +113,7 @@ class BlockingEnv:
 
 
 class Factory:
-    """Makes the i-th environment by the i-th function, and remembers them."""
+    """Makes the i-th environment with the i-th function, and keeps them."""
 
     def __init__(self, *makers: Callable[[], object]) -> None:
         self.makers = list(makers)

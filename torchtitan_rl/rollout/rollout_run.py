@@ -76,12 +76,14 @@ class RolloutRun:
     ) -> None:
         self.rollout_id = rollout_id
         self._group = group
-        self._is_restoring = recorded is not None and group.may_resume(recorded)
-        self._refused = None if self._is_restoring else recorded
         # Turns that the environment has answered, and what continues the rollout after them.
         self._record = RecordedRollout(rollout_id=rollout_id)
+        self._is_restoring = recorded is not None and group.may_resume(recorded)
+        self._num_refused = 0
         if recorded is not None and self._is_restoring:
             self._record = recorded
+        elif recorded is not None:
+            self._num_refused = recorded.num_tokens
         self._open_turn: Turn | None = None  # sampled, and not yet in the record
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._deadline_s = 0.0
@@ -131,8 +133,7 @@ class RolloutRun:
             Exception: only what ``on_turn`` or ``on_discard`` raised.
         """
         self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
-        if self._refused is not None:
-            self._report_discarded(ROLLED_BACK, self._refused.num_tokens)
+        self._report_discarded(ROLLED_BACK, self._num_refused)
         ended = self._recorded_end()
         if ended is None:
             try:
@@ -224,7 +225,7 @@ class RolloutRun:
     async def _note_turns(
         self, env: EnvSession, turns: tuple[Turn, ...], answer: Observation | Terminal
     ) -> None:
-        """Record the turns, and the environment's state if turns are recorded outside, too."""
+        """Record the turns, and the environment's state if ``on_turn`` gets it."""
         env_state: EnvState | None = None
         if isinstance(answer, Terminal):
             self._note_messages(env)
@@ -286,11 +287,8 @@ class RolloutRun:
         raise ValueError(message)
 
     def _turns(self) -> tuple[Turn, ...]:
-        return (
-            self._record.turns
-            if self._open_turn is None
-            else (*self._record.turns, self._open_turn)
-        )
+        open_turns = () if self._open_turn is None else (self._open_turn,)
+        return self._record.turns + open_turns
 
     def _rollout(self, terminal: Terminal) -> Rollout:
         reward = None if terminal.status.is_failure else terminal.reward

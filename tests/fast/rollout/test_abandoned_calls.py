@@ -20,7 +20,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 
 @pytest.fixture
 def abandoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbandonedCalls]:
-    """That of the process, for a test alone: three calls that hang are too many."""
+    """A new instance for the whole process: three calls that hang are too many."""
     own = AbandonedCalls(max_hanging=3, hangs_after_s=0.0)
     for module in (calls, env_session):
         monkeypatch.setattr(module, "abandoned", own)
@@ -28,7 +28,7 @@ def abandoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbandonedCalls]:
     assert own.num_running == 0
 
 
-def test_a_thread_that_is_given_up_counts_until_it_ends(abandoned: AbandonedCalls):
+def test_an_abandoned_thread_counts_until_it_ends(abandoned: AbandonedCalls):
     release, ended = threading.Event(), threading.Event()
 
     def hang():
@@ -81,7 +81,7 @@ def test_a_task_that_ignores_its_cancellation_counts_too(abandoned: AbandonedCal
     asyncio.run(scenario())
 
 
-def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_call(
+def test_a_run_whose_environment_keeps_hanging_fails_with_an_error_that_names_the_call(
     abandoned: AbandonedCalls,
 ):
     release = threading.Event()
@@ -118,7 +118,7 @@ def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_
     asyncio.run(scenario())
 
 
-def test_calls_that_were_only_just_given_up_do_not_end_a_run():
+def test_calls_that_were_just_abandoned_do_not_end_a_run():
     now_s = 0.0
     own = AbandonedCalls(max_hanging=2, hangs_after_s=60.0, clock=lambda: now_s)
     for name in ("a", "b", "a"):
@@ -148,11 +148,11 @@ async def main():
     try:
         await within(0.01, in_thread, threading.Event().wait)
     except CallTimeoutError:
-        print("given up")
+        print("timed out")
 
 asyncio.run(main())
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
     )
-    assert done.stdout == b"given up\n"
+    assert done.stdout == b"timed out\n"

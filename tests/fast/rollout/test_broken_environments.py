@@ -1,4 +1,4 @@
-"""Environments that hang, raise, return garbage or are solved already: each ends by name."""
+"""Environments that hang, raise, return garbage or are already solved: each ends with a status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
     assert len(rollout.turns) == 1  # what was sampled before is kept
 
 
-def test_a_thread_that_hangs_does_not_keep_the_rollout():
+def test_a_thread_that_hangs_does_not_hold_its_rollout():
     release = threading.Event()
 
     class Stuck(BlockingEnv):
@@ -52,7 +52,7 @@ def test_a_thread_that_hangs_does_not_keep_the_rollout():
     assert stuck.calls == ["reset", "close"]
 
 
-def test_a_close_that_hangs_is_given_up_and_said():
+def test_a_close_that_hangs_is_a_cause_and_no_failure():
     class NeverCloses(CountingEnv):
         async def close(self):
             await asyncio.Event().wait()
@@ -62,7 +62,7 @@ def test_a_close_that_hangs_is_given_up_and_said():
     assert "close: no answer" in rollout.cause
 
 
-def test_an_environments_own_time_error_is_not_taken_for_a_limit():
+def test_a_timeout_error_of_the_environment_itself_is_an_env_error():
     class Raises(CountingEnv):
         async def step(self, completion):
             raise TimeoutError("the database")
@@ -74,7 +74,7 @@ def test_an_environments_own_time_error_is_not_taken_for_a_limit():
 
 @pytest.mark.parametrize("method", ["reset", "step", "finish"])
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
-def test_trap_18_an_environment_that_raises_ends_alone_with_a_cause(method, error):
+def test_an_environment_that_raises_ends_alone_with_a_cause(method, error):
     factory = Factory(raising(method, error), CountingEnv)
     broken, sound = run_rollouts(factory, size=2, max_turns=2)
     assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
@@ -145,7 +145,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: repr(garbage)[:60])
 @pytest.mark.parametrize("method", ["reset", "step"])
-def test_garbage_from_an_environment_ends_its_rollout_only_and_is_named(method, garbage):
+def test_garbage_from_an_environment_ends_only_its_rollout_and_is_in_the_cause(method, garbage):
     factory = Factory(answering(method, garbage), CountingEnv)
     broken, sound = run_rollouts(factory, size=2)
     assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
@@ -172,13 +172,13 @@ def test_an_end_before_the_first_turn_is_an_env_error():
 @pytest.mark.parametrize(
     "prompt", [lambda: range(10**9), lambda: itertools.count(1), lambda: [1] * 1_000_000]
 )
-def test_a_huge_or_endless_prompt_ends_as_max_tokens_without_being_read_to_its_end(prompt):
+def test_a_huge_or_endless_prompt_ends_as_max_tokens_and_is_not_read_to_its_end(prompt):
     factory = Factory(answering("step", lambda: observation(prompt_token_ids=prompt())))
     rollout = only(factory, max_total_tokens=50)
     assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.125)
 
 
-def test_numbers_of_other_libraries_become_our_own():
+def test_numbers_of_other_libraries_become_python_numbers():
     terminal = Terminal(
         reward=np.float32(0.5), turn_reward=True, metrics={"n": np.int64(3), "none": None}
     )
@@ -201,28 +201,28 @@ def test_numbers_of_other_libraries_become_our_own():
     assert rollout.metrics == {"n": 3.0}
 
 
-class Unspeakable(Exception):
-    """Cannot even be printed."""
+class Unprintable(Exception):
+    """Raises when it is printed."""
 
     def __str__(self):
-        raise RuntimeError("no words")
+        raise RuntimeError("not printable")
 
     __repr__ = __str__
 
 
 def test_an_error_that_cannot_be_printed_ends_one_rollout():
-    rollout = only(Factory(raising("step", Unspeakable())))
+    rollout = only(Factory(raising("step", Unprintable())))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "Unspeakable" in rollout.cause
+    assert "Unprintable" in rollout.cause
 
 
-@pytest.mark.parametrize("answer", [Unspeakable(), Terminal(reward=Unspeakable())])
+@pytest.mark.parametrize("answer", [Unprintable(), Terminal(reward=Unprintable())])
 def test_an_answer_that_cannot_be_printed_ends_one_rollout(answer):
     rollout = only(Factory(answering("step", answer)))
     assert rollout.status is RolloutStatus.ENV_ERROR
 
 
-def test_numbers_that_raise_when_asked_end_one_rollout():
+def test_numbers_that_cannot_be_converted_end_one_rollout():
     class Raises:
         def __float__(self):
             raise RuntimeError("not now")
@@ -233,7 +233,7 @@ def test_numbers_that_raise_when_asked_end_one_rollout():
 
 
 @pytest.mark.parametrize("messages", [["text"], None, 5, RuntimeError("no")])
-def test_messages_that_are_none_are_left_out_and_said(messages):
+def test_invalid_messages_are_left_out_and_are_a_cause(messages):
     class Talks(CountingEnv):
         @property
         def messages(self):
@@ -259,7 +259,7 @@ def test_messages_are_a_copy_in_the_types_of_json():
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
-def test_an_environment_that_hangs_and_ignores_its_cancellation_is_left_behind(method):
+def test_a_rollout_does_not_wait_for_an_environment_that_ignores_its_cancellation(method):
     class Deaf(CountingEnv):
         pass
 
@@ -305,7 +305,7 @@ def test_an_environment_that_hangs_is_cancelled_and_may_clean_up_before_it_is_cl
     assert factory.made[0].calls == ["reset", "tidied", "close"]
 
 
-def test_problems_that_are_all_solved_give_a_group_that_says_it_teaches_nothing():
+def test_a_group_of_solved_rollouts_has_no_variance_and_no_advantage():
     group = run_rollouts(Factory(CountingEnv), size=4)
     advantages = group_advantages([rollout.reward for rollout in group], "std")
     assert advantages.values == (0.0,) * 4

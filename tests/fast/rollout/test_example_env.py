@@ -42,7 +42,7 @@ def test_the_example_is_won_within_its_turns_and_is_one_episode():
         assert episode.token_ids[-1] == 42
 
 
-def test_the_example_is_worth_nothing_when_its_turns_are_used_up():
+def test_the_example_has_no_reward_when_its_turns_are_used_up():
     for rollout in play(max_turns=2):
         assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.0)
 

@@ -145,7 +145,7 @@ def turn_of(prompt, token_ids, logprobs=None) -> Turn:
     return Turn(prompt_token_ids=prompt, completion=completion)
 
 
-def test_trap_15_logprobs_that_are_not_finite_survive():
+def test_logprobs_that_are_not_finite_survive():
     recorded = RecordedRollout(
         rollout_id="r",
         turns=(turn_of((1,), (2, 3), (float("nan"), float("-inf"))),),
