@@ -29,6 +29,21 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
 
+def answering(method: str, answer):
+    class Wrong(CountingEnv):
+        pass
+
+    async def give(self, *args):
+        return answer() if callable(answer) else answer
+
+    setattr(Wrong, method, give)
+    return lambda: Wrong(turns=9)
+
+
+def observation(**fields) -> Observation:
+    return Observation(**{"prompt_token_ids": (1, 2), **fields})
+
+
 def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
     factory = Factory(Hanging)
     rollout = only(factory, step_timeout_s=0.02)
@@ -63,13 +78,9 @@ def test_a_close_that_hangs_is_a_cause_and_no_failure():
 
 
 def test_a_timeout_error_of_the_environment_itself_is_an_env_error():
-    class Raises(CountingEnv):
-        async def step(self, completion):
-            raise TimeoutError("the database")
-
-    rollout = only(Factory(Raises))
+    rollout = only(Factory(raising("step", TimeoutError("the database"))))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "step: TimeoutError: the database (test_broken_environments.py:" in rollout.cause
+    assert "step: TimeoutError: the database (rollouts.py:" in rollout.cause
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "finish"])
@@ -94,27 +105,9 @@ def test_an_environment_that_cannot_be_made_is_an_env_error():
 
 
 def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():
-    class GivesUp(CountingEnv):
-        async def step(self, completion):
-            return Terminal(reward=3.0, status=RolloutStatus.ENV_ERROR)
-
-    rollout = only(Factory(GivesUp))
+    failure = Terminal(reward=3.0, status=RolloutStatus.ENV_ERROR)
+    rollout = only(Factory(answering("step", failure)))
     assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_ERROR, None)
-
-
-def answering(method: str, answer):
-    class Wrong(CountingEnv):
-        pass
-
-    async def give(self, *args):
-        return answer() if callable(answer) else answer
-
-    setattr(Wrong, method, give)
-    return lambda: Wrong(turns=9)
-
-
-def observation(**fields) -> Observation:
-    return Observation(**{"prompt_token_ids": (1, 2), **fields})
 
 
 GARBAGE = [

@@ -56,14 +56,7 @@ def test_a_request_that_fails_ends_its_rollout_only(failure):
 
 def test_misaligned_logprobs_never_reach_an_episode():
     def misaligned(request):
-        good = complete(request, (1, 2))
-        return type(good)(
-            request_id=good.request_id,
-            token_ids=(1, 2),
-            logprobs=(-1.0,),
-            version_runs=good.version_runs,
-            finish_reason=FinishReason.STOP,
-        )
+        return replace(complete(request, (1, 2)), logprobs=(-1.0,))
 
     rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([misaligned]))
     assert rollout.status is RolloutStatus.GENERATION_ERROR
