@@ -1,7 +1,6 @@
 """Checks of what an environment returned, and its conversion to plain Python types. Pure.
 
-Everything that goes on from here into requests, records and files has the declared types (a numpy
-reward becomes a float).
+What requests, records and files are made of has the declared types: a numpy reward becomes a float.
 """
 
 from __future__ import annotations

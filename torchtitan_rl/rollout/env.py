@@ -1,22 +1,5 @@
 """The environment protocol: prompts as token ids out, sampled completions in.
 
-An environment is an object with four async methods. This one asks for one token and rewards 7:
-
->>> import asyncio
->>> class LuckyEnv:
-...     async def reset(self) -> Observation:
-...         return Observation(prompt_token_ids=(1, 2), max_tokens=1)
-...
-...     async def step(self, completion: Completion) -> Observation | Terminal:
-...         return Terminal(reward=float(completion.token_ids == (7,)))
-...
-...     async def finish(self, status: RolloutStatus) -> Terminal:
-...         return Terminal(reward=0.0)
-...
-...     async def close(self) -> None: ...
->>> asyncio.run(LuckyEnv().reset()).prompt_token_ids
-(1, 2)
-
 An environment whose methods block (a subprocess, a simulator, a plain HTTP client) has the same
 methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
 """
@@ -77,6 +60,23 @@ class TokenEnv(Protocol):
     called while another call, which took too long, still runs. An exception ends this rollout with
     ``RolloutStatus.ENV_ERROR`` and no other. A resumed run continues environments that are
     `Stateful` or `Replayable`, and starts the rollouts of all others again.
+
+    This one asks for one token and rewards 7:
+
+    >>> import asyncio
+    >>> class LuckyEnv:
+    ...     async def reset(self) -> Observation:
+    ...         return Observation(prompt_token_ids=(1, 2), max_tokens=1)
+    ...
+    ...     async def step(self, completion: Completion) -> Observation | Terminal:
+    ...         return Terminal(reward=float(completion.token_ids == (7,)))
+    ...
+    ...     async def finish(self, status: RolloutStatus) -> Terminal:
+    ...         return Terminal(reward=0.0)
+    ...
+    ...     async def close(self) -> None: ...
+    >>> asyncio.run(LuckyEnv().reset()).prompt_token_ids
+    (1, 2)
     """
 
     async def reset(self) -> Observation:

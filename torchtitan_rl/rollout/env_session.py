@@ -46,7 +46,7 @@ class EnvSession:
     """``make`` creates the environment; ``on_call`` gets each method's name before it is called.
 
     All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if so many
-    abandoned calls hang that no rollout can go on.
+    abandoned calls hang that no rollout can continue.
     """
 
     def __init__(

@@ -1,21 +1,6 @@
 """Environments in chat messages, and the wrapper that makes token environments of them.
 
->>> import asyncio
->>> class SumEnv:
-...     async def reset(self) -> MessageObservation:
-...         return MessageObservation(messages=[{"role": "user", "content": "1 + 1?"}])
-...
-...     async def step(self, message: dict[str, Any]) -> MessageObservation | Terminal:
-...         return Terminal(reward=float("2" in message["content"]))
-...
-...     async def finish(self, status: RolloutStatus) -> Terminal:
-...         return Terminal(reward=0.0)
-...
-...     async def close(self) -> None: ...
->>> asyncio.run(SumEnv().step({"role": "assistant", "content": "It is 2."})).reward
-1.0
-
-``MessageTokenEnv(SumEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
+``MessageTokenEnv(MyEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
 parses completions into messages, calls the environment with them, and renders the answer as the
 next prompt, which extends the previous prompt and completion if the renderer can prove that this is
 safe. Limits of turns, tokens and times are those of any environment, and not enforced here.
@@ -65,6 +50,21 @@ class MessageEnv(Protocol):
 
     All that `TokenEnv` says about its methods holds here: they are async, `threaded` wraps
     environments with plain ones, and `Stateful` or `Replayable` ones can be resumed.
+
+    >>> import asyncio
+    >>> class SumEnv:
+    ...     async def reset(self) -> MessageObservation:
+    ...         return MessageObservation(messages=[{"role": "user", "content": "1 + 1?"}])
+    ...
+    ...     async def step(self, message: dict[str, Any]) -> MessageObservation | Terminal:
+    ...         return Terminal(reward=float("2" in message["content"]))
+    ...
+    ...     async def finish(self, status: RolloutStatus) -> Terminal:
+    ...         return Terminal(reward=0.0)
+    ...
+    ...     async def close(self) -> None: ...
+    >>> asyncio.run(SumEnv().step({"role": "assistant", "content": "It is 2."})).reward
+    1.0
     """
 
     async def reset(self) -> MessageObservation:

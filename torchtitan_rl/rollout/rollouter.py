@@ -1,6 +1,6 @@
 """Groups of sibling rollouts: run at once, scored, and returned together.
 
-Siblings are independent: one that fails has a status and a cause, and the others go on. Each is
+Siblings are independent: one that fails has a status and a cause, and the others continue. Each is
 scored and reported to ``on_rollout`` as soon as it ends; only a rubric that scores groups makes it
 wait for the last sibling. Limits are enforced in `rollout_run.py`.
 

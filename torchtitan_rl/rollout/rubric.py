@@ -1,12 +1,5 @@
 """Rewards of finished rollouts: weighted sums of named reward functions.
 
->>> def is_short(rollout: Rollout, problem: Problem) -> float:
-...     return float(rollout.num_sampled_tokens <= problem.data["budget"])
->>> rubric = Rubric([
-...     RewardFunction(name="environment", function=lambda rollout, problem: rollout.reward),
-...     RewardFunction(name="short", function=is_short, weight=0.1),
-... ])
-
 A function that raises, takes too long or returns no finite number gives an error with its cause;
 scoring itself never raises, so that one rollout cannot fail its siblings.
 """
@@ -54,6 +47,13 @@ class Rubric:
 
     A subclass that overrides `score_group` scores whole groups instead (rankings, diversity): it
     is called once, after the last sibling has ended, and ``timeout_s`` limits this call.
+
+    >>> def is_short(rollout: Rollout, problem: Problem) -> float:
+    ...     return float(rollout.num_sampled_tokens <= problem.data["budget"])
+    >>> rubric = Rubric([
+    ...     RewardFunction(name="environment", function=lambda rollout, problem: rollout.reward),
+    ...     RewardFunction(name="short", function=is_short, weight=0.1),
+    ... ])
     """
 
     def __init__(self, functions: Sequence[RewardFunction], *, timeout_s: float = 60.0) -> None:
