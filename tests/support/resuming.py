@@ -217,5 +217,5 @@ def sampled_tokens(recorded) -> int:
 
 
 def contents(group):
-    """All of a group but the order in which it ended."""
+    """What the rollouts of a group consist of, without their ids."""
     return [(r.turns, r.status, r.reward, r.cause, r.messages, r.metrics) for r in group.rollouts]
