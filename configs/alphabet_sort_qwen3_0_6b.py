@@ -7,12 +7,18 @@ Download the model first, or give another place with ``--policy.checkpoint``:
 
 from __future__ import annotations
 
-from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl import (
+    CheckpointConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
-from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import CheckpointConfig, ValidationConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
 config = RunConfig(
     name="alphabet_sort_qwen3_0_6b",

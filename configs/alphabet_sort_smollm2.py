@@ -6,12 +6,17 @@ the model to learn, it takes more steps, and a GPU.
 
 from __future__ import annotations
 
-from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
-from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
 config = RunConfig(
     name="alphabet_sort_smollm2",

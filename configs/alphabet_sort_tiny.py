@@ -5,12 +5,17 @@ Two vLLM replicas generate, one torchtitan process trains, synchronously.
 
 from __future__ import annotations
 
-from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
-from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
 config = RunConfig(
     name="alphabet_sort_tiny",

@@ -6,13 +6,18 @@ torchtitan process trains, synchronously.
 
 from __future__ import annotations
 
-from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl import (
+    EndpointConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
-from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
 config = RunConfig(
     name="calculator_agent_tiny",

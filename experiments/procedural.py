@@ -1,4 +1,4 @@
-"""Procedural datasets: problems made from their index, without end and with a saved position.
+"""Procedural datasets: endless sequences of problems made from their index.
 
 Invariants: a problem depends on its split, its index and the task's options alone, never on the
 seed, so ``problem_id`` is stable across runs; the seed and the epoch decide only the order.
@@ -11,15 +11,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
+from torchtitan_rl import Problem, Split
 
 MAX_PROBLEMS = 1 << 24  # of one epoch, whose order is kept in memory
-_VALIDATION_SHARE = 8  # one in so many keys belongs to validation
+_VALIDATION_SHARE = 8  # one of so many keys belongs to validation
 
 
 def split_of(key: str) -> Split:
-    """The one split that may have problems with ``key``, which names what must not be in both."""
+    """The split of all problems with this ``key``, so that they are not in both."""
     digest = hashlib.sha256(key.encode()).digest()
     return "validation" if digest[0] % _VALIDATION_SHARE == 0 else "train"
 
@@ -27,7 +26,7 @@ def split_of(key: str) -> Split:
 class ProceduralDataset:
     """An endless sequence of epochs over the problems ``make(0)`` to ``make(num_problems - 1)``.
 
-    The train split is shuffled anew each epoch; validation keeps its order, so that its first n
+    The train split is shuffled again in each epoch; validation keeps its order, so that its first n
     problems are always the same ones.
     """
 
@@ -57,7 +56,7 @@ class ProceduralDataset:
         return {"epoch": self._epoch, "position": self._position, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in the order of that run's seed."""
+        """Continue where `state_dict` was taken, in the order of that run's seed."""
         self._seed = int(state["seed"])
         self._move_to(int(state["epoch"]), int(state["position"]))
 

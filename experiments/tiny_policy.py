@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
-from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.types import Episode
+from torchtitan_rl import Episode, OptimizerConfig, TrainerConfig, pack_episodes
 
 ROW_LEN = 256
 
@@ -42,7 +40,7 @@ def teach(
     seed: int,
 ) -> None:
     """Write the policy that comes of one step for each of the ``num_steps`` lessons (bfloat16)."""
-    from torchtitan_rl.backends.titan.trainer import PolicyTrainer
+    from torchtitan_rl import PolicyTrainer
 
     trainer_config = TrainerConfig(
         row_len=ROW_LEN, rows_per_microbatch=32, threads=threads, optimizer=optimizer

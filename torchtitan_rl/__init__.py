@@ -1,3 +1,150 @@
-"""RL post-training for PyTorch: torchtitan trains, vLLM generates, Monarch orchestrates."""
+"""RL post-training for PyTorch: torchtitan trains, vLLM generates, Monarch orchestrates.
+
+This module exports what tasks, environments, rubrics, agents and configurations import; all other
+modules may change without notice. Names are loaded when they are first used, so that importing the
+package takes no time and needs neither torch nor vLLM nor Monarch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_rl.agents.agent import (
+        Agent,
+        AgentCall,
+        AgentCommand,
+        AgentError,
+        AgentHost,
+        AgentResult,
+    )
+    from torchtitan_rl.agents.env import AgentEnv
+    from torchtitan_rl.agents.task import AgentTask
+    from torchtitan_rl.backends.titan.trainer import PolicyTrainer
+    from torchtitan_rl.config import (
+        CheckpointConfig,
+        EndpointConfig,
+        GeneratorConfig,
+        LossConfig,
+        MetricsConfig,
+        OptimizerConfig,
+        PolicyConfig,
+        RolloutConfig,
+        RunConfig,
+        SamplingConfig,
+        ScheduleConfig,
+        TrainerConfig,
+        ValidationConfig,
+        WeightSyncConfig,
+    )
+    from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+    from torchtitan_rl.rollout.chatml import Message
+    from torchtitan_rl.rollout.env import (
+        Conversation,
+        Observation,
+        Replayable,
+        Stateful,
+        Terminal,
+        TokenEnv,
+        threaded,
+    )
+    from torchtitan_rl.rollout.message_env import MessageEnv, MessageObservation, MessageTokenEnv
+    from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
+    from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
+    from torchtitan_rl.rollout.task import Dataset, Split, Task
+    from torchtitan_rl.training.packing import pack_episodes
+    from torchtitan_rl.types import (
+        Completion,
+        Episode,
+        FinishReason,
+        Problem,
+        Rollout,
+        RolloutStatus,
+        Turn,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Agent",
+    "AgentCall",
+    "AgentCommand",
+    "AgentEnv",
+    "AgentError",
+    "AgentHost",
+    "AgentResult",
+    "AgentTask",
+    "ChatRenderer",
+    "CheckpointConfig",
+    "Completion",
+    "ConfigError",
+    "Conversation",
+    "Dataset",
+    "EndpointConfig",
+    "Episode",
+    "FinishReason",
+    "GeneratorConfig",
+    "LossConfig",
+    "Message",
+    "MessageEnv",
+    "MessageObservation",
+    "MessageTokenEnv",
+    "MetricsConfig",
+    "Observation",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PolicyTrainer",
+    "Problem",
+    "RendererKind",
+    "Replayable",
+    "RewardFunction",
+    "Rollout",
+    "RolloutConfig",
+    "RolloutStatus",
+    "Rubric",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "Score",
+    "Split",
+    "Stateful",
+    "Task",
+    "Terminal",
+    "Thinking",
+    "TokenEnv",
+    "TorchtitanRLError",
+    "TrainerConfig",
+    "Turn",
+    "ValidationConfig",
+    "WeightSyncConfig",
+    "make_renderer",
+    "pack_episodes",
+    "threaded",
+]
+
+_MODULES = (  # that define the names above; those that load more are searched later
+    "types",
+    "errors",
+    "config",
+    "rollout.env",
+    "rollout.task",
+    "rollout.rubric",
+    "rollout.chatml",
+    "rollout.rendering",
+    "rollout.message_env",
+    "agents.agent",
+    "agents.env",
+    "agents.task",
+    "training.packing",
+    "backends.titan.trainer",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _MODULES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The errors a user of the package may want to catch."""
+"""The exceptions of the package, as a tree that users can catch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TorchtitanRLError(Exception):
-    """Root of every error that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class ConfigError(TorchtitanRLError):
@@ -29,9 +29,9 @@ class InvalidRequestError(GenerationError):
 
 
 class RequestGivenUpError(InvalidRequestError):
-    """The engine took a request, sampled for it, and could not go on; it fails alone.
+    """The engine accepted a request and could not complete it; it fails alone.
 
-    ``completion`` is what had been sampled by then.
+    ``completion`` has the tokens sampled until then.
     """
 
     def __init__(self, message: str, completion: Completion) -> None:
@@ -51,19 +51,19 @@ class LoopClosedError(ReplicaError):
 
 
 class LoopFailedError(ReplicaError):
-    """The engine loop ended by an error, its ``__cause__``; all its requests fail with it."""
+    """The engine loop failed with an error, its ``__cause__``; all its requests fail with it."""
 
 
 class LoopStalledError(LoopFailedError):
-    """The engine loop has requests to run and has got nowhere with them for too long."""
+    """The engine loop has requests and has made no progress with them for too long."""
 
 
 class WeightSyncError(TorchtitanRLError):
-    """Weights could not be published, fetched or swapped; carries version and replica."""
+    """Weights could not be published, fetched or swapped; names version and replica."""
 
 
 class TrainerLostError(TorchtitanRLError):
-    """A trainer process has died; the newest checkpoint is what is left of the run."""
+    """A trainer process has died; the run can continue from its newest checkpoint."""
 
 
 class EndpointLostError(TorchtitanRLError):
@@ -71,11 +71,11 @@ class EndpointLostError(TorchtitanRLError):
 
 
 class CheckpointError(TorchtitanRLError):
-    """A checkpoint could not be written, or one on disk is torn or damaged; names it and why."""
+    """A checkpoint could not be written, or one on disk is damaged; names it and the reason."""
 
 
 class OutputError(TorchtitanRLError):
-    """A file of a run's outputs (metrics, rollouts) could not be written; names it and why."""
+    """An output file (metrics, rollouts) could not be written; names it and the reason."""
 
 
 class DivergedError(TorchtitanRLError):
@@ -83,7 +83,7 @@ class DivergedError(TorchtitanRLError):
 
 
 class DeadlineError(TorchtitanRLError):
-    """A wait reached its deadline; the message says what it waited for."""
+    """A wait reached its deadline; names what it waited for."""
 
 
 class GenerationTimeoutError(GenerationError, DeadlineError):

@@ -1,7 +1,7 @@
-"""What flows between the parts of the system, one frozen dataclass a thing.
+"""The frozen dataclasses that flow between the parts of the system. Imports no framework.
 
-No framework is imported here. Token-aligned sequences are tuples of equal length: entry ``i`` of
-``logprobs`` or ``versions`` belongs to entry ``i`` of ``token_ids``.
+Token-aligned sequences are tuples of equal length: entry ``i`` of ``logprobs`` or ``versions``
+belongs to entry ``i`` of ``token_ids``.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token or stop string was sampled
     LENGTH = "length"  # the token budget or the context is used up
-    ABORT = "abort"  # somebody asked for it to end; the tokens so far are kept
+    ABORT = "abort"  # an abort was requested; the tokens sampled so far are kept
 
 
 class RolloutStatus(StrEnum):
     """How a rollout ended; each has exactly one."""
 
-    COMPLETED = "completed"  # the environment said so
+    COMPLETED = "completed"  # by the environment
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"  # no room left for another turn
+    MAX_TOKENS = "max_tokens"  # no tokens left for another turn
     STEP_TIMEOUT = "step_timeout"  # one environment call took too long
-    ROLLOUT_TIMEOUT = "rollout_timeout"  # how far it got says how fast the machine is
-    ENV_ERROR = "env_error"  # the environment raised
+    ROLLOUT_TIMEOUT = "rollout_timeout"  # a failure: how far it got depends on the machine
+    ENV_ERROR = "env_error"  # the environment raised, or returned a wrong type
     GENERATION_ERROR = "generation_error"  # a request was refused, or its replicas were lost
     REWARD_ERROR = "reward_error"  # a reward function raised or returned no finite number
     CANCELLED = "cancelled"
 
     @property
     def is_failure(self) -> bool:
-        """Failed rollouts have no reward, and count neither in a baseline nor in the loss."""
+        """Failed rollouts have no reward, and are neither in a baseline nor in the loss."""
         return self in _FAILURES
 
 
@@ -56,12 +56,12 @@ class SamplingParams:
     """How to sample one completion (always n = 1).
 
     ``seed`` makes the request reproducible whatever else is in its batch; None draws from the
-    replica's own generator. ``stop_token_ids`` come on top of the model's end-of-sequence ids.
-    A completion that has one of the strings ``stop`` in its text ends with the token that
-    completed it. ``num_logprobs`` asks for the most likely alternatives of each token, too; without
-    ``with_logprobs`` not even the tokens' own are computed, and each is NaN.
-    ``engine_options`` are further sampling parameters in vLLM's names, in JSON's types
-    (penalties, ``logit_bias``, ``structured_outputs``, ...).
+    replica's own generator. ``stop_token_ids`` are added to the model's end-of-sequence ids. A
+    completion whose text has one of the strings ``stop`` ends with the token that completed it.
+    ``num_logprobs`` is the number of most likely alternatives to return for each token; without
+    ``with_logprobs`` no logprobs are computed, and each is NaN. ``engine_options`` are further
+    sampling parameters with vLLM's names and JSON's types (penalties, ``logit_bias``,
+    ``structured_outputs``, ...).
     """
 
     max_tokens: int
@@ -80,8 +80,8 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True where part of the distribution is cut off or changed otherwise than by temperature;
-        such samples cannot be trained on."""
+        """Whether anything but the temperature changes the distribution; such samples cannot be
+        trained on."""
         is_cut = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
         return is_cut or bool(self.engine_options)
 
@@ -91,10 +91,10 @@ class GenerationRequest:
     """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica.
 
     ``min_version``: only replicas that hold this policy version or a newer one may serve it.
-    ``resume_from`` holds what was sampled for this very request before (its prompt and budget are
-    unchanged): those tokens are kept, and the completion goes on behind them. ``num_resumed`` is
-    what the router makes of it for a replica: so many tokens at the end of the prompt are sampled
-    ones, and count as such for stop strings, penalties and grammars.
+    ``resume_from`` holds partial tokens of this request (its prompt and budget are unchanged): the
+    completion keeps them and continues after them. For a replica, the router appends them to the
+    prompt and sets ``num_resumed`` to their number: they are sampled tokens for stop strings,
+    penalties and grammars.
     """
 
     request_id: str
@@ -115,7 +115,7 @@ class VersionRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionMetrics:
-    """Timings of one request on its replica, in seconds since it entered the inbox or as said.
+    """Timings of one request on its replica, in seconds.
 
     ``requests_in_flight`` is the number of requests, this one included, that the engine held
     (running or waiting, after admission) when the step that finished this one began.
@@ -138,11 +138,10 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class Completion:
     """The tokens sampled for one request, with the logprob and version each was sampled under.
 
-    ``logprobs`` are of the processed distribution (temperature applied). A completion may have no
-    token at all (aborted before the first). ``stop_token_ids`` that ended it are part of it;
-    ``stop_reason`` is the stop string, or the stop token other than the model's own, that did.
-    ``top_logprobs`` has, where the request asked for alternatives, the (token id, logprob) pairs of
-    each position, the sampled token first, then the most likely ones in order; else it is empty.
+    ``logprobs`` are of the processed distribution (temperature applied). A completion that was
+    aborted before its first token is empty. A stop token that ended it is its last token;
+    ``stop_reason`` is the stop string, or the stop token other than the model's own, that ended it.
+    ``top_logprobs`` is empty unless the request asked for alternatives.
     """
 
     request_id: str
@@ -169,8 +168,8 @@ class Completion:
 class Progress:
     """What a running request has sampled since its last progress: its tokens from ``start`` on.
 
-    ``version_runs`` are those of the whole completion so far. What a completion brought as progress
-    is a beginning of it; its last tokens may come with the completion alone.
+    ``version_runs`` are those of the whole completion so far. The last tokens of a completion may
+    come only with the completion.
     """
 
     request_id: str
@@ -186,7 +185,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class GenerateFn(Protocol):
-    """Completes one request. A rollout does not know what is behind it.
+    """Completes one request. A rollout does not depend on what implements it.
 
     Raises:
         GenerationError: the request was refused, or every replica that could serve it is gone.
@@ -205,9 +204,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One prompt, its completion, and what the environment thought of it.
+    """One prompt, its completion, and the environment's reward for it.
 
-    A turn that is not seen (its agent was gone before it had the completion) is not trained on.
+    A turn that was not seen (its agent ended before it got the completion) is not trained on.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -219,7 +218,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One trajectory. ``reward`` is None exactly where ``status.is_failure``."""
+    """One trajectory. ``reward`` is None if and only if ``status.is_failure``."""
 
     rollout_id: str
     group_id: str
@@ -227,8 +226,8 @@ class Rollout:
     turns: tuple[Turn, ...]
     status: RolloutStatus
     reward: float | None
-    cause: str | None = None  # what went wrong, for a person
-    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, where there is one
+    cause: str | None = None  # what went wrong
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, if the environment has one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment and the rubric
 
     @property
@@ -247,10 +246,10 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What is trained on: one token sequence; all fields of tokens have its length.
+    """What is trained on: one token sequence; all token-aligned fields have its length.
 
     ``loss_mask`` is True exactly on sampled tokens. Elsewhere ``logprobs`` and ``advantages`` are
-    0.0 and ``versions`` is -1; none of those three is to be read where the mask is False.
+    0.0 and ``versions`` is -1, and none of the three has a meaning.
     """
 
     rollout_id: str
@@ -282,11 +281,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """What an engine has sampled, read at one moment between two steps.
+    """What an engine has sampled, read between two steps.
 
-    ``partials``: what each unfinished request on the engine has so far, by id, with ABORT as the
-    finish reason. ``sampled_tokens``: all tokens the engine has sampled since it was built, by its
-    own count: those of ``partials``, and of every request that has ended before, however.
+    ``partials``: the tokens of each unfinished request on the engine, by id, with ABORT as the
+    finish reason. ``sampled_tokens``: all tokens that the engine has sampled since it was built, by
+    its own count: those of ``partials`` and of all requests that ended before.
     """
 
     partials: Mapping[str, Completion]
@@ -294,12 +293,12 @@ class EngineReading:
 
 
 OnReading = Callable[[EngineReading], None]
-"""Called on the event loop that asked, in order with the ends of requests; must not raise."""
+"""Called on the event loop that asked, in order with the completions; must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:
-    """What one weight pull did to one replica. ``stall_s``: no decoding went on for so long."""
+    """What one weight pull did to one replica. ``stall_s``: seconds without decoding."""
 
     version: int
     stall_s: float

@@ -9,15 +9,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from torchtitan_rl import Problem, Split
 from torchtitan_rl.experiments.alphabet_sort.names import NAMES
 from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSizes:
-    """How many turns a problem has and how many names each brings; both ends included."""
+    """Number of turns of a problem and of new names in each turn; both ends included."""
 
     min_turns: int
     max_turns: int

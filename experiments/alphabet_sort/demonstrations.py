@@ -1,7 +1,7 @@
-"""Conversations to imitate: right answers, or answers with mistakes of three kinds.
+"""Conversations to imitate: right answers, and answers with mistakes of three kinds.
 
-A policy that imitates mistakes made at random knows the right answer, but rarely gives it: a
-start from which reinforcement learning has something to do and quickly succeeds.
+A policy trained on random mistakes rarely gives the right answer but can: reinforcement learning
+has something to improve and quickly succeeds.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl import ChatRenderer, Episode
 from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
 from torchtitan_rl.experiments.alphabet_sort.scoring import NEW_MARK, right_answer
-from torchtitan_rl.rollout.rendering import ChatRenderer
-from torchtitan_rl.types import Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def demonstration(
 def with_mistakes(
     lines: Sequence[str], mistakes: Mistakes, *, rng: random.Random, marks: bool
 ) -> list[str]:
-    """An answer like ``lines``, where each mistake happens or not by itself."""
+    """The lines with mistakes, each drawn independently."""
     kept = [line for line in lines if rng.random() >= mistakes.omit]
     if marks:
         kept = [_flip_mark(line) if rng.random() < mistakes.mark else line for line in kept]

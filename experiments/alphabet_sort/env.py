@@ -1,7 +1,7 @@
-"""The conversation of one rollout: a list of names a turn, the whole sorted list as the answer.
+"""The environment of one rollout: each turn brings names, each answer is the whole sorted list.
 
-The rollout's reward is the mean of its turns' scores over *all* turns of the problem, so that the
-turns a rollout did not get to count 0.
+The rollout's reward is the mean of its turns' scores over *all* turns of the problem, so that
+turns it did not reach count 0.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchtitan_rl import MessageObservation, RolloutStatus, Terminal
 from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
 from torchtitan_rl.experiments.alphabet_sort.scoring import score
-from torchtitan_rl.rollout.env import Terminal
-from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.types import RolloutStatus
 
 
 class AlphabetSortEnv:
     """A `MessageEnv`. ``turns`` are the names of each turn; ``power`` as in `scoring.score`."""
 
-    replays = True  # depends on the problem and the completions alone
+    replays = True  # it depends only on the problem and the completions
 
     def __init__(self, turns: Sequence[Sequence[str]], *, power: float) -> None:
         self._turns = turns
@@ -41,7 +39,7 @@ class AlphabetSortEnv:
         return self._terminal(status, turn_reward=None)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
     def _user(self, turn: int) -> dict[str, str]:
         return {"role": "user", "content": user_message(self._turns, turn)}

@@ -22,8 +22,8 @@ def right_answer(turns: Sequence[Sequence[str]], turn: int) -> list[str]:
 def similarity(answer: Sequence[str], right: Sequence[str]) -> float:
     """Twice the longest common subsequence of lines, over the lines of both: 1 only if equal.
 
-    Every missing, superfluous, misplaced or wrongly marked line costs about the same, so an answer
-    that is nearly right is worth nearly 1.
+    Every missing, extra, misplaced or wrongly marked line costs about the same, so an answer that
+    is nearly right scores nearly 1.
     """
     if not answer and not right:
         return 1.0

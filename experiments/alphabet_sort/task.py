@@ -6,16 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl import (
+    Dataset,
+    MessageTokenEnv,
+    Problem,
+    RendererKind,
+    RolloutConfig,
+    Split,
+    Task,
+    Thinking,
+    TokenEnv,
+    make_renderer,
+)
 from torchtitan_rl.experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.experiments.alphabet_sort.names import NAMES
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
-from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import TokenEnv
-from torchtitan_rl.rollout.message_env import MessageTokenEnv
-from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
-from torchtitan_rl.rollout.task import Dataset, Split, Task
-from torchtitan_rl.types import Problem
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 

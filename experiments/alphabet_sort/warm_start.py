@@ -19,14 +19,12 @@ from typing import Any
 
 import tyro
 
+from torchtitan_rl import Episode, OptimizerConfig, make_renderer
 from torchtitan_rl.experiments.alphabet_sort.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
-from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.types import Episode
 
 _FIRST_PROBLEM = 1_000_000
 

@@ -1,7 +1,7 @@
 """An ordinary agent: the official `openai` client in a loop over calls of one tool.
 
-It knows nothing of training. It gets a client, a model's name and a question, and works with every
-server that speaks the OpenAI API.
+It is written without regard to training: it gets a client, a model's name and a question, and works
+with every server that speaks the OpenAI API.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CALCULATOR: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the agent did: the results of its calls that had one, and what it said at last.
+    """What the agent did: the results of its calls, and its last message.
 
-    ``answer`` is None where it was still calling after its last turn.
+    ``answer`` is None if it still called the tool in its last turn.
     """
 
     answer: str | None

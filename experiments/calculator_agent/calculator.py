@@ -1,4 +1,4 @@
-"""The agent's tool: exact arithmetic on text that nobody vouches for.
+"""The agent's tool: exact arithmetic on untrusted text.
 
 Only numbers, ``+ - * /``, signs and brackets are evaluated; nothing is ever executed. Values are
 fractions, so that 10/3*3 is 10.
@@ -23,14 +23,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class CalculatorError(ValueError):
-    """The expression has no value; the message says why, for the one who wrote it."""
+    """The expression has no value; the message says why."""
 
 
 def calculate(expression: str) -> Fraction:
     """The value of an arithmetic expression.
 
     Raises:
-        CalculatorError: it is too long, is no arithmetic, or divides by zero.
+        CalculatorError: it is too long, is not arithmetic, or divides by zero.
     """
     if len(expression) > _MAX_LENGTH:
         raise CalculatorError("too long")

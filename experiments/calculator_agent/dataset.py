@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from torchtitan_rl import Problem, Split
 from torchtitan_rl.experiments.calculator_agent.calculator import CalculatorError, calculate
 from torchtitan_rl.experiments.calculator_agent.stories import (
     NAMES,
@@ -17,8 +18,6 @@ from torchtitan_rl.experiments.calculator_agent.stories import (
     TWO_OPERATIONS,
 )
 from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
-from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.types import Problem
 
 _MAX_FACTOR = 12  # of one side of every product and quotient
 
@@ -67,9 +66,9 @@ def _numbers(expression: str, max_number: int, rng: random.Random) -> dict[str, 
     """A value for each letter; factors and divisors are small."""
     numbers = {letter: rng.randint(2, max_number) for letter in "abc"}
     for sign in "*/":
-        _, found, behind = expression.partition(sign)
+        _, found, rest = expression.partition(sign)
         if found:
-            numbers[behind[1]] = rng.randint(2, min(_MAX_FACTOR, max_number))
+            numbers[rest[1]] = rng.randint(2, min(_MAX_FACTOR, max_number))
     return numbers
 
 

@@ -1,7 +1,7 @@
-"""Conversations to imitate: right ones, or such with mistakes of four kinds.
+"""Conversations to imitate: right ones, and ones with mistakes of four kinds.
 
-A policy that imitates mistakes made at random knows what is right, but rarely does it: a start
-from which reinforcement learning has something to do and quickly succeeds.
+A policy trained on random mistakes rarely does what is right but can: reinforcement learning has
+something to improve and quickly succeeds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl import Episode
 from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
 from torchtitan_rl.experiments.calculator_agent.calculator import (
     CalculatorError,
@@ -18,7 +19,6 @@ from torchtitan_rl.experiments.calculator_agent.calculator import (
     calculate,
 )
 from torchtitan_rl.experiments.calculator_agent.tokenizer import answer_text
-from torchtitan_rl.types import Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def demonstration(
     tokenizer: Any,
     name: str,
 ) -> Episode:
-    """The conversation as one episode, with loss on what the assistant says and its ends."""
+    """The conversation as one episode, with loss on the assistant's messages and their ends."""
     token_ids: tuple[int, ...] = ()
     mask: list[bool] = []
     messages = conversation(problem, mistakes, rng=rng)
@@ -68,7 +68,7 @@ def demonstration(
 def rendered(
     messages: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens before the last message, which is the assistant's, and its own with their end."""
+    """The tokens before the last message (the assistant's), and those of that message."""
     prompt = tokenizer.apply_chat_template(
         messages[:-1], tools=[CALCULATOR], tokenize=False, add_generation_prompt=True
     )
@@ -84,7 +84,7 @@ def rendered(
 def conversation(
     problem: Mapping[str, Any], mistakes: Mistakes, *, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Its messages, with each mistake made or not by itself."""
+    """The messages of a solution; each mistake is drawn independently."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": problem["text"]},
@@ -104,7 +104,7 @@ def conversation(
 
 
 def with_mistakes(expression: str, mistakes: Mistakes, *, rng: random.Random) -> str:
-    """An expression like this one; it may have no value any more."""
+    """The expression with mistakes; it may have no value."""
     if rng.random() < mistakes.operation:
         expression = _with_other_sign(expression, "+-*/", rng)
     if rng.random() < mistakes.digit:

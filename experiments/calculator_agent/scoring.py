@@ -1,8 +1,8 @@
-"""What a solution is worth, from 0 to 1.
+"""The reward of a solution, from 0 to 1.
 
-1 where the last number of the answer is the right one, however it was found. Otherwise what the
-agent got right on its way counts a little, so that there is something to learn from before the
-first right answer: 0.3 where the calculator showed the right number, 0.1 where it was used.
+1 if the last number of the answer is right, however it was found; 0.3 if the calculator showed the
+right number; 0.1 if a call had a result. The partial rewards give a gradient before the first right
+answer.
 """
 
 from __future__ import annotations

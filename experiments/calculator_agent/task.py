@@ -7,17 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.agents.agent import Agent, AgentCall, AgentHost, AgentResult
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl import (
+    Agent,
+    AgentCall,
+    AgentEnv,
+    AgentHost,
+    AgentResult,
+    AgentTask,
+    Dataset,
+    Problem,
+    RolloutConfig,
+    Split,
+    TokenEnv,
+)
 from torchtitan_rl.experiments.calculator_agent.agent import solve
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, WordProblems
 from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
-from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import TokenEnv
-from torchtitan_rl.rollout.task import Dataset, Split
-from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     import httpx
@@ -51,7 +57,7 @@ class CalculatorAgentTask(AgentTask):
     async def run(
         self, given: AgentCall, transport: httpx.AsyncBaseTransport | None = None
     ) -> AgentResult:
-        """Let the agent solve its problem, and say what that was worth."""
+        """Let the agent solve its problem, and score the solution."""
         import httpx
         from openai import AsyncOpenAI
 

@@ -1,9 +1,9 @@
 """Compares, inside the run, the tokens that the agent's client was sent with those trained on.
 
-The client's transport asks the endpoint for token ids on top of what the agent wants and notes
-what comes back; the environment notes the prompt and the completion of each turn as the rollout
-records them. The rollout's metrics tell how many turns were compared, and in how many they differ:
-``token_mismatches`` must be 0. The agent notices nothing.
+The client's transport adds a request for token ids to each of the agent's requests and records the
+token ids of the answers; the environment records the prompt and the completion of each turn of the
+rollout. The rollout's metrics count the turns that were compared and those that differ:
+``token_mismatches`` must be 0. The agent is not changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.types import Completion, RolloutStatus
+from torchtitan_rl import AgentEnv, Completion, Observation, RolloutStatus, Terminal
 
 
 class TurnTokens(NamedTuple):

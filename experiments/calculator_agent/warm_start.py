@@ -17,13 +17,12 @@ from typing import Any
 
 import tyro
 
+from torchtitan_rl import Episode, OptimizerConfig
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.calculator_agent.demonstrations import Mistakes, demonstration
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
 from torchtitan_rl.experiments.calculator_agent.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
-from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.types import Episode
 
 _FIRST_PROBLEM = 1_000_000
 _SIZES = ProblemSizes(two_operations=0.5, max_number=99)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_rl.configs.alphabet_sort_tiny import config as tiny
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
+from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv, threaded
 from torchtitan_rl.rollout.task import Dataset, Split, Task
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
@@ -74,7 +74,7 @@ class BrokenTask(Task):
         return Cycle(self.kinds)
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        return BrokenEnv(problem.data["kind"])
+        return threaded(BrokenEnv(problem.data["kind"]))
 
 
 config = replace(

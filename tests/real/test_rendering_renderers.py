@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.rendering import (
-    ChatMLRenderer,
     LibraryRenderer,
     make_renderer,
 )

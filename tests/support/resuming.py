@@ -1,4 +1,4 @@
-"""Pieces for tests that stop a rollout anywhere and go on elsewhere."""
+"""Parts of tests that stop a rollout at any moment and continue it with another rollouter."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Replaying(Counter):
 
 
 class Saving(Counter):
-    """Begins with another prompt each time, so that only its state brings it back."""
+    """Starts with another prompt each time, so that only its state restores it."""
 
     made = 0
 
@@ -109,7 +109,7 @@ class Saving(Counter):
         await asyncio.sleep(0)
         return {"sums": self.sums, "prompt": self.prompt}
 
-    def load_state_dict(self, state) -> None:
+    async def load_state_dict(self, state) -> None:
         self.sums, self.prompt = list(state["sums"]), tuple(state["prompt"])
 
 
@@ -122,7 +122,7 @@ RUBRIC = Rubric([RewardFunction(name="twice", function=lambda rollout, _: 2 * ro
 
 
 class Run:
-    """One process's share of a group; remembers what it was told."""
+    """One process's part of a group; records what its callbacks get."""
 
     def __init__(self, *makers, rubric=RUBRIC, version=0, **limits) -> None:
         self.generate = SeededGenerate(version=version)
@@ -191,7 +191,7 @@ class Run:
 
 
 def stops(*makers, **limits):
-    """A run and what it left behind, for every moment at which a group can be stopped."""
+    """A run and its snapshot, for every moment at which a group can be stopped."""
     for ticks in range(1, 1000):
         run = Run(*makers, **limits)
         recorded = run.stopped_after(ticks)
@@ -202,7 +202,7 @@ def stops(*makers, **limits):
 
 
 def stops_by_tokens(new_run, every: int = 1):
-    """The same by progress, where threads make the moments of the event loop uncertain."""
+    """The same by sampled tokens: with threads, ticks of the event loop differ between runs."""
     for num_tokens in itertools.count(1, every):
         run = new_run()
         recorded = run.stopped_at(num_tokens)
@@ -217,5 +217,5 @@ def sampled_tokens(recorded) -> int:
 
 
 def contents(group):
-    """All of a group but who its requests were resumed by."""
+    """What the rollouts of a group consist of, without their ids."""
     return [(r.turns, r.status, r.reward, r.cause, r.messages, r.metrics) for r in group.rollouts]

@@ -38,10 +38,9 @@ def complete(
 
 @dataclass
 class ScriptedGenerate:
-    """Answers the n-th turn of any rollout with the n-th script entry; remembers its requests.
+    """Answers the n-th turn of any rollout with the n-th script entry; records its requests.
 
-    An entry is token ids, an exception to raise, or a function of the request. What is over the
-    budget is cut.
+    An entry is token ids (cut at the budget), an exception to raise, or a function of the request.
     """
 
     script: Sequence[object]
@@ -65,7 +64,7 @@ class ScriptedGenerate:
 
 
 class CountingEnv:
-    """Repeats what was sampled behind a separator (token 0); ends by itself after ``turns``."""
+    """Appends each completion and a separator (token 0) to the prompt; ends after ``turns``."""
 
     def __init__(self, turns: int = 2, reward: float | None = 1.0) -> None:
         self.turns = turns
@@ -92,8 +91,29 @@ class CountingEnv:
         self.calls.append("close")
 
 
+class BlockingEnv:
+    """Its methods are plain; ends after one turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def reset(self) -> Observation:
+        self.calls.append("reset")
+        return Observation(prompt_token_ids=(1, 2))
+
+    def step(self, completion: Completion) -> Observation | Terminal:
+        self.calls.append("step")
+        return Terminal(reward=1.0)
+
+    def finish(self, status: RolloutStatus) -> Terminal:
+        return Terminal(reward=0.125)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
 class Factory:
-    """Makes the i-th environment by the i-th function, and remembers them."""
+    """Makes the i-th environment with the i-th function, and keeps them."""
 
     def __init__(self, *makers: Callable[[], object]) -> None:
         self.makers = list(makers)
@@ -144,11 +164,8 @@ def raising(method: str, error: BaseException):
     class Broken(CountingEnv):
         pass
 
-    def fail(self, *args):
+    async def fail(self, *args):
         raise error
 
-    async def fail_async(self, *args):
-        raise error
-
-    setattr(Broken, method, fail if method == "finish" else fail_async)
+    setattr(Broken, method, fail)
     return lambda: Broken(turns=9)

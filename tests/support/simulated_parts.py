@@ -104,10 +104,10 @@ class SavedEnv(SimEnv):
 
     replays = False
 
-    def state_dict(self) -> Any:
+    async def state_dict(self) -> Any:
         return [list(self._prompt), self._turns]
 
-    def load_state_dict(self, state: Any) -> None:
+    async def load_state_dict(self, state: Any) -> None:
         self._prompt, self._turns = tuple(state[0]), state[1]
 
 

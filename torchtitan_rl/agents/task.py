@@ -19,7 +19,7 @@ from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
-    from torchtitan_rl.rollout.rollout_run import EnvironmentFactory
+    from torchtitan_rl.rollout.group_settings import EnvironmentFactory
     from torchtitan_rl.serving.config import EndpointConfig
 
 

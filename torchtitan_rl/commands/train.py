@@ -34,7 +34,7 @@ from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
-from torchtitan_rl.rollout.rollout_run import EnvironmentFactory
+from torchtitan_rl.rollout.group_settings import EnvironmentFactory
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint

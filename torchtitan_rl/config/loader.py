@@ -33,6 +33,7 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"CONFIG is {path}: give a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # tyro reads the help texts from its source
+    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours, as a script
     try:
         spec.loader.exec_module(module)
     except (ConfigError, SystemExit):

@@ -47,7 +47,20 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole training run."""
+    """The configuration of a training run: a model, a task, and a section for each component.
+
+    A configuration file defines one as ``config``; only ``policy`` and ``task`` are required::
+
+        config = RunConfig(
+            policy=PolicyConfig(checkpoint="checkpoints/Qwen3-0.6B"),
+            task=SumTask(digits=3),
+            num_steps=100,
+            rollout=RolloutConfig(groups_per_step=16, group_size=8),
+        )
+
+    ``torchtitan-rl train FILE --rollout.group-size 16`` starts it, with options for single fields;
+    ``--dry-run`` checks it and prints the plan.
+    """
 
     policy: PolicyConfig
     task: Task

@@ -18,8 +18,9 @@ from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.sampling import group_of
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
+from torchtitan_rl.rollout.group_settings import OnTurn
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.rollout_run import OnTurn, RolloutActivity
+from torchtitan_rl.rollout.rollout_run import RolloutActivity
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Dataset
 from torchtitan_rl.routing.router import GeneratorRouter

@@ -1,11 +1,10 @@
-"""Calls of others' code that run on after their caller gave them up.
+"""Calls of user code that run on after their time-out or cancellation.
 
-A thread cannot be killed, and a task may ignore its cancellation: after a time-out both run on, and
-keep all that they hold. A few do no harm. Their number is logged whenever it doubles. Where too
-many have hung for long, the run fails by an error that names them: environments are called no more,
-but to be closed.
+A thread cannot be killed, and a task may ignore its cancellation: both keep all that they hold. A
+few do no harm; their number is logged whenever it doubles. If too many hang for long, no
+environment is called any more except to be closed, and the run fails with an error that names them.
 
-Invariant: a call is counted from the moment in which it is given up to its end, once.
+Invariant: a call is counted once, from the moment its caller stops waiting until it ends.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torchtitan_rl.errors import TorchtitanRLError
 logger = logging.getLogger(__name__)
 
 MAX_HANGING = 256
-HANGS_AFTER_S = 60.0  # from the moment it was given up; before, it may only be slow to notice
+HANGS_AFTER_S = 60.0  # since its caller stopped waiting; until then it may only be slow to notice
 
 
 class HangingCallsError(TorchtitanRLError):
-    """Calls of the environment, the rewards or the agents hang; it names them."""
+    """Too many calls of environments, rewards or agents hang; the message names them."""
 
 
 class AbandonedCalls:
-    """All of one process, from any thread."""
+    """The abandoned calls of one process. May be used from any thread."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class AbandonedCalls:
         self._hangs_after_s = hangs_after_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._running: dict[object, tuple[str, float]] = {}  # oldest first: name, given up at
+        self._running: dict[object, tuple[str, float]] = {}  # name, abandoned at
         self._next_report = 1
 
     @property
@@ -50,7 +49,7 @@ class AbandonedCalls:
         return len(self._running)
 
     def add(self, call: object, name: str) -> None:
-        """``call`` was given up while it runs."""
+        """The caller of ``call`` no longer waits for it."""
         with self._lock:
             self._running[call] = (name, self._clock())
             number = len(self._running)
@@ -63,12 +62,12 @@ class AbandonedCalls:
             )
 
     def end(self, call: object) -> None:
-        """It has ended; nothing happens where it was never given up."""
+        """The call has ended; ignored if it was not abandoned."""
         with self._lock:
             self._running.pop(call, None)
 
     def names(self) -> str:
-        """Which ones run, and how often each, in one line."""
+        """The most frequent functions and their numbers of calls, in one line."""
         with self._lock:
             counts = Counter(name for name, _ in self._running.values())
         return ", ".join(f"{name}: {number}" for name, number in counts.most_common(5))
@@ -78,19 +77,18 @@ class AbandonedCalls:
         Raises:
             HangingCallsError: too many have hung for long.
         """
-        with self._lock:
-            given_up_at = [since for _, since in self._running.values()]
-        if len(given_up_at) < self._max_hanging:
+        if len(self._running) < self._max_hanging:
             return
-        now = self._clock()
-        hanging = sum(now - since >= self._hangs_after_s for since in given_up_at)
+        latest = self._clock() - self._hangs_after_s
+        with self._lock:
+            hanging = sum(since <= latest for _, since in self._running.values())
         if hanging >= self._max_hanging:
             raise HangingCallsError(
-                f"{hanging} calls hang {self._hangs_after_s:.0f} s and more after they were given "
-                f"up ({self.names()}), and each keeps its thread: give what they wait for a "
+                f"{hanging} calls have hung for {self._hangs_after_s:.0f} s or more after their "
+                f"time-out ({self.names()}), and each keeps its thread: give what they wait for a "
                 "time-out of its own"
             )
 
 
 abandoned = AbandonedCalls()
-"""Those of this process."""
+"""The instance of this process."""

@@ -1,6 +1,6 @@
 """Advantages of a group's rollouts from their rewards. Pure.
 
-A rollout without a reward (it failed) gets no advantage and counts in no baseline.
+A rollout without a reward (a failed one) gets no advantage and is in no baseline.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Literal
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
 
-STD_EPS = 1e-6  # keeps the division finite where rewards hardly differ
+STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """One value for each rollout, None where it had no reward.
+    """One value for each rollout, None if it had no reward.
 
-    ``has_variance`` False: all rewards are equal (or fewer than two exist), every advantage is
-    exactly 0.0, and the group teaches nothing.
+    Without ``has_variance`` all rewards are equal (or fewer than two exist), every advantage is
+    exactly 0.0, and the group gives no gradient.
     """
 
     values: tuple[float | None, ...]
@@ -28,7 +28,10 @@ class GroupAdvantages:
 
 
 def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> GroupAdvantages:
-    """Advantages of one group, over its N rollouts that have a reward ``r``:
+    """Advantages of one group, over its N rollouts that have a reward ``r``.
+
+    >>> group_advantages([1.0, 0.0, None, 0.5], "mean").values
+    (0.5, -0.5, None, 0.0)
 
     - "mean": ``r - mean(r)`` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
     - "std": ``(r - mean(r)) / (std(r) + eps)``, population std (GRPO, Shao et al. 2024,

@@ -1,9 +1,8 @@
-"""Calling code of others, async or plain, from the event loop without blocking it.
+"""Calls of user code (environments, rewards, agents) that do not block the event loop.
 
-A plain function gets a daemon thread of its own: any number may block at once, none waits for
-another's end, and one that hangs does not keep the process alive. Such a thread cannot be killed:
-after a time-out or a cancellation it runs on, its result is dropped, and it is counted
-(`abandoned`).
+A plain function runs in a new daemon thread: any number of calls may block at once, and one that
+hangs does not keep the process alive. A thread cannot be killed: after a time-out or a cancellation
+it runs on, its result is dropped, and it is counted (`abandoned`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,11 @@ _computing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compute")
 
 
 class CallTimeoutError(Exception):
-    """A call took too long; no `TimeoutError`, which the called code may raise by itself."""
+    """A call took too long. Not a `TimeoutError`, which the called code may raise itself."""
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, await what it returns where that can be awaited, and return the result.
-
-    Plain functions run in a thread, with the caller's context variables.
-    """
+    """The result of an async function, or of a plain one, which runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     result = await in_thread(function, *args)
@@ -44,15 +40,14 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a plain function in a new daemon thread and await its result or its exception."""
+    """Run a plain function in a new daemon thread, with the caller's context variables."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
-    name = _name_of(function)
     has_ended = threading.Event()
 
     def deliver(result: Any, error: BaseException | None) -> None:
-        if outcome.done():  # cancelled or timed out meanwhile: nobody wants it any more
+        if outcome.done():  # cancelled or timed out: the caller no longer waits
             return
         if error is None:
             outcome.set_result(result)
@@ -64,34 +59,31 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
         error: BaseException | None = None
         try:
             result = context.run(function, *args)
-        except StopIteration as raised:  # a future refuses to carry it
+        except StopIteration as raised:  # a future cannot hold it
             error = RuntimeError(f"StopIteration raised by {function!r}")
             error.__cause__ = raised
-        except BaseException as raised:  # carried to the awaiting task
+        except BaseException as raised:  # passed on to the awaiting task
             error = raised
         has_ended.set()
         abandoned.end(outcome)
-        if not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(deliver, result, error)
-            except RuntimeError:  # the loop closed between the two lines: nobody waits
-                return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the caller no longer waits
+            loop.call_soon_threadsafe(deliver, result, error)
 
-    threading.Thread(target=work, name=f"call {name}", daemon=True).start()
+    threading.Thread(target=work, name=f"call {_name_of(function)}", daemon=True).start()
     try:
         return await outcome
     except asyncio.CancelledError:
-        if outcome.cancelled():  # else the function raised it
-            abandoned.add(outcome, name)
-            if has_ended.is_set():  # in this moment: it may have said so before
+        if outcome.cancelled():  # otherwise the function raised it
+            abandoned.add(outcome, _name_of(function))
+            if has_ended.is_set():  # its own call of `end` may have come before this `add`
                 abandoned.end(outcome)
         raise
 
 
 async def compute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a plain function that computes for a moment and never waits, in one of few threads.
+    """Run a plain function that computes briefly and never waits, in one of two threads.
 
-    Many threads that compute would keep the event loop from the interpreter's lock.
+    With more threads that compute, the event loop would wait for the interpreter's lock.
     """
     return await asyncio.get_running_loop().run_in_executor(_computing, function, *args)
 
@@ -99,27 +91,29 @@ async def compute(function: Callable[..., Any], *args: Any) -> Any:
 def is_cancelled() -> bool:
     """Whether the current task is being cancelled from outside.
 
-    False inside ``except CancelledError`` means that the called code raised it by itself.
+    False inside ``except CancelledError`` means that the called code raised it itself.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
-async def within(timeout_s: float, work: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
-    """The result of ``work(*args)``, which is cancelled after ``timeout_s`` or with the caller.
+async def within(
+    timeout_s: float, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any
+) -> _T:
+    """The result of an async function, which is cancelled after ``timeout_s`` or with the caller.
 
-    Work that does not heed its cancellation gets ``timeout_s`` (at most `_GRACE_S`) more and is
-    then left behind: whoever waits here goes on.
+    A call that ignores its cancellation for another ``timeout_s`` (at most `_GRACE_S`) is left to
+    run on, and counted.
 
     Raises:
         CallTimeoutError: there was no result in time.
-        Exception: what ``work`` raised, a CancelledError of its own included.
+        Exception: what ``function`` raised, including a CancelledError of its own.
     """
 
     async def outcome() -> tuple[_T | None, BaseException | None]:
         try:
-            return await work(*args), None
-        except (Exception, SystemExit) as error:  # an event loop would end by a task's SystemExit
+            return await function(*args), None
+        except (Exception, SystemExit) as error:  # a task's SystemExit would end the event loop
             return None, error
 
     task = asyncio.ensure_future(outcome())
@@ -136,29 +130,24 @@ async def within(timeout_s: float, work: Callable[..., Coroutine[Any, Any, _T]],
             try:
                 await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
             finally:
-                _note_abandoned(task, args[0] if work is call else work)
+                if not task.done():
+                    abandoned.add(task, _name_of(function))
+                    task.add_done_callback(abandoned.end)
     if error is not None:
         raise error
     return cast("_T", result)
 
 
-def _note_abandoned(task: asyncio.Future[Any], function: Callable[..., Any]) -> None:
-    """Work that does not heed its cancellation either."""
-    if not task.done():
-        abandoned.add(task, _name_of(function))
-        task.add_done_callback(abandoned.end)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
 def summary(error: BaseException) -> str:
-    """Type, message and place of an error in one line, for a person."""
+    """Type, message and place of an error in one line, for error messages."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     try:
         message = str(error)
-    except Exception:  # the error's own class is broken
+    except Exception:  # the __str__ of the error's class raises
         message = "<its message cannot be made>"
     return f"{type(error).__name__}: {message}{place}"
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

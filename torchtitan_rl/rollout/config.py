@@ -8,11 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How completions are sampled. Training refuses truncated sampling (``top_p``, ``top_k``,
-    ``min_p``): its logprobs would not be those of the policy that is trained."""
+    """How completions are sampled.
+
+    Training refuses truncated sampling (``top_p``, ``top_k``, ``min_p``): its logprobs would not be
+    those of the trained policy.
+    """
 
     temperature: float = 1.0
-    """Divides the logits before sampling. Logprobs are those of the tempered distribution."""
+    """Divides the logits before sampling; logprobs are those of the tempered distribution. Lower it
+    for less random rollouts."""
     top_p: float = 1.0
     """Nucleus sampling; 1 keeps every token."""
     top_k: int = 0
@@ -20,7 +24,7 @@ class SamplingConfig:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; 0 keeps every token."""
     max_tokens_per_turn: int = 64
-    """Longest completion of one turn, in tokens."""
+    """Longest completion of one turn, in tokens. Raise it if many are cut (``length``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +32,21 @@ class RolloutConfig:
     """Groups, turns and limits of rollouts."""
 
     groups_per_step: int = 16
-    """Problems that each optimizer step trains on (P)."""
+    """Problems that each optimizer step trains on (P). More give a less noisy gradient."""
     group_size: int = 8
-    """Rollouts of each problem; advantages compare them with each other."""
+    """Rollouts of each problem, at least 2; advantages compare them with each other. Raise it if
+    the rewards of many groups are all equal."""
     max_turns: int = 3
-    """A rollout that needs more turns ends as ``max_turns``."""
+    """Completions of one rollout; one that needs more ends with the status ``max_turns``."""
     max_total_tokens: int = 512
-    """Prompt and completions of a whole rollout, in tokens; at most ``generator.max_model_len``."""
+    """Prompt and completions of a whole rollout, in tokens, at most ``generator.max_model_len``. A
+    rollout without room for another turn ends with the status ``max_tokens``."""
     step_timeout_s: float = 60.0
-    """Seconds for one call of the environment, or of an agent between two requests."""
+    """Seconds for one call of the environment, or for an agent between two requests."""
     rollout_timeout_s: float = 3600.0
-    """Seconds from reset to the last turn. It interrupts generation, but not a call of the
-    environment, which is limited by ``step_timeout_s``."""
+    """Seconds from reset to the last turn, without pauses. It interrupts generation, but no call of
+    the environment, which has ``step_timeout_s``. A rollout that reaches it is not trained on."""
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
-    """Reward minus the group's mean (Dr. GRPO), divided by its standard deviation as well (GRPO),
-    or minus the mean of the other rollouts (RLOO)."""
+    """``mean``: reward minus the group's mean (Dr. GRPO); ``std``: that divided by the group's
+    standard deviation (GRPO); ``leave_one_out``: reward minus the mean of the others (RLOO)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -1,28 +1,40 @@
-"""The environment that a rollout talks to: tokens in, tokens out."""
+"""The environment protocol: prompts as token ids out, sampled completions in.
+
+An environment whose methods block (a subprocess, a simulator, a plain HTTP client) has the same
+methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from torchtitan_rl.rollout.calls import in_thread
 from torchtitan_rl.types import Completion, RolloutStatus
+
+_Action = TypeVar("_Action", contravariant=True)
+_Answer = TypeVar("_Answer", covariant=True)
+
+_METHODS = ("reset", "step", "finish", "close")
+_STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The next turn's whole prompt: everything the model is to see, not only what is new.
+    """The whole prompt of the next turn: everything that the model sees, not only what is new.
 
     As long as it extends the previous prompt and completion, the rollout stays one episode.
     ``turn_reward``, ``turn_text`` and ``turn_is_seen`` (see `Turn`) describe the completion that
-    was just stepped with.
+    `TokenEnv.step` was called with.
     """
 
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int | None = None  # for the next completion, below the configured budget
+    max_tokens: int | None = None  # of the next completion; lowers the configured budget
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    num_logprobs: int = 0  # alternatives of each token that the environment wants to know
+    num_logprobs: int = 0  # alternatives of each token to return with the next completion
     turn_reward: float | None = None
     turn_text: str | None = None
     turn_is_seen: bool = True
@@ -30,7 +42,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """The end of a rollout. ``reward`` None leaves it to the rubric."""
+    """The end of a rollout. ``reward`` None leaves the reward to the rubric."""
 
     reward: float | None = None
     status: RolloutStatus = RolloutStatus.COMPLETED
@@ -41,53 +53,176 @@ class Terminal:
 
 
 class TokenEnv(Protocol):
-    """One rollout's environment. An instance is used for one rollout and then closed.
+    """The environment of one rollout, in token ids. Each rollout gets a new instance.
 
-    Each method may be ``async`` or plain; plain ones run in a worker thread and may block.
-    An exception ends this rollout with ``RolloutStatus.ENV_ERROR``, and nothing else. Methods are
-    called one after another; only `close` may come while a call that took too long still runs.
-    A run that is resumed continues an environment that is `Stateful` or `Replayable`, too.
+    Methods are called one after another, on the event loop that all rollouts share: a method that
+    blocks it stops them all, so wrap blocking environments with `threaded`. Only `close` may be
+    called while another call, which took too long, still runs. An exception ends this rollout with
+    ``RolloutStatus.ENV_ERROR`` and no other. A resumed run continues environments that are
+    `Stateful` or `Replayable`, and starts the rollouts of all others again.
+
+    This one asks for one token and rewards 7:
+
+    >>> import asyncio
+    >>> class LuckyEnv:
+    ...     async def reset(self) -> Observation:
+    ...         return Observation(prompt_token_ids=(1, 2), max_tokens=1)
+    ...
+    ...     async def step(self, completion: Completion) -> Observation | Terminal:
+    ...         return Terminal(reward=float(completion.token_ids == (7,)))
+    ...
+    ...     async def finish(self, status: RolloutStatus) -> Terminal:
+    ...         return Terminal(reward=0.0)
+    ...
+    ...     async def close(self) -> None: ...
+    >>> asyncio.run(LuckyEnv().reset()).prompt_token_ids
+    (1, 2)
     """
 
-    def reset(self) -> Any:
-        """Returns the first `Observation` (or an awaitable of it)."""
+    async def reset(self) -> Observation:
+        """The first prompt."""
+        ...
 
-    def step(self, completion: Completion) -> Any:
-        """Returns the next `Observation`, or a `Terminal` (or an awaitable of either)."""
+    async def step(self, completion: Completion, /) -> Observation | Terminal:
+        """The next prompt, or the end."""
+        ...
 
-    def finish(self, status: RolloutStatus) -> Any:
-        """Called once where a limit ended the rollout, not the environment: returns the `Terminal`
-        with what it is worth so far (or an awaitable of it). Its own ``status`` is not read."""
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        """The reward so far. Called once if a limit (turns, tokens, time) ended the rollout; the
+        ``status`` of the answer is ignored."""
+        ...
 
-    def close(self) -> Any:
-        """Called exactly once, on every path."""
+    async def close(self) -> None:
+        """Release what the environment holds. Called exactly once, on every path."""
+        ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An environment that can be saved between two turns, and continued by another process.
+    """An environment that can be saved between two turns and continued by another process.
 
-    Either method may be ``async`` or plain. State wins over replaying where there are both.
+    An environment that is also `Replayable` is restored from its state.
     """
 
-    def state_dict(self) -> Any:
-        """JSON-able, or None where it cannot be saved now. Called after `reset` and each `step`."""
+    async def state_dict(self) -> Any:
+        """JSON-able, or None if it cannot be saved now. Called after `reset` and each `step`."""
+        ...
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Called on a fresh environment, instead of `reset`; `step` comes next."""
+    async def load_state_dict(self, state: Any, /) -> None:
+        """Called on a new environment instead of `reset`; `step` comes next."""
+        ...
 
 
 class Replayable(Protocol):
-    """Declares that `reset` and stepping through the same completions rebuild the environment:
-    it depends on its problem alone, and changes nothing outside of itself."""
+    """Declares that `reset` and `step` with the same completions rebuild the environment: it
+    depends only on its problem and changes nothing outside of itself."""
 
     replays: bool  # usually a class attribute, True
 
 
 @runtime_checkable
 class Conversation(Protocol):
-    """An environment that can show its conversation; it goes into ``Rollout.messages``, as a copy
-    in JSON's types."""
+    """An environment that has chat messages; a JSON copy of them goes to ``Rollout.messages``."""
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]: ...
+
+
+class BlockingEnv(Protocol[_Action, _Answer]):
+    """The methods of a `TokenEnv` or a `MessageEnv`, plain instead of async; they may block.
+
+    ``replays``, ``messages``, ``state_dict`` and ``load_state_dict`` (plain, too) are optional.
+    """
+
+    def reset(self) -> _Answer: ...
+
+    def step(self, action: _Action, /) -> _Answer | Terminal: ...
+
+    def finish(self, status: RolloutStatus, /) -> Terminal: ...
+
+    def close(self) -> None: ...
+
+
+def threaded(env: BlockingEnv[_Action, _Answer]) -> ThreadedEnv[_Action, _Answer]:
+    """An environment with plain methods as one with async methods; each call gets a thread.
+
+    It wraps a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
+    (``MessageTokenEnv(threaded(MyEnv()), renderer)``). Any number of environments may block at
+    once. A call that exceeds its time limit cannot be stopped and keeps its thread.
+
+    Raises:
+        TypeError: a method is missing or already async.
+    """
+    return ThreadedEnv(env)
+
+
+class ThreadedEnv(Generic[_Action, _Answer]):
+    """What `threaded` returns."""
+
+    def __init__(self, env: BlockingEnv[_Action, _Answer]) -> None:
+        for name in _METHODS:
+            method = getattr(env, name, None)
+            if not callable(method) or inspect.iscoroutinefunction(method):
+                raise TypeError(
+                    f"threaded({type(env).__name__}): {name} must be a plain method; give "
+                    "environments with async methods as they are"
+                )
+        self._env = env
+
+    async def reset(self) -> _Answer:
+        answer: _Answer = await in_thread(self._env.reset)
+        return answer
+
+    async def step(self, action: _Action, /) -> _Answer | Terminal:
+        answer: _Answer | Terminal = await in_thread(self._env.step, action)
+        return answer
+
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        terminal: Terminal = await in_thread(self._env.finish, status)
+        return terminal
+
+    async def close(self) -> None:
+        await in_thread(self._env.close)
+
+    @property
+    def replays(self) -> bool:
+        return bool(getattr(self._env, "replays", False))
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        return self._env.messages if isinstance(self._env, Conversation) else ()
+
+    async def state_dict(self) -> Any:
+        """None if the environment has no state."""
+        return await in_thread(self._env.state_dict) if isinstance(self._env, Stateful) else None
+
+    async def load_state_dict(self, state: Any, /) -> None:
+        """
+        Raises:
+            TypeError: the environment cannot load a state.
+        """
+        await in_thread(require_stateful(self._env).load_state_dict, state)
+
+
+def require_async(env: object) -> None:
+    """
+    Raises:
+        TypeError: a method of the environment is missing or not async.
+    """
+    optional = [name for name in _STATE_METHODS if hasattr(env, name)]
+    for name in (*_METHODS, *optional):
+        if not inspect.iscoroutinefunction(getattr(env, name, None)):
+            raise TypeError(
+                f"{type(env).__name__}.{name} must be an async method; wrap environments with "
+                "plain methods in threaded(...)"
+            )
+
+
+def require_stateful(env: object) -> Stateful:
+    """
+    Raises:
+        TypeError: the environment cannot load a state.
+    """
+    if not isinstance(env, Stateful):
+        raise TypeError(f"{type(env).__name__} has no load_state_dict")
+    return env

@@ -1,11 +1,12 @@
 """From a rollout's turns to the token sequences that are trained on. Pure.
 
-A turn joins an episode where its prompt begins with all of that episode's tokens so far, that is,
-the prompt and completion of its last turn; the longest such episode where there are several (the
-conversations of an agent that holds two at once stay one episode each). A prompt that extends none
-(its history was edited) opens a new one. Every sampled token is in exactly one episode, under loss;
-no other token is under loss. A turn without sampled tokens leaves nothing to train on and is passed
-over; so is one that its agent never saw, whose tokens can be in no later prompt.
+A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
+and completion of the episode's last turn. If it extends several, it joins the longest, so that two
+conversations that an agent has at once stay one episode each. A prompt that extends none (its
+history was edited) starts a new episode. Turns without sampled tokens are left out, and so are
+turns that their agent never saw.
+
+Invariant: every other sampled token is in exactly one episode, with loss; no other token has loss.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from torchtitan_rl.types import Episode, Rollout, Turn
 
 
 def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
-    """The episodes of one rollout, in the order of their first turns; none where nothing was
-    sampled.
+    """The episodes of one rollout, in the order of their first turns; none if nothing was sampled.
 
     Raises:
         ValueError: a completion's tokens, logprobs and versions differ in length.
@@ -26,9 +26,9 @@ def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
-    """The turns of each episode, without those that are passed over."""
+    """The turns of each episode, without those that are left out."""
     episodes: list[list[Turn]] = []
-    tokens_of: list[tuple[int, ...]] = []  # of each episode, as far as it got
+    tokens_of: list[tuple[int, ...]] = []  # of each episode so far
     for turn in rollout.turns:
         if not turn.completion.token_ids or not turn.is_seen:
             continue
@@ -44,13 +44,13 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
 
 
 def num_unseen_tokens(rollout: Rollout) -> int:
-    """Sampled tokens of turns that no agent ever saw: masked by rule, in no episode."""
+    """Sampled tokens of turns that their agent never saw: masked by rule, in no episode."""
     unseen = (turn for turn in rollout.turns if not turn.is_seen)
     return sum(len(turn.completion.token_ids) for turn in unseen)
 
 
 def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
-    """Which one the prompt extends: the longest, the last among equals."""
+    """Index of the episode that the prompt extends: the longest, the last of equal ones."""
     found, longest = None, 0
     for index, tokens in enumerate(tokens_of):
         length = len(tokens)

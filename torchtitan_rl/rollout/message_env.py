@@ -1,9 +1,9 @@
-"""Environments that work in chat messages, and the wrapper that makes them work in tokens.
+"""Environments in chat messages, and the wrapper that makes token environments of them.
 
-The wrapper owns the conversation and nothing else: it parses completions into messages, hands
-them to the environment, and renders what comes back as the next prompt, which extends the
-previous prompt and completion wherever the renderer can prove that. It enforces no limit: turns,
-tokens and times are limited in `rollouter.py`, for every kind of environment alike.
+``MessageTokenEnv(MyEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
+parses completions into messages, calls the environment with them, and renders the answer as the
+next prompt, which extends the previous prompt and completion if the renderer can prove that this is
+safe. Limits of turns, tokens and times are those of any environment, and not enforced here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.rollout.calls import call, compute
-from torchtitan_rl.rollout.env import Observation, Stateful, Terminal
-from torchtitan_rl.rollout.rendering import ChatRenderer, Message, TokenIds
+from torchtitan_rl.rollout.calls import compute
+from torchtitan_rl.rollout.chatml import Message, TokenIds
+from torchtitan_rl.rollout.env import (
+    Observation,
+    Stateful,
+    Terminal,
+    require_async,
+    require_stateful,
+)
+from torchtitan_rl.rollout.rendering import ChatRenderer
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _SHORT_CHARS = 4000
@@ -24,10 +31,11 @@ _SHORT_CHARS = 4000
 class MessageObservation:
     """What the environment adds to the conversation before the model's next turn.
 
-    ``messages`` go behind the assistant's last message. ``replace_messages`` instead is a whole
-    new conversation (history edited, summarized, cut): it is rendered afresh, and the rollout
-    branches into another episode. ``tools`` are read from the first observation and from those
-    that replace the conversation. ``turn_reward`` is for the assistant's message just stepped with.
+    ``messages`` follow the assistant's last message. ``replace_messages`` is a whole new
+    conversation instead (history edited, summarized, cut): it is rendered from scratch, and the
+    rollout branches into another episode. ``tools`` are read from the first observation and from
+    those that replace the conversation. ``turn_reward`` is for the message that `MessageEnv.step`
+    was called with.
     """
 
     messages: Sequence[Message] = ()
@@ -38,30 +46,53 @@ class MessageObservation:
 
 
 class MessageEnv(Protocol):
-    """One rollout's environment in chat messages. Used for one rollout and then closed.
+    """The environment of one rollout, in chat messages. Each rollout gets a new instance.
 
-    Each method may be ``async`` or plain; plain ones run in a worker thread and may block. To be
-    continued by another process it is `Stateful`, or declares itself `Replayable` with ``replays``;
-    that is never assumed, for the wrapper cannot know what `step` does to the world.
+    All that `TokenEnv` says about its methods holds here: they are async, `threaded` wraps
+    environments with plain ones, and `Stateful` or `Replayable` ones can be resumed.
+
+    >>> import asyncio
+    >>> class SumEnv:
+    ...     async def reset(self) -> MessageObservation:
+    ...         return MessageObservation(messages=[{"role": "user", "content": "1 + 1?"}])
+    ...
+    ...     async def step(self, message: dict[str, Any]) -> MessageObservation | Terminal:
+    ...         return Terminal(reward=float("2" in message["content"]))
+    ...
+    ...     async def finish(self, status: RolloutStatus) -> Terminal:
+    ...         return Terminal(reward=0.0)
+    ...
+    ...     async def close(self) -> None: ...
+    >>> asyncio.run(SumEnv().step({"role": "assistant", "content": "It is 2."})).reward
+    1.0
     """
 
-    def reset(self) -> Any:
-        """Returns the first `MessageObservation`: system and user messages, tools."""
+    async def reset(self) -> MessageObservation:
+        """The first system and user messages, and the tools."""
+        ...
 
-    def step(self, message: dict[str, Any]) -> Any:
-        """Takes the assistant's message; returns a `MessageObservation` or a `Terminal`."""
+    async def step(self, message: dict[str, Any], /) -> MessageObservation | Terminal:
+        """The answer to the assistant's message (see `ChatRenderer.parse`), or the end."""
+        ...
 
-    def finish(self, status: RolloutStatus) -> Any:
-        """Called once where a limit ended the rollout: returns the `Terminal` so far."""
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        """The reward so far. Called once if a limit ended the rollout."""
+        ...
 
-    def close(self) -> Any:
-        """Called exactly once, on every path."""
+    async def close(self) -> None:
+        """Release what the environment holds. Called exactly once, on every path."""
+        ...
 
 
 class MessageTokenEnv:
-    """A `MessageEnv` as a `TokenEnv`, which can be continued wherever the `MessageEnv` can."""
+    """A `MessageEnv` as a `TokenEnv`. It can be resumed if the `MessageEnv` can.
+
+    Raises:
+        TypeError: a method of ``env`` is missing or not async.
+    """
 
     def __init__(self, env: MessageEnv, renderer: ChatRenderer) -> None:
+        require_async(env)
         self._env = env
         self._renderer = renderer
         self._messages: list[Message] = []
@@ -78,8 +109,8 @@ class MessageTokenEnv:
         return bool(getattr(self._env, "replays", False))
 
     async def state_dict(self) -> dict[str, Any] | None:
-        """The conversation and the state of the `MessageEnv`; None where that has none."""
-        state = await call(self._env.state_dict) if isinstance(self._env, Stateful) else None
+        """The conversation and the state of the `MessageEnv`; None if that has none."""
+        state = await self._env.state_dict() if isinstance(self._env, Stateful) else None
         if state is None:
             return None
         return {
@@ -90,16 +121,17 @@ class MessageTokenEnv:
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises TypeError where the `MessageEnv` cannot be loaded any more."""
-        if not isinstance(self._env, Stateful):
-            raise TypeError(f"{type(self._env).__name__} has no load_state_dict")
-        await call(self._env.load_state_dict, state["env"])
+        """
+        Raises:
+            TypeError: the `MessageEnv` cannot load a state.
+        """
+        await require_stateful(self._env).load_state_dict(state["env"])
         self._messages = list(state["messages"])
         self._tools = list(state["tools"])
         self._prompt = tuple(state["prompt"])
 
     async def reset(self) -> Observation:
-        observation: MessageObservation = await call(self._env.reset)
+        observation = await self._env.reset()
         self._restart(observation, observation.replace_messages or observation.messages)
         first: Observation = await self._compute(self._render, observation, None)
         return first
@@ -107,7 +139,7 @@ class MessageTokenEnv:
     async def step(self, completion: Completion) -> Observation | Terminal:
         message, text = await self._compute(self._parse, completion)
         self._messages.append(message)
-        answer: MessageObservation | Terminal = await call(self._env.step, dict(message))
+        answer = await self._env.step(dict(message))
         if isinstance(answer, Terminal):
             return replace(answer, turn_text=text)
         if answer.replace_messages is not None:
@@ -120,15 +152,14 @@ class MessageTokenEnv:
         return replace(observation, turn_text=text)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        terminal: Terminal = await call(self._env.finish, status)
-        return terminal
+        return await self._env.finish(status)
 
     async def close(self) -> None:
-        await call(self._env.close)
+        await self._env.close()
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Off the event loop, but for short conversations: there the way costs more than the work,
-        a fraction of a millisecond."""
+        """In another thread, unless the conversation is short: then it takes a fraction of a
+        millisecond, less than the change of threads."""
         if sum(len(str(message.get("content"))) for message in self._messages) < _SHORT_CHARS:
             return function(*args)
         return await compute(function, *args)
@@ -144,7 +175,7 @@ class MessageTokenEnv:
     def _render(
         self, observation: MessageObservation, completion_ids: TokenIds | None
     ) -> Observation:
-        """The next prompt; ``completion_ids`` None means that there is nothing to extend."""
+        """The next prompt; ``completion_ids`` None: there is nothing to extend."""
         extended = None
         if completion_ids is not None:
             extended = self._renderer.extend(self._prompt, completion_ids, observation.messages)

@@ -1,13 +1,14 @@
-"""What is kept of a rollout that runs, so that another process can continue it. Pure.
+"""The record of a running rollout, from which another process can continue it. Pure.
 
 Invariants: recorded turns are whole (sampled, and answered by the environment) and are never
-sampled again; they are a prefix of the rollout, so that dropping one drops all behind it.
+sampled again; they are a prefix of the rollout, so that dropping one drops all later ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from torchtitan_rl.rollout.env import Observation, Terminal
@@ -16,10 +17,10 @@ from torchtitan_rl.types import Completion, Rollout, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvState:
-    """An environment between two turns.
+    """An environment between two turns, with its last answer.
 
-    ``state`` is what its `state_dict` gave, None where it has none (then only a `Terminal` is
-    worth keeping); ``messages`` are the conversation, kept with a `Terminal` only.
+    ``state`` is what its `state_dict` returned; None if it has none (then only a `Terminal` is
+    recorded). ``messages`` are the conversation, recorded only with a `Terminal`.
     """
 
     answer: Observation | Terminal
@@ -29,12 +30,12 @@ class EnvState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRollout:
-    """One rollout as far as it got.
+    """One rollout so far.
 
-    ``env_states[n]`` is the environment behind the first ``n`` turns; any may be missing.
-    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: the
-    tokens so far where its finish reason is ABORT, else a whole completion that the environment
-    has not answered. ``ended`` is there where the rollout is over: as it was before scoring.
+    ``env_states[n]`` is the environment after the first ``n`` turns; any may be missing.
+    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: partial
+    tokens if its finish reason is ABORT, else a whole completion that the environment has not
+    answered. ``ended`` is the rollout before scoring, if it is over.
     """
 
     rollout_id: str
@@ -46,29 +47,29 @@ class RecordedRollout:
 
     @property
     def env_state(self) -> EnvState | None:
-        """The environment behind the last recorded turn."""
+        """The environment after the last recorded turn."""
         return self.env_states.get(len(self.turns))
 
     @property
     def num_tokens(self) -> int:
         """Sampled tokens, those of the running turn included."""
-        return _num_sampled(self.turns) + (len(self.partial.token_ids) if self.partial else 0)
+        in_turns = sum(len(turn.completion.token_ids) for turn in self.turns)
+        return in_turns + (len(self.partial.token_ids) if self.partial else 0)
 
 
 def with_turn(
     recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
 ) -> RecordedRollout:
-    """The record after turn ``index``, which replaces that turn and whatever came behind it.
+    """The record with ``turn`` at ``index``, which replaces that turn and all later ones.
 
-    A last turn that is there already changes nothing.
+    A last turn that is already there changes nothing.
 
     Raises:
         ValueError: turns before this one are missing.
     """
     if index > len(recorded.turns):
         raise ValueError(
-            f"rollout {recorded.rollout_id}: turn {index} comes behind turn "
-            f"{len(recorded.turns) - 1}"
+            f"rollout {recorded.rollout_id}: turn {index} follows turn {len(recorded.turns) - 1}"
         )
     if recorded.turns[index:] == (turn,):
         return recorded
@@ -83,22 +84,18 @@ def usable_turns(
     """What a trainer restored at ``restored_version`` may use, and how many tokens it may not.
 
     The longest prefix of turns whose tokens all have versions from ``admitted_version`` (of the
-    group) to ``restored_version``; the tokens of a running turn are whole or gone likewise.
+    group) to ``restored_version``; the tokens of a running turn are kept or dropped together.
     """
 
     def usable(completion: Completion) -> bool:
         return all(admitted_version <= v <= restored_version for v in completion.versions)
 
-    count = next(
-        (i for i, turn in enumerate(recorded.turns) if not usable(turn.completion)),
-        len(recorded.turns),
-    )
+    kept = recorded
+    count = len(list(takewhile(lambda turn: usable(turn.completion), recorded.turns)))
     if count < len(recorded.turns):
         kept = _first_turns(recorded, count)
     elif recorded.partial is not None and not usable(recorded.partial):
         kept = replace(recorded, partial=None)
-    else:
-        kept = recorded
     return kept, recorded.num_tokens - kept.num_tokens
 
 
@@ -108,7 +105,3 @@ def _first_turns(recorded: RecordedRollout, count: int) -> RecordedRollout:
         turns=recorded.turns[:count],
         env_states={n: state for n, state in recorded.env_states.items() if n <= count},
     )
-
-
-def _num_sampled(turns: tuple[Turn, ...]) -> int:
-    return sum(len(turn.completion.token_ids) for turn in turns)

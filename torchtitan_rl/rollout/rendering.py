@@ -1,8 +1,8 @@
 """Chat messages to token ids and back, for conversations that are trained on.
 
-The next prompt *extends* the tokens the engine saw and sampled; history is never tokenized again
-where that can be avoided. What the template puts after an assistant's turn (an end-of-turn token
-that was not sampled, the newline behind it) goes into the next prompt, never into a completion.
+The next prompt *extends* the tokens that the engine saw and sampled; history is tokenized again
+only if there is no other way. What the template puts after an assistant's turn (an end-of-turn
+token that was not sampled, a newline) goes into the next prompt, never into a completion.
 The only module that knows the `renderers` package.
 """
 
@@ -13,13 +13,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.rollout.remembering_tokenizer import RememberingTokenizer
+from torchtitan_rl.rollout.chatml import (
+    ChatMLRenderer,
+    Message,
+    TokenIds,
+    apply_template,
+    has_token,
+)
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
-TokenIds = tuple[int, ...]
 RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
 Thinking = Literal["off", "keep", "strip"]
 
+_CACHED_TEXTS = 4096
 _QWEN3_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -52,15 +57,15 @@ class ChatRenderer(Protocol):
     ) -> TokenIds | None:
         """The next prompt, which begins with ``prompt + completion``.
 
-        None where that cannot be proven to be what the template means; render again then.
+        None if that cannot be proven to be what the template gives: then render from scratch.
         """
         ...
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
-        """The completion as an assistant message; never raises on what a model may sample.
+        """The completion as an assistant message; never raises, whatever the model sampled.
 
-        ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (their raw text) are there
-        only where the model wrote some.
+        It has ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (their raw text)
+        only if the model wrote some.
         """
         ...
 
@@ -75,12 +80,16 @@ def make_renderer(
 ) -> ChatRenderer:
     """The renderer for a `transformers` tokenizer; made once for each tokenizer.
 
-    ``kind="auto"`` takes the typed renderer of a model that `renderers` knows by name, else
-    Qwen3's where the vocabulary has its special tokens and the tokenizer's chat template agrees,
-    else ChatML, else the bare template, which renders every turn again.
+    ``kind``:
+
+    - "qwen3", "chatml": of these chat formats;
+    - "library": the `renderers` package's own renderer of the model;
+    - "template": the tokenizer's chat template, which renders every turn from scratch;
+    - "auto": "library" if `renderers` knows the model by name; else "qwen3" if the vocabulary has
+      its special tokens and the chat template agrees; else "chatml", else "template".
 
     ``thinking`` is for Qwen3: "off" prefills an empty thought; "keep" leaves earlier thoughts in
-    the history, so that a rollout stays one episode; "strip" drops them at each new user message
+    the history, so that a rollout stays one episode; "strip" drops them at each new user message,
     as Qwen3's own template does, so that each turn becomes an episode.
 
     Raises:
@@ -97,7 +106,7 @@ def make_renderer(
     if kind == "library":
         from renderers import create_renderer
 
-        return LibraryRenderer(tokenizer, create_renderer(RememberingTokenizer(tokenizer)))
+        return LibraryRenderer(tokenizer, create_renderer(_CachingTokenizer(tokenizer)))
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"tokenizer {_name(tokenizer)}: no chat template and no <|im_start|> token; "
@@ -107,12 +116,12 @@ def make_renderer(
     from renderers.default import DefaultRenderer
 
     return LibraryRenderer(
-        tokenizer, DefaultRenderer(RememberingTokenizer(tokenizer), DefaultRendererConfig())
+        tokenizer, DefaultRenderer(_CachingTokenizer(tokenizer), DefaultRendererConfig())
     )
 
 
 class LibraryRenderer:
-    """A renderer of the `renderers` package behind our protocol."""
+    """A renderer of the `renderers` package as a `ChatRenderer`."""
 
     def __init__(self, tokenizer: Any, renderer: Any) -> None:
         self._tokenizer = tokenizer
@@ -138,13 +147,13 @@ class LibraryRenderer:
         sampled = prompt + completion
         extended = self._bridge(prompt, completion, new_messages)
         if extended is None and completion and completion[-1] in self.stop_token_ids:
-            # The library declines a turn that ended inside a thought. What comes behind a turn
-            # does not depend on it, so take that from a turn without content.
+            # The library refuses a turn that ended inside a thought. What follows a turn does not
+            # depend on it, so take that from a turn without content.
             empty = prompt + completion[-1:]
             extended = self._bridge(prompt, completion[-1:], new_messages)
             if extended is not None and extended[: len(empty)] == empty:
                 return sampled + extended[len(empty) :]
-        # The library cuts tokens that were sampled behind a turn's end: that is no extension.
+        # The library cuts tokens that were sampled after a turn's end: that is not an extension.
         if extended is not None and extended[: len(sampled)] == sampled:
             return extended
         return None
@@ -178,100 +187,17 @@ class LibraryRenderer:
         return None if rendered is None else tuple(rendered.token_ids)
 
 
-class ChatMLRenderer:
-    """``<|im_start|>role\\ncontent<|im_end|>\\n``: SmolLM2, Qwen2.5 and many others.
-
-    The first prompt comes from the tokenizer's own chat template where it has one (default system
-    prompts, tools). Later ones are extended, with messages of those roles for which a probe
-    conversation shows at construction that the template appends exactly that.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._im_end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        ends = {self._im_end, tokenizer.eos_token_id}
-        if _has_token(tokenizer, "<|endoftext|>"):
-            ends.add(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-        self._stop_token_ids = tuple(sorted(end for end in ends if end is not None))
-        self._extendable_roles = frozenset(
-            role for role in ("user", "system", "tool") if self._template_appends(role)
-        )
-
-    @property
-    def stop_token_ids(self) -> TokenIds:
-        return self._stop_token_ids
-
-    def initial_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> TokenIds:
-        if not getattr(self._tokenizer, "chat_template", None):
-            return self._encode("".join(map(_chatml, messages)) + "<|im_start|>assistant\n")
-        return _apply_template(self._tokenizer, messages, tools)
-
-    def extend(
-        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
-    ) -> TokenIds | None:
-        for message in new_messages:
-            plain = set(message) == {"role", "content"} and isinstance(message["content"], str)
-            if not plain or message["role"] not in self._extendable_roles:
-                return None
-        return self._append(prompt, completion, new_messages)
-
-    def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
-        end = len(completion)
-        while end and completion[end - 1] in self._stop_token_ids:
-            end -= 1
-        return {"role": "assistant", "content": self.decode(completion[:end])}
-
-    def decode(self, token_ids: TokenIds) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def _append(
-        self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
-    ) -> TokenIds:
-        ended = bool(completion) and completion[-1] in self._stop_token_ids
-        missing_end = () if ended else (self._im_end,)
-        text = "\n" + "".join(map(_chatml, new_messages)) + "<|im_start|>assistant\n"
-        return prompt + completion + missing_end + self._encode(text)
-
-    def _template_appends(self, role: str) -> bool:
-        """Whether a message of this role (white space around it included) is just appended."""
-        import jinja2
-
-        history = [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "one"},
-            {"role": "assistant", "content": "two"},
-            {"role": "user", "content": "three"},
-        ]
-        reply = {"role": "assistant", "content": "four"}
-        new = {"role": role, "content": " five \n"}
-        try:
-            rendered = self.initial_prompt([*history, reply, new])
-            extended = self._append(self.initial_prompt(history), self._encode("four"), [new])
-        except jinja2.TemplateError:  # the template knows no such role
-            return False
-        return rendered == extended
-
-    def _encode(self, text: str) -> TokenIds:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _chatml(message: Message) -> str:
-    return f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
-
-
 def _detect(tokenizer: Any, thinking: Thinking) -> tuple[RendererKind, Thinking]:
     from renderers.base import MODEL_RENDERER_MAP
 
     if MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""), "qwen3") != "qwen3":
         return "library", thinking
-    if all(_has_token(tokenizer, token) for token in _QWEN3_TOKENS):
-        # Qwen3's models that never think prefill no empty thought: for them "off" is "keep".
+    if all(has_token(tokenizer, token) for token in _QWEN3_TOKENS):
+        # Qwen3 models that never think prefill no empty thought: for them "off" is "keep".
         for candidate in dict.fromkeys((thinking, "keep" if thinking == "off" else thinking)):
             if _template_agrees(tokenizer, candidate, enable_thinking=thinking != "off"):
                 return "qwen3", candidate
-    if all(_has_token(tokenizer, token) for token in ("<|im_start|>", "<|im_end|>")):
+    if all(has_token(tokenizer, token) for token in ("<|im_start|>", "<|im_end|>")):
         return "chatml", thinking
     return "template", thinking
 
@@ -284,13 +210,13 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
         enable_thinking=thinking != "off",
         thinking_retention="all" if thinking == "keep" else None,
     )
-    return LibraryRenderer(tokenizer, Qwen3Renderer(RememberingTokenizer(tokenizer), config))
+    return LibraryRenderer(tokenizer, Qwen3Renderer(_CachingTokenizer(tokenizer), config))
 
 
 def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:
-    """Whether the tokenizer's template renders as Qwen3 does; True where it has none.
+    """Whether the tokenizer's template renders as Qwen3's does; True if it has none.
 
-    Other models share Qwen3's vocabulary but not its template.
+    Other models share Qwen3's vocabulary, but not its template.
     """
     if not getattr(tokenizer, "chat_template", None):
         return True
@@ -301,35 +227,13 @@ def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: boo
         probes.append([user, {"role": "assistant", "content": "two"}, user])
     return all(
         renderer.initial_prompt(probe)
-        == _apply_template(tokenizer, probe, enable_thinking=enable_thinking)
+        == apply_template(tokenizer, probe, enable_thinking=enable_thinking)
         for probe in probes
     )
 
 
-def _apply_template(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-    **options: Any,
-) -> TokenIds:
-    ids = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        **options,
-    )
-    return tuple(ids)
-
-
-def _has_token(tokenizer: Any, token: str) -> bool:
-    found = tokenizer.convert_tokens_to_ids(token)
-    return isinstance(found, int) and found != tokenizer.unk_token_id
-
-
 def _require_tokens(tokenizer: Any, tokens: Sequence[str], kind: str) -> None:
-    missing = [token for token in tokens if not _has_token(tokenizer, token)]
+    missing = [token for token in tokens if not has_token(tokenizer, token)]
     if missing:
         raise ConfigError(
             f"tokenizer {_name(tokenizer)}: the {kind} renderer needs {' '.join(missing)} in the "
@@ -339,3 +243,31 @@ def _require_tokens(tokenizer: Any, tokens: Sequence[str], kind: str) -> None:
 
 def _name(tokenizer: Any) -> str:
     return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+
+
+class _CachingTokenizer:
+    """Wraps a `transformers` tokenizer for the `renderers` package, which encodes the same headers
+    and messages for all siblings of a group. All but encoding goes to the tokenizer itself.
+
+    May be called from any thread. Results of ``__call__`` (not of `encode`) are shared and must
+    not be changed.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        cached = functools.lru_cache(maxsize=_CACHED_TEXTS)
+        self._encode = cached(lambda text, options: tokenizer.encode(text, **dict(options)))
+        self._call = cached(lambda text, options: tokenizer(text, **dict(options)))
+
+    def encode(self, text: Any, **options: Any) -> list[int]:
+        if not isinstance(text, str):
+            return list(self._tokenizer.encode(text, **options))
+        return list(self._encode(text, tuple(sorted(options.items()))))
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if not isinstance(text, str):
+            return self._tokenizer(text, **options)
+        return self._call(text, tuple(sorted(options.items())))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -1,28 +1,27 @@
-"""Groups of sibling rollouts: run at once, score, and hand on.
+"""Groups of sibling rollouts: run at once, scored, and returned together.
 
-A rollout does not know its siblings: one that fails has a status and a cause, and the others go
-on. Each is scored, and reported to ``on_rollout``, as soon as it ends; only a rubric that scores
-groups makes it wait for the last sibling. Limits are enforced in `rollout_run.py`.
+Siblings are independent: one that fails has a status and a cause, and the others continue. Each is
+scored and reported to ``on_rollout`` as soon as it ends; only a rubric that scores groups makes it
+wait for the last sibling. Limits are enforced in `rollout_run.py`.
 
-A group can be recorded while it runs (`snapshot`, ``on_turn``) and continued by another process
-(``recorded``). A sibling that had ended keeps how it ended and is only scored again.
+A running group can be saved (`snapshot`, ``on_turn``) and continued by another process
+(``recorded``). A sibling that had ended keeps its status and is only scored again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.rollout_run import (
+from torchtitan_rl.rollout.group_settings import (
     EnvironmentFactory,
+    GroupSettings,
     OnDiscard,
     OnTurn,
-    Phase,
-    RolloutActivity,
-    RolloutRun,
 )
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity, RolloutRun
 from torchtitan_rl.rollout.rubric import (
     Rubric,
     environment_score,
@@ -45,9 +44,9 @@ OnRollout = Callable[[Rollout], None]
 class Rollouter:
     """Runs groups; any number at once, on one event loop.
 
-    ``environment`` is called on the event loop and must be quick; slow set-up belongs into the
+    ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
     environment's ``reset``. Without a ``rubric`` the environment's reward is the rollout's.
-    ``active_time`` (the router's, say) stands still while no rollout can generate.
+    ``active_time`` (usually the router's) stands still while no rollout can generate.
     """
 
     def __init__(
@@ -68,18 +67,18 @@ class Rollouter:
         self._groups: dict[str, tuple[RolloutRun, ...]] = {}
 
     def activities(self) -> list[RolloutActivity]:
-        """What each unfinished rollout waits for, for whoever reports a wait that is too long."""
+        """What each unfinished rollout waits for."""
         return [run.activity for run in self._running]
 
     def snapshot(
         self, group_id: str, partials: Mapping[str, Completion] | None = None
     ) -> tuple[RecordedRollout, ...]:
-        """The siblings of a group that runs, as they are now; those that ended included.
+        """The siblings of a running group as they are now, including those that have ended.
 
-        A group whose `run_group` raised stays as it was then, so that it can still be saved.
+        A group whose `run_group` raised an error stays as it was then, and can still be saved.
 
-        ``partials`` are the tokens so far of running requests, by request id. The environments'
-        states are there where the group was given an ``on_turn``.
+        ``partials`` are the tokens sampled so far for running requests, by request id. The
+        environments' states are included if the group has an ``on_turn``.
 
         Raises:
             KeyError: no such group runs.
@@ -105,45 +104,45 @@ class Rollouter:
     ) -> RolloutGroup:
         """Roll one problem out ``size`` times; siblings are ``{group_id}/r0``, ``/r1``, ...
 
-        ``seed`` is the run's; each request's own follows from it, the rollout and the turn.
-        ``temperature`` replaces the configured one (validation). ``on_rollout`` is called once for
-        each sibling, with its final status and reward; with CANCELLED where this call is cancelled.
-
-        ``attempt`` changes the seeds, and with them the requests' ids. No token is sampled under a
-        policy before ``min_version``. ``recorded`` (by rollout id) holds siblings to be continued:
-        finished turns are not sampled again; what another attempt recorded is passed over.
-        ``on_turn`` is called once for each turn that the environment has answered, recorded ones
-        excepted. ``on_discard`` is told of tokens that no rollout of the group holds: recorded ones
-        that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that was
-        refused. ``generate`` replaces the usual one for this call, with its ``active_time``.
+        Args:
+            seed: the run's; the seed of each request is derived from it.
+            temperature: replaces the configured one (validation).
+            on_rollout: called once for each sibling, with its final status and reward; with
+                CANCELLED if this call is cancelled.
+            attempt: changes the ids and seeds of the requests.
+            min_version: no token is sampled under an older policy.
+            recorded: siblings to be continued, by rollout id: finished turns are not sampled
+                again. Those of another attempt are discarded.
+            on_turn: called once for each turn that the environment has answered, except recorded
+                ones.
+            on_discard: called with tokens that are in no rollout of the group: recorded ones that
+                cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that
+                was refused.
+            generate, active_time: replace the Rollouter's for this call.
 
         Raises:
-            asyncio.CancelledError: cancelled from outside; all environments are closed by then.
-            ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised; siblings are
-                cancelled.
+            asyncio.CancelledError: cancelled from outside; all environments are closed.
+            ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised, or too many
+                abandoned calls hang (`HangingCallsError`); siblings are cancelled.
         """
-        runs = tuple(
-            RolloutRun(
-                rollout_id=f"{group_id}/r{i}",
-                group_id=group_id,
-                problem=problem,
-                environment=self._environment,
-                generate=generate or self._generate,
-                config=self._config,
-                seed=seed,
-                temperature=self._config.sampling.temperature
-                if temperature is None
-                else temperature,
-                active_time=active_time or self._active_time,
-                attempt=attempt,
-                min_version=min_version,
-                recorded=(recorded or {}).get(f"{group_id}/r{i}"),
-                on_turn=on_turn,
-                on_discard=on_discard,
-            )
-            for i in range(size)
+        default = self._config.sampling.temperature
+        settings = GroupSettings(
+            group_id=group_id,
+            problem=problem,
+            environment=self._environment,
+            generate=generate or self._generate,
+            config=self._config,
+            seed=seed,
+            temperature=default if temperature is None else temperature,
+            active_time=active_time or self._active_time,
+            attempt=attempt,
+            min_version=min_version,
+            on_turn=on_turn,
+            on_discard=on_discard,
         )
-        unreported = {run.rollout_id: run for run in runs}
+        ids = [f"{group_id}/r{i}" for i in range(size)]
+        runs = tuple(RolloutRun(id_, settings, (recorded or {}).get(id_)) for id_ in ids)
+        unreported = dict(zip(ids, runs, strict=True))
         self._running |= dict.fromkeys(runs)
         self._groups[group_id] = runs
 
@@ -153,13 +152,7 @@ class Rollouter:
                 on_rollout(rollout)
 
         try:
-            async with asyncio.TaskGroup() as siblings:
-                tasks = [siblings.create_task(self._run_one(run, problem, report)) for run in runs]
-            rollouts = [task.result() for task in tasks]
-            if self._rubric is not None and self._rubric.scores_groups:
-                rollouts = await self._score_together(self._rubric, rollouts, runs, problem)
-                for rollout in rollouts:
-                    report(rollout)
+            rollouts = await self._run_all(runs, problem, report)
         except asyncio.CancelledError:
             for run in list(unreported.values()):
                 report(run.so_far(RolloutStatus.CANCELLED))
@@ -172,29 +165,35 @@ class Rollouter:
         return RolloutGroup(group_id=group_id, problem=problem, rollouts=tuple(rollouts))
 
     def _forget(self, group_id: str, runs: tuple[RolloutRun, ...]) -> None:
-        if self._groups.get(group_id) is runs:
+        if self._groups.get(group_id) is runs:  # not of a later call with the same id
             del self._groups[group_id]
 
-    async def _run_one(self, run: RolloutRun, problem: Problem, report: OnRollout) -> Rollout:
-        """Run one sibling and, where it is scored alone, score and report it."""
-        rollout = await run.run()
-        if self._rubric is not None and self._rubric.scores_groups:
-            return rollout
-        rollout = await self._score(run, rollout, problem)
-        report(rollout)
-        return rollout
-
-    async def _score(self, run: RolloutRun, rollout: Rollout, problem: Problem) -> Rollout:
-        if rollout.status.is_failure:
-            return rollout
-        if self._rubric is None:
-            return with_score(rollout, environment_score(rollout))
-        run.enter(Phase.REWARD, "rubric")
-        return with_score(rollout, await self._rubric.score(rollout, problem))
-
-    async def _score_together(
-        self, rubric: Rubric, rollouts: list[Rollout], runs: Sequence[RolloutRun], problem: Problem
+    async def _run_all(
+        self, runs: tuple[RolloutRun, ...], problem: Problem, report: OnRollout
     ) -> list[Rollout]:
+        rubric = self._rubric
+        if rubric is None or not rubric.scores_groups:
+            async with asyncio.TaskGroup() as siblings:
+                work = [self._run_and_score(run, problem, report) for run in runs]
+                tasks = [siblings.create_task(one) for one in work]
+            return [task.result() for task in tasks]
+        async with asyncio.TaskGroup() as siblings:
+            tasks = [siblings.create_task(run.run()) for run in runs]
         for run in runs:
             run.enter(Phase.REWARD, "score_group")
-        return await score_whole_group(rubric, rollouts, problem)
+        rollouts = await score_whole_group(rubric, [task.result() for task in tasks], problem)
+        for rollout in rollouts:
+            report(rollout)
+        return rollouts
+
+    async def _run_and_score(self, run: RolloutRun, problem: Problem, report: OnRollout) -> Rollout:
+        rollout = await run.run()
+        if not rollout.status.is_failure:
+            if self._rubric is None:
+                score = environment_score(rollout)
+            else:
+                run.enter(Phase.REWARD, "rubric")
+                score = await self._rubric.score(rollout, problem)
+            rollout = with_score(rollout, score)
+        report(rollout)
+        return rollout

@@ -1,7 +1,7 @@
-"""What a finished rollout is worth: a weighted sum of named reward functions.
+"""Rewards of finished rollouts: weighted sums of named reward functions.
 
-A function that raises, takes too long or returns no finite number makes the score an error with
-its cause; scoring itself never raises, so that one rollout cannot fail its siblings.
+A function that raises, takes too long or returns no finite number gives an error with its cause;
+scoring itself never raises, so that one rollout cannot fail its siblings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.rollout.calls import call, is_cancelled, summary
+from torchtitan_rl.rollout.calls import in_thread, is_cancelled, summary
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
 RewardCallable = Callable[[Rollout, Problem], float | Awaitable[float]]
@@ -20,10 +20,11 @@ RewardCallable = Callable[[Rollout, Problem], float | Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """One component. The rollout's ``reward`` holds what the environment gave, or None.
+    """One component of a reward, also the metric ``reward/<name>``.
 
-    A plain function runs on the event loop unless it is ``blocking`` (it computes for long, or
-    waits); then it gets a thread. ``weight`` 0 makes it a metric only.
+    The function gets the finished rollout, whose ``reward`` is the environment's (or None), and its
+    problem. It may be async. A plain function runs on the event loop, or in a thread if it is
+    ``blocking`` (it waits, or computes for long). With ``weight`` 0 it is only a metric.
     """
 
     name: str
@@ -34,7 +35,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """``reward`` None: it could not be computed, for the ``cause``."""
+    """``reward`` is None if it could not be computed, because of ``cause``."""
 
     reward: float | None
     components: Mapping[str, float] = field(default_factory=dict)
@@ -42,10 +43,17 @@ class Score:
 
 
 class Rubric:
-    """Scores each rollout as soon as it ends.
+    """Scores each rollout as soon as it ends; ``timeout_s`` limits each function.
 
-    A subclass that overrides `score_group` scores whole groups instead (rankings, diversity):
-    it is called once with the siblings that did not fail, after the last one has ended.
+    A subclass that overrides `score_group` scores whole groups instead (rankings, diversity): it
+    is called once, after the last sibling has ended, and ``timeout_s`` limits this call.
+
+    >>> def is_short(rollout: Rollout, problem: Problem) -> float:
+    ...     return float(rollout.num_sampled_tokens <= problem.data["budget"])
+    >>> rubric = Rubric([
+    ...     RewardFunction(name="environment", function=lambda rollout, problem: rollout.reward),
+    ...     RewardFunction(name="short", function=is_short, weight=0.1),
+    ... ])
     """
 
     def __init__(self, functions: Sequence[RewardFunction], *, timeout_s: float = 60.0) -> None:
@@ -53,7 +61,7 @@ class Rubric:
         if len(set(names)) != len(names):
             raise ValueError(f"reward functions need different names, got {names}")
         self._functions = tuple(functions)
-        self.timeout_s = timeout_s  # for each function, and for a whole `score_group`
+        self.timeout_s = timeout_s
 
     @property
     def scores_groups(self) -> bool:
@@ -78,7 +86,7 @@ class Rubric:
         return Score(reward=total, components=components)
 
     async def score_group(self, rollouts: Sequence[Rollout], problem: Problem) -> Sequence[Score]:
-        """One score for each rollout, in their order. To be overridden."""
+        """One score for each rollout that did not fail, in their order. To be overridden."""
         return await asyncio.gather(*(self.score(rollout, problem) for rollout in rollouts))
 
     async def _evaluate(
@@ -88,11 +96,10 @@ class Rubric:
         try:
             async with deadline(self.timeout_s) as limit:
                 if function.blocking:
-                    value = await call(function.function, rollout, problem)
+                    result = await in_thread(function.function, rollout, problem)
                 else:
                     result = function.function(rollout, problem)
-                    value = await result if isinstance(result, Awaitable) else result
-            value = float(value)
+                value = float(await result if isinstance(result, Awaitable) else result)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
@@ -107,7 +114,7 @@ class Rubric:
 async def score_whole_group(
     rubric: Rubric, rollouts: Sequence[Rollout], problem: Problem
 ) -> list[Rollout]:
-    """Score siblings together; an override that fails makes each a REWARD_ERROR."""
+    """Score siblings together; if `Rubric.score_group` fails, each is a REWARD_ERROR."""
     scorable = [rollout for rollout in rollouts if not rollout.status.is_failure]
     scores: Sequence[Score]
     try:
@@ -120,15 +127,15 @@ async def score_whole_group(
             raise
         failed = Score(reward=None, cause=f"score_group: {summary(error)}")
         scores = [failed] * len(scorable)
-    by_id = {rollout.rollout_id: s for rollout, s in zip(scorable, scores, strict=True)}
+    remaining = iter(scores)
     return [
-        with_score(rollout, by_id[rollout.rollout_id]) if rollout.rollout_id in by_id else rollout
+        rollout if rollout.status.is_failure else with_score(rollout, next(remaining))
         for rollout in rollouts
     ]
 
 
 def environment_score(rollout: Rollout) -> Score:
-    """The score where there is no rubric: what the environment said."""
+    """The score without a rubric: the environment's reward."""
     if rollout.reward is None:
         return Score(reward=None, cause="neither the environment nor a rubric gave a reward")
     return Score(reward=rollout.reward)

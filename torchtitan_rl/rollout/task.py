@@ -1,7 +1,4 @@
-"""A task: where problems come from, which environment each gets, and what scores the rollouts.
-
-Tasks are dataclasses (their fields are command-line options) and are given in a config file.
-"""
+"""A task: where problems come from, which environment each gets, and how rollouts are scored."""
 
 from __future__ import annotations
 
@@ -19,45 +16,92 @@ Split = Literal["train", "validation"]
 
 
 class Dataset(Protocol):
-    """An endless or finite sequence of problems with a position that can be saved."""
+    """A sequence of problems, usually endless, with a position that a checkpoint saves.
+
+    >>> class Sums:
+    ...     def __init__(self) -> None:
+    ...         self._position = 0
+    ...
+    ...     @property
+    ...     def epoch(self) -> int:
+    ...         return (self._position - 1) // 100
+    ...
+    ...     def next(self) -> Problem:
+    ...         number = self._position % 100
+    ...         self._position += 1
+    ...         return Problem(problem_id=str(number), data={"text": f"{number} + 1?"})
+    ...
+    ...     def state_dict(self) -> dict[str, Any]:
+    ...         return {"position": self._position}
+    ...
+    ...     def load_state_dict(self, state: dict[str, Any]) -> None:
+    ...         self._position = state["position"]
+    >>> Sums().next().data["text"]
+    '0 + 1?'
+    """
 
     def next(self) -> Problem:
-        """The next problem; an endless dataset starts another epoch in another order."""
+        """The next problem. An endless dataset starts another epoch, in another order, after its
+        last one; a finite one raises StopIteration."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Epoch of the problem that `next` returned last."""
+        """The epoch of the problem that `next` returned last, from 0."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position: a dataset that loads it goes on with the same problems."""
+        """The position, JSON-able."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the problem that would have been next when ``state`` was taken."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Base of a task's configuration; a subclass overrides the factories."""
+    """What is trained on. A subclass overrides `dataset` and `environment`.
+
+    It is a dataclass, whose fields are command-line options (``--task.digits 3``), and goes into
+    ``RunConfig.task``::
+
+        @dataclass(frozen=True, kw_only=True)
+        class SumTask(Task):
+            digits: int = 2  # of each number
+
+            def dataset(self, split: Split, *, seed: int) -> Dataset:
+                return Sums(split, seed=seed, digits=self.digits)
+
+            def environment(
+                self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig
+            ) -> TokenEnv:
+                return MessageTokenEnv(SumEnv(problem), make_renderer(tokenizer))
+
+            def errors(self) -> list[str]:
+                return [] if self.digits > 0 else [f"task.digits={self.digits}: must be above 0"]
+
+    ``experiments/alphabet_sort/task.py`` is a complete one.
+    """
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
-        """A problem's id is unique in the validation set, and within an epoch of the training set.
+        """A problem's id is unique in the validation set, and in an epoch of the training set.
 
-        Also called before the run starts, to look at the first problems; that one is thrown away.
+        Also called before the run starts, to check the first problems of a dataset that is not
+        used otherwise.
         """
         raise NotImplementedError
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        """A fresh environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
+        """A new environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
 
-        Called on the controller's event loop: slow set-up belongs into the environment's `reset`.
-        ``limits`` are enforced by the rollouter; they are here for tasks that want to know them.
+        Called on the controller's event loop: slow set-up belongs in the environment's `reset`.
+        ``limits`` are enforced elsewhere, and given for tasks that depend on them.
         """
         raise NotImplementedError
 
     def rubric(self) -> Rubric | None:
-        """None where the environment's own reward is all."""
+        """None if the environment's reward is the rollout's."""
         return None
 
     def success_reward(self) -> float:
@@ -65,5 +109,5 @@ class Task:
         return 1.0 - 1e-9
 
     def errors(self) -> list[str]:
-        """Validation of the task's own fields: one message each, naming field, value and fix."""
+        """What is wrong with the task's fields: one message each with field, value and fix."""
         return []

@@ -146,4 +146,4 @@ def test_an_agent_that_returns_something_else_than_a_reward_fails(answer):
 
     rollout, _ = only(agent)
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "owes a number as reward" in rollout.cause
+    assert "expected a number as reward" in rollout.cause

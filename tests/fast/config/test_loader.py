@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ def path(tmp_path):
 def test_a_file_gives_the_values_and_options_override_them(path):
     config = load_config(path, ["--task.names", "9", "--generator.replicas", "5"])
     assert (config.num_steps, config.task.names, config.generator.replicas) == (7, 9, 5)
+
+
+def test_a_file_may_import_its_neighbours(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    path.rename(tmp_path / "neighbour_of_a_config.py")
+    path.write_text("from neighbour_of_a_config import config\n")
+    assert load_config(path, []).num_steps == 7
 
 
 def test_an_unknown_option_ends_the_program(path, capsys):

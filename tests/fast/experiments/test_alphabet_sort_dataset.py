@@ -95,7 +95,7 @@ def test_validation_problems_are_the_same_in_every_run_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 7, 20, 33, 40])
-def test_trap_28_a_dataset_that_is_resumed_goes_on_with_the_same_problems(taken: int) -> None:
+def test_a_dataset_that_is_resumed_continues_with_the_same_problems(taken: int) -> None:
     source = dataset(seed=5)
     take(source, taken)
     state = json.loads(json.dumps(source.state_dict()))

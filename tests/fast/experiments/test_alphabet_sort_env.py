@@ -56,7 +56,7 @@ def test_the_reward_is_the_mean_of_the_turns_scores() -> None:
     assert end.reward == pytest.approx(1.8 / 3)
 
 
-def test_turns_that_a_limit_cut_off_count_zero() -> None:
+def test_turns_after_a_limit_count_zero() -> None:
     async def cut_after_one_turn() -> Terminal:
         env = AlphabetSortEnv(TURNS, power=2)
         await play(env, [right_answer(TURNS, 0)])
@@ -76,7 +76,7 @@ def test_an_assistant_message_without_content_scores_zero() -> None:
     assert asyncio.run(silent()).turn_reward == 0.0
 
 
-def test_the_default_task_is_sound() -> None:
+def test_the_default_task_has_no_errors() -> None:
     assert AlphabetSortTask().errors() == []
 
 
@@ -91,7 +91,7 @@ def test_the_default_task_is_sound() -> None:
         (AlphabetSortTask(num_train_problems=0), "task.num_train_problems=0"),
     ],
 )
-def test_a_error_names_the_field_and_its_value(task: AlphabetSortTask, field: str) -> None:
+def test_an_error_names_the_field_and_its_value(task: AlphabetSortTask, field: str) -> None:
     (message,) = task.errors()
     assert field in message
 

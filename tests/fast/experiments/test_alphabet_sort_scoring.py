@@ -47,7 +47,7 @@ def test_missing_and_superfluous_lines_cost() -> None:
     assert score("Here:\nAdam\nZoe", TURNS, 0, power=1) == pytest.approx(4 / 5)
 
 
-def test_the_power_makes_errors_dearer() -> None:
+def test_a_higher_power_lowers_the_score_of_errors() -> None:
     answer = "Adam\nBen\nKate // new\nZoe"
     assert score(answer, TURNS, 1, power=2) == pytest.approx(0.75**2)
 

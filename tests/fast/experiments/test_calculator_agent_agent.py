@@ -94,7 +94,7 @@ def test_each_of_several_calls_gets_its_own_result() -> None:
         call('{"expression": "1+1"}', name="shell"),
     ],
 )
-def test_a_call_that_cannot_be_evaluated_is_told_so_and_the_loop_goes_on(
+def test_a_call_that_cannot_be_evaluated_gets_an_error_and_the_loop_continues(
     bad: dict[str, Any],
 ) -> None:
     server = ScriptedServer({"tool_calls": [bad]}, calls("1+1"), {"content": "2"})

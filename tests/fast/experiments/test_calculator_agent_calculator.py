@@ -64,7 +64,7 @@ def test_it_agrees_with_python(a: int, b: int, c: int) -> None:
         "(" * 32 + "1" + ")" * 31,
     ],
 )
-def test_what_is_no_arithmetic_is_refused_with_a_reason(expression: str) -> None:
+def test_what_is_not_arithmetic_is_refused_with_a_reason(expression: str) -> None:
     with pytest.raises(CalculatorError, match=r"\w"):
         calculate(expression)
 

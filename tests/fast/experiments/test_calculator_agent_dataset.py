@@ -36,7 +36,7 @@ def test_the_answer_is_the_value_of_the_expression_whole_and_above_zero() -> Non
         assert calculate(problem.data["expression"]) == answer > 0
 
 
-def test_the_text_tells_every_number_of_the_expression_once_and_no_other() -> None:
+def test_the_text_has_every_number_of_the_expression_once_and_no_other() -> None:
     for problem in problems("train"):
         told = re.findall(r"\d+", problem.data["text"])
         assert sorted(told) == sorted(re.findall(r"\d+", problem.data["expression"]))
@@ -81,7 +81,7 @@ def test_validation_problems_are_the_same_in_every_run_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 7, 20, 33])
-def test_trap_28_a_dataset_that_is_resumed_goes_on_with_the_same_problems(taken: int) -> None:
+def test_a_dataset_that_is_resumed_continues_with_the_same_problems(taken: int) -> None:
     source = dataset(seed=5)
     take(source, taken)
     resumed = dataset(seed=6)  # the saved run's seed holds

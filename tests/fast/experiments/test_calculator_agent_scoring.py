@@ -37,5 +37,5 @@ def test_a_right_answer_counts_most_then_a_right_result_then_any_result(
     assert is_right(solved, 14) == (reward == 1.0)
 
 
-def test_a_call_without_a_result_is_worth_nothing() -> None:
+def test_a_call_without_a_result_scores_zero() -> None:
     assert score(Solution(answer="", num_calls=3, results=()), 14) == 0.0

@@ -149,7 +149,7 @@ def test_the_transport_asks_for_token_ids_and_keeps_them_of_what_came_back() -> 
 
 
 class ScriptedEnv:
-    """Says what it was told to, in this order."""
+    """Gives a list of answers, in their order."""
 
     def __init__(self, *answers: Observation | Terminal) -> None:
         self._answers = list(answers)
@@ -206,7 +206,7 @@ FIRST, SECOND = TurnTokens((1,), (2,)), TurnTokens((1, 2, 3), (4,))
         ([FIRST], 1),
     ],
 )
-def test_the_end_of_a_rollout_tells_how_many_turns_differ(
+def test_the_metrics_of_a_rollout_count_the_turns_that_differ(
     sent: list[TurnTokens], mismatches: int
 ) -> None:
     end = audited(sent)

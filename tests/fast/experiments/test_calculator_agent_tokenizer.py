@@ -104,7 +104,7 @@ def as_sent_back(call_ids: list[str], expressions: list[str], content: str | Non
 @pytest.mark.slow
 @pytest.mark.parametrize("expressions", [["12+3*4"], ["(1+2)/3", "7-4"], ['é"\\1']])
 @pytest.mark.parametrize("content", [None, "", "I call it."])
-def test_trap_17_a_call_that_comes_back_is_rendered_as_it_was_sampled(
+def test_a_call_that_comes_back_is_rendered_as_it_was_sampled(
     expressions: list[str], content: str | None
 ) -> None:
     opening: list[dict[str, Any]] = [

@@ -10,24 +10,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.rollouts import PROBLEM, CountingEnv, ScriptedGenerate, config
-from torchtitan_rl.rollout import calls, env_calls
+from tests.support.rollouts import PROBLEM, BlockingEnv, ScriptedGenerate, config
+from torchtitan_rl.rollout import calls, env_session
 from torchtitan_rl.rollout.abandoned import AbandonedCalls, HangingCallsError
-from torchtitan_rl.rollout.calls import CallTimeoutError, call, within
+from torchtitan_rl.rollout.calls import CallTimeoutError, in_thread, within
+from torchtitan_rl.rollout.env import threaded
 from torchtitan_rl.rollout.rollouter import Rollouter
 
 
 @pytest.fixture
 def abandoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbandonedCalls]:
-    """That of the process, for a test alone: three calls that hang are too many."""
+    """A new instance for the whole process: three calls that hang are too many."""
     own = AbandonedCalls(max_hanging=3, hangs_after_s=0.0)
-    for module in (calls, env_calls):
+    for module in (calls, env_session):
         monkeypatch.setattr(module, "abandoned", own)
     yield own
     assert own.num_running == 0
 
 
-def test_a_thread_that_is_given_up_counts_until_it_ends(abandoned: AbandonedCalls):
+def test_an_abandoned_thread_counts_until_it_ends(abandoned: AbandonedCalls):
     release, ended = threading.Event(), threading.Event()
 
     def hang():
@@ -36,7 +37,7 @@ def test_a_thread_that_is_given_up_counts_until_it_ends(abandoned: AbandonedCall
 
     async def scenario():
         with pytest.raises(CallTimeoutError):
-            await within(0.01, call, hang)
+            await within(0.01, in_thread, hang)
         assert abandoned.num_running == 1
         assert abandoned.names().endswith("hang: 1")
         release.set()
@@ -52,10 +53,10 @@ def test_a_call_that_ends_in_time_or_raises_is_never_counted(abandoned: Abandone
         raise asyncio.CancelledError
 
     async def scenario():
-        for function in (int, own_cancellation):
-            await asyncio.gather(within(60.0, call, function), return_exceptions=True)
+        for function in ((in_thread, int), (own_cancellation,)):
+            await asyncio.gather(within(60.0, *function), return_exceptions=True)
         with pytest.raises(asyncio.CancelledError):
-            await call(lambda: (_ for _ in ()).throw(asyncio.CancelledError()))
+            await in_thread(lambda: (_ for _ in ()).throw(asyncio.CancelledError()))
 
     asyncio.run(scenario())
 
@@ -72,7 +73,7 @@ def test_a_task_that_ignores_its_cancellation_counts_too(abandoned: AbandonedCal
                     continue
 
         with pytest.raises(CallTimeoutError):
-            await within(0.01, call, deaf)
+            await within(0.01, deaf)
         assert abandoned.names().endswith("deaf: 1")
         release.set()
         await asyncio.sleep(0.01)
@@ -80,13 +81,13 @@ def test_a_task_that_ignores_its_cancellation_counts_too(abandoned: AbandonedCal
     asyncio.run(scenario())
 
 
-def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_call(
+def test_a_run_whose_environment_keeps_hanging_fails_with_an_error_that_names_the_call(
     abandoned: AbandonedCalls,
 ):
     release = threading.Event()
     closed: list[int] = []
 
-    class Stuck(CountingEnv):
+    class Stuck(BlockingEnv):
         def step(self, completion):
             release.wait()
 
@@ -96,7 +97,7 @@ def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_
     async def scenario():
         rollouter = Rollouter(
             generate=ScriptedGenerate([(11,)]),
-            environment=lambda problem: Stuck(),
+            environment=lambda problem: threaded(Stuck()),
             config=config(step_timeout_s=0.01),
         )
         group = await rollouter.run_group("a", PROBLEM, size=2, seed=0)
@@ -106,7 +107,7 @@ def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_
             await rollouter.run_group("c", PROBLEM, size=1, seed=0)
         (error,) = failure.value.exceptions
         assert isinstance(error, HangingCallsError)
-        assert str(error).startswith("3 calls hang")
+        assert str(error).startswith("3 calls have hung")
         assert "Stuck.step: 3" in str(error)
         assert len(closed) == 4  # also the one that could not go on
         release.set()
@@ -117,7 +118,7 @@ def test_a_run_whose_environment_keeps_hanging_fails_by_an_error_that_names_the_
     asyncio.run(scenario())
 
 
-def test_calls_that_were_only_just_given_up_do_not_end_a_run():
+def test_calls_that_were_just_abandoned_do_not_end_a_run():
     now_s = 0.0
     own = AbandonedCalls(max_hanging=2, hangs_after_s=60.0, clock=lambda: now_s)
     for name in ("a", "b", "a"):
@@ -141,17 +142,17 @@ def test_their_number_is_logged_whenever_it_doubles(caplog: pytest.LogCaptureFix
 def test_a_process_with_hanging_calls_can_still_exit():
     program = """
 import asyncio, threading
-from torchtitan_rl.rollout.calls import CallTimeoutError, call, within
+from torchtitan_rl.rollout.calls import CallTimeoutError, in_thread, within
 
 async def main():
     try:
-        await within(0.01, call, threading.Event().wait)
+        await within(0.01, in_thread, threading.Event().wait)
     except CallTimeoutError:
-        print("given up")
+        print("timed out")
 
 asyncio.run(main())
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
     )
-    assert done.stdout == b"given up\n"
+    assert done.stdout == b"timed out\n"

@@ -22,7 +22,7 @@ def test_each_kind_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trap_18_failed_rollouts_have_no_advantage_and_count_in_no_baseline(kind):
+def test_failed_rollouts_have_no_advantage_and_count_in_no_baseline(kind):
     with_failures = group_advantages([None, 1.0, None, 0.0, 4.0], kind)
     without = group_advantages([1.0, 0.0, 4.0], kind)
     assert with_failures.values == (None, *without.values[:1], None, *without.values[1:])
@@ -30,7 +30,7 @@ def test_trap_18_failed_rollouts_have_no_advantage_and_count_in_no_baseline(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [5.0], [None, 5.0], [None, None], []])
-def test_trap_19_a_group_without_variance_says_so_and_is_exactly_zero(kind, rewards):
+def test_a_group_without_variance_says_so_and_is_exactly_zero(kind, rewards):
     result = group_advantages(rewards, kind)
     assert not result.has_variance
     assert result.values == tuple(None if reward is None else 0.0 for reward in rewards)

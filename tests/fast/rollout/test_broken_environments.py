@@ -1,4 +1,4 @@
-"""Environments that hang, raise, return garbage or are solved already: each ends by name."""
+"""Environments that hang, raise, return garbage or are already solved: each ends with a status."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
+    BlockingEnv,
     CountingEnv,
     Factory,
     Hanging,
@@ -23,9 +24,24 @@ from tests.support.rollouts import (
     run_rollouts,
 )
 from torchtitan_rl.rollout.advantages import group_advantages
-from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.env import Observation, Terminal, threaded
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
+
+
+def answering(method: str, answer):
+    class Wrong(CountingEnv):
+        pass
+
+    async def give(self, *args):
+        return answer() if callable(answer) else answer
+
+    setattr(Wrong, method, give)
+    return lambda: Wrong(turns=9)
+
+
+def observation(**fields) -> Observation:
+    return Observation(**{"prompt_token_ids": (1, 2), **fields})
 
 
 def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
@@ -37,21 +53,21 @@ def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
     assert len(rollout.turns) == 1  # what was sampled before is kept
 
 
-def test_a_thread_that_hangs_does_not_keep_the_rollout():
+def test_a_thread_that_hangs_does_not_hold_its_rollout():
     release = threading.Event()
 
-    class Stuck(CountingEnv):
+    class Stuck(BlockingEnv):
         def step(self, completion):
             release.wait()
 
-    factory = Factory(Stuck)
-    rollout = only(factory, step_timeout_s=0.02)
+    stuck = Stuck()
+    rollout = only(Factory(lambda: threaded(stuck)), step_timeout_s=0.02)
     release.set()
     assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert closes(factory) == [1]
+    assert stuck.calls == ["reset", "close"]
 
 
-def test_a_close_that_hangs_is_given_up_and_said():
+def test_a_close_that_hangs_is_a_cause_and_no_failure():
     class NeverCloses(CountingEnv):
         async def close(self):
             await asyncio.Event().wait()
@@ -61,19 +77,15 @@ def test_a_close_that_hangs_is_given_up_and_said():
     assert "close: no answer" in rollout.cause
 
 
-def test_an_environments_own_time_error_is_not_taken_for_a_limit():
-    class Raises(CountingEnv):
-        async def step(self, completion):
-            raise TimeoutError("the database")
-
-    rollout = only(Factory(Raises))
+def test_a_timeout_error_of_the_environment_itself_is_an_env_error():
+    rollout = only(Factory(raising("step", TimeoutError("the database"))))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "step: TimeoutError: the database (test_broken_environments.py:" in rollout.cause
+    assert "step: TimeoutError: the database (rollouts.py:" in rollout.cause
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "finish"])
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
-def test_trap_18_an_environment_that_raises_ends_alone_with_a_cause(method, error):
+def test_an_environment_that_raises_ends_alone_with_a_cause(method, error):
     factory = Factory(raising(method, error), CountingEnv)
     broken, sound = run_rollouts(factory, size=2, max_turns=2)
     assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
@@ -93,27 +105,9 @@ def test_an_environment_that_cannot_be_made_is_an_env_error():
 
 
 def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():
-    class GivesUp(CountingEnv):
-        async def step(self, completion):
-            return Terminal(reward=3.0, status=RolloutStatus.ENV_ERROR)
-
-    rollout = only(Factory(GivesUp))
+    failure = Terminal(reward=3.0, status=RolloutStatus.ENV_ERROR)
+    rollout = only(Factory(answering("step", failure)))
     assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_ERROR, None)
-
-
-def answering(method: str, answer):
-    class Wrong(CountingEnv):
-        pass
-
-    async def give(self, *args):
-        return answer() if callable(answer) else answer
-
-    setattr(Wrong, method, give)
-    return lambda: Wrong(turns=9)
-
-
-def observation(**fields) -> Observation:
-    return Observation(**{"prompt_token_ids": (1, 2), **fields})
 
 
 GARBAGE = [
@@ -144,11 +138,11 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: repr(garbage)[:60])
 @pytest.mark.parametrize("method", ["reset", "step"])
-def test_garbage_from_an_environment_ends_its_rollout_only_and_is_named(method, garbage):
+def test_garbage_from_an_environment_ends_only_its_rollout_and_is_in_the_cause(method, garbage):
     factory = Factory(answering(method, garbage), CountingEnv)
     broken, sound = run_rollouts(factory, size=2)
     assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
-    assert "the environment owes" in broken.cause
+    assert "expected" in broken.cause
     assert len(broken.turns) == (0 if method == "reset" else 1)
     assert (sound.status, sound.reward) == (RolloutStatus.COMPLETED, 1.0)
     assert closes(factory) == [1, 1]
@@ -160,7 +154,7 @@ def test_garbage_from_an_environment_ends_its_rollout_only_and_is_named(method, 
 def test_garbage_from_finish_is_an_env_error(garbage):
     rollout = only(Factory(answering("finish", garbage)), max_turns=1)
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "the environment owes" in rollout.cause
+    assert "expected" in rollout.cause
 
 
 def test_an_end_before_the_first_turn_is_an_env_error():
@@ -171,13 +165,13 @@ def test_an_end_before_the_first_turn_is_an_env_error():
 @pytest.mark.parametrize(
     "prompt", [lambda: range(10**9), lambda: itertools.count(1), lambda: [1] * 1_000_000]
 )
-def test_a_huge_or_endless_prompt_ends_as_max_tokens_without_being_read_to_its_end(prompt):
+def test_a_huge_or_endless_prompt_ends_as_max_tokens_and_is_not_read_to_its_end(prompt):
     factory = Factory(answering("step", lambda: observation(prompt_token_ids=prompt())))
     rollout = only(factory, max_total_tokens=50)
     assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.125)
 
 
-def test_numbers_of_other_libraries_become_our_own():
+def test_numbers_of_other_libraries_become_python_numbers():
     terminal = Terminal(
         reward=np.float32(0.5), turn_reward=True, metrics={"n": np.int64(3), "none": None}
     )
@@ -200,39 +194,39 @@ def test_numbers_of_other_libraries_become_our_own():
     assert rollout.metrics == {"n": 3.0}
 
 
-class Unspeakable(Exception):
-    """Cannot even be printed."""
+class Unprintable(Exception):
+    """Raises when it is printed."""
 
     def __str__(self):
-        raise RuntimeError("no words")
+        raise RuntimeError("not printable")
 
     __repr__ = __str__
 
 
 def test_an_error_that_cannot_be_printed_ends_one_rollout():
-    rollout = only(Factory(raising("step", Unspeakable())))
+    rollout = only(Factory(raising("step", Unprintable())))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "Unspeakable" in rollout.cause
+    assert "Unprintable" in rollout.cause
 
 
-@pytest.mark.parametrize("answer", [Unspeakable(), Terminal(reward=Unspeakable())])
+@pytest.mark.parametrize("answer", [Unprintable(), Terminal(reward=Unprintable())])
 def test_an_answer_that_cannot_be_printed_ends_one_rollout(answer):
     rollout = only(Factory(answering("step", answer)))
     assert rollout.status is RolloutStatus.ENV_ERROR
 
 
-def test_numbers_that_raise_when_asked_end_one_rollout():
+def test_numbers_that_cannot_be_converted_end_one_rollout():
     class Raises:
         def __float__(self):
             raise RuntimeError("not now")
 
     rollout = only(Factory(answering("step", Terminal(reward=Raises()))))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "answer: RuntimeError: not now" in rollout.cause
+    assert "step: RuntimeError: not now" in rollout.cause
 
 
 @pytest.mark.parametrize("messages", [["text"], None, 5, RuntimeError("no")])
-def test_messages_that_are_none_are_left_out_and_said(messages):
+def test_invalid_messages_are_left_out_and_are_a_cause(messages):
     class Talks(CountingEnv):
         @property
         def messages(self):
@@ -258,7 +252,7 @@ def test_messages_are_a_copy_in_the_types_of_json():
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
-def test_an_environment_that_hangs_and_ignores_its_cancellation_is_left_behind(method):
+def test_a_rollout_does_not_wait_for_an_environment_that_ignores_its_cancellation(method):
     class Deaf(CountingEnv):
         pass
 
@@ -304,7 +298,7 @@ def test_an_environment_that_hangs_is_cancelled_and_may_clean_up_before_it_is_cl
     assert factory.made[0].calls == ["reset", "tidied", "close"]
 
 
-def test_problems_that_are_all_solved_give_a_group_that_says_it_teaches_nothing():
+def test_a_group_of_solved_rollouts_has_no_variance_and_no_advantage():
     group = run_rollouts(Factory(CountingEnv), size=4)
     advantages = group_advantages([rollout.reward for rollout in group], "std")
     assert advantages.values == (0.0,) * 4

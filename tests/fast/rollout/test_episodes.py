@@ -67,7 +67,7 @@ def test_a_turn_that_no_agent_saw_is_in_no_episode_and_opens_none():
     assert episode.num_trained_tokens + num_unseen_tokens(seen) == seen.num_sampled_tokens == 4
 
 
-def test_trap_16_an_end_of_turn_that_was_not_sampled_is_not_trained_on():
+def test_an_end_of_turn_that_was_not_sampled_is_not_trained_on():
     END, NEWLINE = 7, 8
     (episode,) = rollout_to_episodes(
         rollout(turn([1], [2]), turn([1, 2, END, NEWLINE, 3], [4, END])), advantage=1.0
@@ -76,7 +76,7 @@ def test_trap_16_an_end_of_turn_that_was_not_sampled_is_not_trained_on():
     assert trained == [2, 4, END]
 
 
-def test_trap_17_an_edited_history_opens_a_new_episode_at_the_divergence():
+def test_an_edited_history_opens_a_new_episode_at_the_divergence():
     first, second = rollout_to_episodes(
         rollout(turn([1, 2], [3]), turn([1, 9], [4]), turn([1, 9, 4, 5], [6])), advantage=1.0
     )
@@ -103,7 +103,7 @@ def test_a_prompt_that_ends_inside_the_previous_completion_is_a_branch():
     assert [episode.token_ids for episode in episodes] == [(1, 2, 3), (1, 2, 4)]
 
 
-def test_trap_9_turns_without_sampled_tokens_are_passed_over():
+def test_turns_without_sampled_tokens_are_passed_over():
     episodes = rollout_to_episodes(
         rollout(turn([1], []), turn([1, 8], [2]), turn([1, 8, 2, 8], [])), advantage=1.0
     )
@@ -139,7 +139,7 @@ def turns(draw) -> list[Turn]:
 
 
 @given(turns())
-def test_tokens_are_conserved(made):
+def test_each_sampled_token_is_trained_on_once(made):
     """Each sampled token is under loss exactly once, with its own logprob and version."""
     episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
     trained = [
@@ -168,7 +168,7 @@ def test_tokens_are_conserved(made):
 
 
 @given(turns())
-def test_each_completion_stands_behind_exactly_its_prompt(made):
+def test_each_completion_follows_exactly_its_prompt(made):
     """An episode is the last of its turns' prompt + completion, and holds the earlier ones."""
     episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
     sequences = {one.prompt_token_ids + one.completion.token_ids for one in made}

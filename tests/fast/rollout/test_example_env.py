@@ -1,46 +1,22 @@
-"""The environment that the README shows, between the two marks, and a policy that plays it."""
+"""The environment that the README shows, and a policy that plays it."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 from tests.support.rollouts import complete, config
-
-# [README
-from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.types import Completion, Problem, RolloutStatus
+from torchtitan_rl.types import Problem, RolloutStatus
 
-START, LOWER, HIGHER = 0, 1, 2  # token ids; a guess is any other token
-
-
-class GuessEnv:
-    """Guess the secret token. Each wrong guess is answered by LOWER or HIGHER."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.secret: int = problem.data["secret"]
-        self.tokens: tuple[int, ...] = (START,)
-
-    async def reset(self) -> Observation:
-        return Observation(prompt_token_ids=self.tokens, max_tokens=1)
-
-    async def step(self, completion: Completion) -> Observation | Terminal:
-        guess = completion.token_ids[0] if completion.token_ids else START
-        if guess == self.secret:
-            return Terminal(reward=1.0)
-        hint = HIGHER if guess < self.secret else LOWER
-        self.tokens += (*completion.token_ids, hint)  # extend, and the rollout is one episode
-        return Observation(prompt_token_ids=self.tokens, max_tokens=1)
-
-    async def finish(self, status: RolloutStatus) -> Terminal:
-        return Terminal(reward=0.0)  # no turns, tokens or time left
-
-    async def close(self) -> None: ...
-
-
-# README]
+README = (Path(__file__).parents[3] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(SOURCE,) = (block for block in BLOCKS if "GuessEnv" in block)
+SHOWN: dict[str, object] = {"__name__": "shown"}
+exec(compile(SOURCE, "README.md", "exec"), SHOWN)
+GuessEnv, HIGHER = SHOWN["GuessEnv"], SHOWN["HIGHER"]
 
 
 async def bisect(request):
@@ -66,11 +42,10 @@ def test_the_example_is_won_within_its_turns_and_is_one_episode():
         assert episode.token_ids[-1] == 42
 
 
-def test_the_example_is_worth_nothing_when_its_turns_are_used_up():
+def test_the_example_has_no_reward_when_its_turns_are_used_up():
     for rollout in play(max_turns=2):
         assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.0)
 
 
 def test_the_example_is_at_most_thirty_lines():
-    shown = Path(__file__).read_text().split("# [README\n")[1].split("# README]")[0]
-    assert len([line for line in shown.splitlines() if line.strip()]) <= 30
+    assert len([line for line in SOURCE.splitlines() if line.strip()]) <= 30

@@ -22,7 +22,7 @@ from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
 
-def test_the_turn_limit_ends_a_rollout_with_what_it_is_worth_so_far():
+def test_the_turn_limit_ends_a_rollout_with_the_reward_so_far():
     factory = Factory(lambda: CountingEnv(turns=9))
     rollout = only(factory, max_turns=3)
     assert rollout.status is RolloutStatus.MAX_TURNS
@@ -31,19 +31,19 @@ def test_the_turn_limit_ends_a_rollout_with_what_it_is_worth_so_far():
     assert factory.made[0].calls == ["reset", *["step"] * 3, "finish max_turns", "close"]
 
 
-def test_no_room_for_another_turn_ends_a_rollout_as_max_tokens():
+def test_no_tokens_for_another_turn_end_a_rollout_as_max_tokens():
     rollout = only(Factory(lambda: CountingEnv(turns=9)), max_total_tokens=7, max_turns=9)
     assert rollout.status is RolloutStatus.MAX_TOKENS
     # prompts of 2, 5, 7 tokens: the third has no room left
     assert [len(turn.prompt_token_ids) for turn in rollout.turns] == [2, 5]
 
 
-def test_a_first_prompt_without_room_gives_a_rollout_without_turns():
+def test_a_first_prompt_at_the_limit_gives_a_rollout_without_turns():
     rollout = only(Factory(CountingEnv), max_total_tokens=2)
     assert (rollout.status, rollout.turns, rollout.reward) == (RolloutStatus.MAX_TOKENS, (), 0.125)
 
 
-def test_the_budget_is_the_smallest_of_turn_room_and_the_environments_wish():
+def test_the_budget_is_the_smallest_of_turn_rollout_and_observation():
     class Wish(CountingEnv):
         async def reset(self):
             return Observation(prompt_token_ids=(1, 2), max_tokens=self.wish)
@@ -66,14 +66,14 @@ def test_a_completion_cut_at_its_budget_is_stepped_with_and_may_complete():
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
 
 
-def test_a_completion_cut_for_want_of_room_ends_as_max_tokens_when_the_env_goes_on():
+def test_a_completion_cut_at_the_token_limit_ends_as_max_tokens_if_the_env_continues():
     factory = Factory(lambda: CountingEnv(turns=2))
     rollout = only(factory, max_total_tokens=3)
     assert rollout.status is RolloutStatus.MAX_TOKENS
     assert factory.made[0].calls == ["reset", "step", "finish max_tokens", "close"]
 
 
-def test_trap_9_an_empty_completion_is_stepped_with():
+def test_an_empty_completion_is_stepped_with():
     rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([(), (13,)]))
     assert rollout.status is RolloutStatus.COMPLETED
     assert [turn.completion.token_ids for turn in rollout.turns] == [(), (13,)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -45,25 +44,23 @@ class LetterRenderer:
 
 
 class Dialogue:
-    """A `MessageEnv` that goes through a list of answers and remembers what it was told."""
+    """A `MessageEnv` with a list of answers, which records the messages it gets."""
 
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
-        self.told: list[dict] = []
-        self.threads = set()
+        self.messages_seen: list[dict] = []
         self.closed = 0
 
-    def reset(self):
-        self.threads.add(threading.get_ident())
+    async def reset(self):
         return MessageObservation(
             messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
         )
 
     async def step(self, message):
-        self.told.append(message)
-        return self.answers[len(self.told) - 1]
+        self.messages_seen.append(message)
+        return self.answers[len(self.messages_seen) - 1]
 
-    def finish(self, status):
+    async def finish(self, status):
         return Terminal(reward=0.5)
 
     async def close(self):
@@ -95,7 +92,7 @@ def test_a_conversation_extends_and_is_one_episode():
     env = Dialogue(user("V", turn_reward=0.25), Terminal(reward=1.0, turn_reward=0.75))
     rollout, generate = play(env, "x$", "y$")
     assert texts(rollout) == ["s:S$u:U$a:", "s:S$u:U$a:x$u:V$a:"]
-    assert env.told == [
+    assert env.messages_seen == [
         {"role": "assistant", "content": "x"},
         {"role": "assistant", "content": "y"},
     ]
@@ -106,7 +103,7 @@ def test_a_conversation_extends_and_is_one_episode():
     assert generate.requests[0].sampling.stop_token_ids == (END,)
 
 
-def test_trap_16_a_completion_cut_at_its_budget_gets_its_end_in_the_next_prompt():
+def test_a_completion_cut_at_its_budget_gets_its_end_in_the_next_prompt():
     rollout, _ = play(
         Dialogue(user("V"), Terminal(reward=1.0)), "xxxx", "y$", max_tokens_per_turn=2
     )
@@ -116,7 +113,7 @@ def test_trap_16_a_completion_cut_at_its_budget_gets_its_end_in_the_next_prompt(
     assert "".join(map(chr, trained)) == "xxy$"
 
 
-def test_a_replaced_history_is_rendered_afresh_and_branches():
+def test_a_replaced_history_is_rendered_from_scratch_and_branches():
     edited = MessageObservation(replace_messages=[{"role": "user", "content": "W"}])
     rollout, _ = play(Dialogue(edited, user("V"), Terminal(reward=1.0)), "x$", "y$", "z$")
     assert texts(rollout) == ["s:S$u:U$a:", "u:W$a:", "u:W$a:y$u:V$a:"]
@@ -124,7 +121,7 @@ def test_a_replaced_history_is_rendered_afresh_and_branches():
     assert [len(e.token_ids) for e in rollout_to_episodes(rollout, 1.0)] == [12, 16]
 
 
-def test_trap_17_where_extension_cannot_be_proven_the_whole_history_is_rendered():
+def test_where_extension_cannot_be_proven_the_whole_history_is_rendered():
     tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
     rollout, _ = play(Dialogue(tool, Terminal(reward=1.0)), "x", "y$")
     assert texts(rollout)[1] == "s:S$u:U$a:x$t:T$a:"
@@ -132,7 +129,7 @@ def test_trap_17_where_extension_cannot_be_proven_the_whole_history_is_rendered(
 
 def test_tools_of_the_first_observation_are_kept_when_rendering_again():
     class WithTools(Dialogue):
-        def reset(self):
+        async def reset(self):
             return user("U", tools=[{"name": "add "}])
 
     tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
@@ -140,13 +137,7 @@ def test_tools_of_the_first_observation_are_kept_when_rendering_again():
     assert texts(rollout) == ["add u:U$a:", "add u:U$a:x$t:T$a:"]
 
 
-def test_plain_methods_run_beside_the_event_loop():
-    env = Dialogue(Terminal(reward=1.0))
-    play(env, "x$")
-    assert threading.get_ident() not in env.threads
-
-
-def test_limits_end_a_conversation_with_what_it_is_worth():
+def test_limits_end_a_conversation_with_the_reward_so_far():
     rollout, _ = play(Dialogue(user("V"), user("V")), "x$", "y$", max_turns=2)
     assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.5)
     rollout, _ = play(Dialogue(user("V" * 50)), "x$", max_total_tokens=40)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.packed import pack_ints, unpack_ints
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
     group_from_json,
     group_to_json,
+    pack_ints,
     recorded_from_json,
     recorded_to_json,
     turns_to_json,
+    unpack_ints,
 )
 from torchtitan_rl.types import (
     Completion,
@@ -60,38 +62,42 @@ def completions(draw):
     )
 
 
+TURNS = st.lists(
+    st.builds(
+        Turn,
+        prompt_token_ids=TOKENS,
+        completion=completions(),
+        reward=st.none() | FLOATS,
+        text=st.none() | st.text(max_size=3),
+        is_seen=st.booleans(),
+    ),
+    max_size=3,
+)
+
+
 @st.composite
 def turn_lists(draw):
+    """Some prompts extend the turn before."""
     turns: list[Turn] = []
-    for completion in draw(st.lists(completions(), max_size=3)):
-        prompt = draw(TOKENS)
+    for turn in draw(TURNS):
         if turns and draw(st.booleans()):
-            prompt = turns[-1].prompt_token_ids + turns[-1].completion.token_ids + prompt
-        reward, text = draw(st.none() | FLOATS), draw(st.none() | st.text(max_size=3))
-        turns.append(
-            Turn(
-                prompt_token_ids=prompt,
-                completion=completion,
-                reward=reward,
-                text=text,
-                is_seen=draw(st.booleans()),
-            )
-        )
+            before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids
+            turn = replace(turn, prompt_token_ids=before + turn.prompt_token_ids)
+        turns.append(turn)
     return tuple(turns)
 
 
-@st.composite
-def rollouts(draw):
-    return Rollout(
-        rollout_id="g/r0",
-        group_id="g",
-        problem_id="p",
-        turns=draw(turn_lists()),
-        status=draw(st.sampled_from(RolloutStatus)),
-        reward=draw(st.none() | FLOATS),
-        cause=draw(st.none() | st.text(max_size=3)),
-        messages=({"role": "user", "content": "ü", "tool_calls": [{"x": [1, None]}]},),
-        metrics={"reward/a": draw(FLOATS)},
+def rollouts():
+    return st.builds(
+        Rollout,
+        rollout_id=st.just("g/r0"),
+        group_id=st.just("g"),
+        problem_id=st.just("p"),
+        turns=turn_lists(),
+        reward=st.none() | FLOATS,
+        cause=st.none() | st.text(max_size=3),
+        messages=st.just(({"role": "user", "content": "ü", "tool_calls": [{"x": [1, None]}]},)),
+        metrics=st.builds(lambda value: {"reward/a": value}, FLOATS),
     )
 
 
@@ -144,7 +150,7 @@ def turn_of(prompt, token_ids, logprobs=None) -> Turn:
     return Turn(prompt_token_ids=prompt, completion=completion)
 
 
-def test_trap_15_logprobs_that_are_not_finite_survive():
+def test_logprobs_that_are_not_finite_survive():
     recorded = RecordedRollout(
         rollout_id="r",
         turns=(turn_of((1,), (2, 3), (float("nan"), float("-inf"))),),

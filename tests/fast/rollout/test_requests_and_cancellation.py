@@ -1,4 +1,4 @@
-"""Requests that fail and groups that are cancelled: each rollout ends once, and is closed."""
+"""Requests that fail and groups that are cancelled: each rollout ends once and is closed."""
 
 from __future__ import annotations
 
@@ -56,21 +56,14 @@ def test_a_request_that_fails_ends_its_rollout_only(failure):
 
 def test_misaligned_logprobs_never_reach_an_episode():
     def misaligned(request):
-        good = complete(request, (1, 2))
-        return type(good)(
-            request_id=good.request_id,
-            token_ids=(1, 2),
-            logprobs=(-1.0,),
-            version_runs=good.version_runs,
-            finish_reason=FinishReason.STOP,
-        )
+        return replace(complete(request, (1, 2)), logprobs=(-1.0,))
 
     rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([misaligned]))
     assert rollout.status is RolloutStatus.GENERATION_ERROR
     assert "lengths (2, 1, 2)" in rollout.cause
 
 
-def test_the_completion_of_another_request_is_not_taken():
+def test_the_completion_of_another_request_is_refused():
     def others(request):
         return complete(replace(request, request_id="g/r7/t0"), (1,))
 
@@ -130,7 +123,7 @@ def test_a_group_cancelled_before_it_began_still_reports_its_rollouts():
     assert [rollout.status for rollout in reported] == [RolloutStatus.CANCELLED] * 2
 
 
-def test_closing_goes_to_its_end_even_when_cancelled_twice():
+def test_close_runs_to_its_end_even_when_cancelled_twice():
     done = []
 
     class Slow(CountingEnv):

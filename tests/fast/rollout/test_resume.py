@@ -24,7 +24,7 @@ from torchtitan_rl.types import FinishReason, RolloutStatus
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2}, {"max_total_tokens": 9}])
-def test_a_replaying_environment_goes_on_from_any_moment_as_if_undisturbed(limits):
+def test_a_replaying_environment_continues_from_any_moment_as_if_undisturbed(limits):
     undisturbed = Run(Replaying, **limits).whole()
     for before, recorded in stops(Replaying, **limits):
         after = Run(Replaying, **limits)
@@ -46,7 +46,7 @@ def test_finished_turns_are_never_sampled_again_and_never_reported_again():
         assert sorted(before.turns + after.turns) == everybody
 
 
-def test_trap_6_tokens_of_the_running_turn_are_kept_as_tokens():
+def test_tokens_of_the_running_turn_are_kept_as_tokens():
     """What was sampled by both together is what one undisturbed run samples."""
     kept = 0
     for _, recorded in stops(Replaying):
@@ -91,7 +91,7 @@ def test_an_environment_with_a_state_is_loaded_and_neither_reset_nor_stepped_wit
     assert loaded
 
 
-def test_an_environment_that_can_do_neither_begins_anew_and_says_what_is_lost():
+def test_an_environment_that_cannot_be_resumed_starts_again_and_its_tokens_are_discarded():
     undisturbed = Run(Counter).whole()
     lost = 0
     for _, recorded in stops(Counter):
@@ -107,15 +107,15 @@ def test_an_environment_that_can_do_neither_begins_anew_and_says_what_is_lost():
 
 
 def middle_of(*makers, turns=1):
-    """What a run left behind in whose rollouts so many turns were finished."""
+    """The snapshot of a run whose rollouts have so many finished turns."""
     for _, recorded in stops(*makers):
         if all(len(entry.turns) == turns and not entry.ended for entry in recorded):
             return recorded
-    raise AssertionError("never so")
+    raise AssertionError("there was no such moment")
 
 
 class Different(Replaying):
-    """Declares that it replays, and does not."""
+    """Declares that it replays, but does not."""
 
     async def reset(self):
         await super().reset()
@@ -129,7 +129,7 @@ class EndsEarly(Replaying):
 
 
 class CannotReplay(Replaying):
-    """Raises in the replay, and works when it begins anew."""
+    """Raises in the replay, and works when it starts again."""
 
     made = 0
 
@@ -145,7 +145,7 @@ class CannotReplay(Replaying):
 
 
 @pytest.mark.parametrize("maker", [Different, EndsEarly, CannotReplay])
-def test_a_replay_that_comes_out_elsewhere_begins_anew(maker):
+def test_a_replay_that_differs_starts_again(maker):
     recorded = middle_of(Replaying)
     after = Run(maker)
     group = after.whole(recorded)
@@ -170,7 +170,7 @@ def test_a_sibling_that_had_ended_keeps_its_end_and_is_only_scored_again():
         assert "ValueError: no" in group.rollouts[1].cause
         assert len(after.factory.made) == (0 if recorded[0].ended else 1)
         return
-    raise AssertionError("never so")
+    raise AssertionError("there was no such moment")
 
 
 def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
@@ -209,7 +209,7 @@ def test_another_attempt_has_other_seeds_and_ids_and_everything_else_the_same():
     assert sessions == {"g/r0", "g/r1"}
 
 
-def test_what_another_attempt_recorded_is_passed_over():
+def test_what_another_attempt_recorded_is_discarded():
     recorded = middle_of(Replaying)
     after = Run(Replaying)
     assert contents(after.whole(recorded, attempt=1)) == contents(Run(Replaying).whole(attempt=1))
@@ -225,7 +225,7 @@ def test_one_call_may_have_another_generator():
     assert versions == {5}
 
 
-def test_a_snapshot_while_a_rollout_is_brought_back_is_what_it_is_brought_back_to():
+def test_a_snapshot_during_the_restore_is_the_one_that_is_restored():
     recorded = middle_of(Replaying, turns=2)
 
     async def scenario():
@@ -285,7 +285,7 @@ def test_tokens_of_a_resumed_request_that_still_waits_for_a_replica_are_in_the_s
     assert asyncio.run(scenario())[0].partial == recorded[0].partial
 
 
-def test_a_rollout_may_be_stopped_again_right_after_it_was_brought_back():
+def test_a_rollout_may_be_stopped_again_right_after_it_was_restored():
     recorded = middle_of(Saving, turns=2)
     again = Run(Saving).stopped_after(6, recorded)
     assert [entry.env_state for entry in again] == [entry.env_state for entry in recorded]
@@ -337,7 +337,7 @@ def test_a_state_that_is_not_json_ends_the_rollout_with_a_cause(state):
 
     group = Run(Odd).whole()
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ENV_ERROR}
-    assert "JSON-able state_dict" in group.rollouts[0].cause
+    assert "state_dict: expected JSON-able" in group.rollouts[0].cause
 
 
 def test_a_state_is_a_copy_that_later_steps_do_not_change():

@@ -1,4 +1,4 @@
-"""Conversations that are stopped at any moment and continued elsewhere."""
+"""Conversations that are stopped at any moment and continued by another rollouter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = [["Zoe", "Adam"], ["Mia"], ["Ben", "Eve"]]
 
 
 class Watched(MessageTokenEnv):
-    """Notes its calls, as `Run.closed` wants."""
+    """Records its calls, for `Run.closed`."""
 
     def __init__(self, env) -> None:
         super().__init__(env, LetterRenderer())
@@ -41,7 +41,7 @@ def alphabet_sort() -> Watched:
 
 
 class Secret:
-    """Its replies depend on what only its state knows. Replaces the conversation in turn 2."""
+    """Its replies depend on a number in its state. Replaces the conversation in turn 2."""
 
     made = 0
 
@@ -50,36 +50,35 @@ class Secret:
         self.secret = Secret.made
         self.heard: list[str] = []
 
-    def reset(self) -> MessageObservation:
+    async def reset(self) -> MessageObservation:
         return MessageObservation(messages=[self._say("begin")], tools=[{"name": "T"}])
 
-    def step(self, message) -> MessageObservation | Terminal:
+    async def step(self, message) -> MessageObservation | Terminal:
         self.heard.append(message["content"])
         if len(self.heard) == 3:
             return Terminal(reward=float(self.secret), metrics={"heard": len(self.heard)})
         if len(self.heard) == 2:
-            return MessageObservation(replace_messages=[self._say("anew")])
+            return MessageObservation(replace_messages=[self._say("again")])
         return MessageObservation(messages=[self._say("more")])
 
-    def finish(self, status) -> Terminal:
+    async def finish(self, status) -> Terminal:
         return Terminal(reward=0.0)
 
-    def close(self) -> None:
-        pass
+    async def close(self) -> None: ...
 
     def _say(self, text: str) -> dict[str, str]:
         return {"role": "user", "content": f"{text} {self.secret} {len(self.heard)}"}
 
 
 class SavedSecret(Secret):
-    def state_dict(self):
+    async def state_dict(self):
         return {"secret": self.secret, "heard": self.heard}
 
     async def load_state_dict(self, state) -> None:
         self.secret, self.heard = state["secret"], list(state["heard"])
 
 
-def test_alphabet_sort_is_replayed_and_goes_on_from_any_moment_as_if_undisturbed():
+def test_alphabet_sort_is_replayed_and_continues_from_any_moment_as_if_undisturbed():
     undisturbed = Run(alphabet_sort, **LIMITS).whole()
     replayed = 0
     for _, recorded in stops_by_tokens(lambda: Run(alphabet_sort, **LIMITS)):
@@ -91,7 +90,7 @@ def test_alphabet_sort_is_replayed_and_goes_on_from_any_moment_as_if_undisturbed
     assert replayed
 
 
-def test_a_saved_conversation_goes_on_with_its_messages_its_tools_and_its_secret():
+def test_a_saved_conversation_continues_with_its_messages_its_tools_and_its_secret():
     """The prompts of an edited history come from the messages, extensions from the last prompt."""
     loaded = 0
     for _, recorded in stops_by_tokens(lambda: Run(lambda: Watched(SavedSecret()), **LIMITS)):
@@ -107,7 +106,7 @@ def test_a_saved_conversation_goes_on_with_its_messages_its_tools_and_its_secret
             texts = ["".join(map(chr, turn.prompt_token_ids)) for turn in rollout.turns]
             assert [f" {secret} {i}$" in text for i, text in enumerate(texts)] == [True] * 3
             assert texts[1].startswith(texts[0])
-            assert texts[2].startswith("Tu:anew")
+            assert texts[2].startswith("Tu:again")
             assert len(rollout.messages) == 2
     assert loaded
 
@@ -119,7 +118,7 @@ def test_a_conversation_without_state_or_declaration_is_not_replayed():
             after.whole(recorded)
             assert len(after.discarded) == 2
             return
-    raise AssertionError("never so")
+    raise AssertionError("there was no such moment")
 
 
 def test_a_state_whose_environment_has_lost_its_loader_is_refused():

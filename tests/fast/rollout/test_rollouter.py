@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
+    BlockingEnv,
     CountingEnv,
     Factory,
     Hanging,
     ScriptedGenerate,
-    closes,
     config,
     only,
     run_rollouts,
 )
-from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.env import Observation, threaded
 from torchtitan_rl.rollout.rollout_run import Phase
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
@@ -85,18 +86,15 @@ def test_blocking_environments_block_only_their_own_rollout():
     """Plain methods meet at a barrier, which a single thread could never pass."""
     barrier = threading.Barrier(40)
 
-    class Blocking(CountingEnv):
+    class Blocking(BlockingEnv):
         def reset(self):
             barrier.wait(timeout=60)
-            return Observation(prompt_token_ids=(1,))
+            return super().reset()
 
-        def close(self):
-            self.calls.append("close")
-
-    factory = Factory(Blocking)
-    rollouts = run_rollouts(factory, size=40)
+    envs = [Blocking() for _ in range(40)]
+    rollouts = run_rollouts(Factory(*(partial(threaded, env) for env in envs)), size=40)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
-    assert closes(factory) == [1] * 40
+    assert [env.calls for env in envs] == [["reset", "step", "close"]] * 40
 
 
 def test_a_prompt_may_be_given_as_a_list():

@@ -47,7 +47,7 @@ def test_the_reward_is_the_weighted_sum_of_plain_and_async_functions():
     assert result.components == {"a": 2.0, "b": 0.5, "only a metric": 7.0, "environment": 0.25}
 
 
-def test_components_become_metrics_beside_the_environments():
+def test_components_become_metrics_next_to_the_environments():
     scored = with_score(ROLLOUT, score(constant("a", 2.0)))
     assert (scored.reward, scored.status) == (2.0, RolloutStatus.MAX_TURNS)
     assert scored.metrics == {"steps": 2.0, "reward/a": 2.0}

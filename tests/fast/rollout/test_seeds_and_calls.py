@@ -1,4 +1,4 @@
-"""Seeds of requests, and calling code of others."""
+"""Seeds of requests, and calls of user code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from torchtitan_rl.rollout.calls import call, compute
-from torchtitan_rl.rollout.seeds import request_seed
+from torchtitan_rl.rollout.group_settings import request_seed
 
 
 def test_seeds_are_the_same_in_every_process_and_version():
@@ -61,7 +61,7 @@ def test_errors_come_back_from_threads(error, seen):
         asyncio.run(call(fail))
 
 
-def test_a_thread_that_hangs_does_not_outlive_the_loops_interest():
+def test_the_result_of_a_thread_is_dropped_after_a_timeout():
     release, ended = threading.Event(), threading.Event()
 
     def hang():
@@ -78,7 +78,7 @@ def test_a_thread_that_hangs_does_not_outlive_the_loops_interest():
     assert ended.wait(60)
 
 
-def test_computing_runs_beside_the_loop_in_few_threads():
+def test_compute_runs_in_two_other_threads():
     async def scenario():
         return await asyncio.gather(*(compute(threading.get_ident) for _ in range(50)))
 

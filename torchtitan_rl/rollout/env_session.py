@@ -1,0 +1,189 @@
+"""The environment of one rollout: each call within its time limit, each answer checked.
+
+Invariants: what the environment does wrong (an exception, a call that takes too long, an answer of
+a wrong type) becomes a `RolloutEnded` with a status and a cause; `close` runs to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torchtitan_rl.rollout.abandoned import abandoned
+from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
+from torchtitan_rl.rollout.calls import CallTimeoutError, is_cancelled, summary, within
+from torchtitan_rl.rollout.env import (
+    Conversation,
+    Observation,
+    Stateful,
+    Terminal,
+    TokenEnv,
+    require_async,
+)
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import plain
+from torchtitan_rl.types import Completion, RolloutStatus
+
+_A = TypeVar("_A")
+
+
+class RolloutEnded(Exception):
+    """The rollout is over without a `Terminal`."""
+
+    def __init__(self, status: RolloutStatus, cause: str) -> None:
+        super().__init__(cause)
+        self.status = status
+        self.cause = cause
+
+
+class NotResumableError(Exception):
+    """The environment cannot be restored; the rollout has to start again."""
+
+
+class EnvSession:
+    """``make`` creates the environment; ``on_call`` gets each method's name before it is called.
+
+    All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if so many
+    abandoned calls hang that no rollout can continue.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], TokenEnv],
+        *,
+        timeout_s: float,
+        max_prompt_tokens: int,
+        on_call: Callable[[str], None],
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_prompt_tokens = max_prompt_tokens
+        self._on_call = on_call
+        try:  # on the event loop, so that a time-out cannot leave a half-made environment
+            self._env = make()
+            require_async(self._env)
+        except Exception as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"creation: {summary(error)}") from error
+
+    async def reset(self) -> Observation:
+        answer = await self._answer("reset")
+        if isinstance(answer, Terminal):
+            cause = "reset: expected an Observation, got a Terminal"
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, cause)
+        return answer
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        return await self._answer("step", completion)
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return _checked("finish", checked_terminal, await self._call("finish", status))
+
+    async def state(self) -> Any:
+        """A copy of the environment's state; None if it has none."""
+        if not isinstance(self._env, Stateful):
+            return None
+        state = await self._call("state_dict")
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError, RecursionError) as error:
+            cause = f"state_dict: expected JSON-able data: {error}"
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, cause) from error
+
+    async def restore(self, recorded: RecordedRollout) -> Observation:
+        """Continue a recorded rollout; called instead of `reset`. Returns the next observation.
+
+        The environment loads its recorded state. Without one it is reset and stepped with the
+        recorded completions, if it is `Replayable` or there are none, and each prompt must be the
+        recorded one.
+
+        Raises:
+            NotResumableError: neither is possible, the environment failed, or a prompt differs.
+        """
+        saved = recorded.env_state
+        try:
+            if saved is not None and isinstance(self._env, Stateful):
+                await self._call("load_state_dict", saved.state)
+                answer = saved.answer
+            else:
+                answer = await self._replay(recorded)
+        except RolloutEnded as error:
+            raise NotResumableError(error.cause) from error
+        return _require_prompt(answer, recorded.prompt_token_ids, len(recorded.turns))
+
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """A JSON copy of the conversation; empty if the environment has none.
+
+        Raises:
+            Exception: what the environment raised, or a TypeError.
+        """
+        if not isinstance(self._env, Conversation):
+            return ()
+        messages = tuple(self._env.messages)
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise TypeError("not all messages are mappings")
+        return tuple(plain(message) for message in messages)
+
+    async def close(self) -> str | None:
+        """Wait for the end of the environment's `close`, or its time-out, even if cancelled.
+
+        Returns what went wrong.
+        """
+        closing = asyncio.ensure_future(self._call("close"))
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        failure = None if closing.cancelled() else closing.exception()
+        return str(failure) if failure else None
+
+    async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
+        if recorded.turns and not getattr(self._env, "replays", False):
+            raise NotResumableError("it has no saved state and does not declare `replays`")
+        answer: Observation | Terminal = await self.reset()
+        for index, turn in enumerate(recorded.turns):
+            _require_prompt(answer, turn.prompt_token_ids, index)
+            answer = await self.step(turn.completion)
+        return answer
+
+    async def _answer(self, name: str, *args: Any) -> Observation | Terminal:
+        answer = await self._call(name, *args)
+        return _checked(name, checked_answer, answer, self._max_prompt_tokens)
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        if name != "close":
+            abandoned.require_few()
+        self._on_call(name)
+        try:
+            return await within(self._timeout_s, getattr(self._env, name), *args)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+        except CallTimeoutError as error:
+            raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, f"{name}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+
+
+def _checked(name: str, check: Callable[..., _A], *args: Any) -> _A:
+    try:
+        return check(*args)
+    except WrongAnswerError as error:
+        raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {error}") from error
+    except Exception as error:  # raised by the user's objects, for example by __float__
+        raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+
+
+def _require_prompt(
+    answer: Observation | Terminal, prompt: tuple[int, ...] | None, turn: int
+) -> Observation:
+    if isinstance(answer, Terminal):
+        raise NotResumableError(f"the replayed environment ended before turn {turn}")
+    if prompt is not None and answer.prompt_token_ids != prompt:
+        raise NotResumableError(f"the replayed environment has another prompt in turn {turn}")
+    return answer

@@ -1,0 +1,95 @@
+"""What the rollouts of one group share, and the requests that follow from it. Pure.
+
+A request is the same in every run with the same seed, whatever else runs: its id and seed depend
+only on the run's seed, the rollout, the turn and the attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.env import Observation, TokenEnv
+from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.types import (
+    Completion,
+    GenerateFn,
+    GenerationRequest,
+    Problem,
+    SamplingParams,
+    Turn,
+)
+
+EnvironmentFactory = Callable[[Problem], TokenEnv]
+OnTurn = Callable[[str, int, Turn, EnvState | None], None]  # rollout id, index, turn, state after
+OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """See `Rollouter.run_group`, which creates it."""
+
+    group_id: str
+    problem: Problem
+    environment: EnvironmentFactory
+    generate: GenerateFn
+    config: RolloutConfig
+    seed: int
+    temperature: float
+    active_time: ActiveTime
+    attempt: int
+    min_version: int
+    on_turn: OnTurn | None
+    on_discard: OnDiscard | None
+
+    def request_id(self, rollout_id: str, turn: int) -> str:
+        attempt = f"a{self.attempt}/" if self.attempt else ""
+        return f"{rollout_id}/{attempt}t{turn}"
+
+    def request(
+        self, rollout_id: str, turn: int, observation: Observation, partial: Completion | None
+    ) -> GenerationRequest:
+        """The request for a turn's completion, which continues ``partial``."""
+        sampling = self.config.sampling
+        room = self.config.max_total_tokens - len(observation.prompt_token_ids)
+        budget = min(room, sampling.max_tokens_per_turn)
+        if observation.max_tokens is not None:
+            budget = min(budget, observation.max_tokens)
+        return GenerationRequest(
+            request_id=self.request_id(rollout_id, turn),
+            session_id=rollout_id,
+            prompt_token_ids=observation.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=budget,
+                temperature=self.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                stop_token_ids=observation.stop_token_ids,
+                stop=observation.stop,
+                num_logprobs=observation.num_logprobs,
+                seed=request_seed(self.seed, rollout_id, turn, self.attempt),
+            ),
+            min_version=self.min_version,
+            resume_from=partial if partial and partial.token_ids else None,
+        )
+
+    def may_resume(self, recorded: RecordedRollout) -> bool:
+        """Whether there is something recorded, and all of it in this attempt."""
+        completions = [turn.completion for turn in recorded.turns]
+        if recorded.partial is not None:
+            completions.append(recorded.partial)
+        ids = [completion.request_id for completion in completions]
+        expected = [self.request_id(recorded.rollout_id, turn) for turn in range(len(ids))]
+        return ids == expected and bool(ids or recorded.ended)
+
+
+def request_seed(run_seed: int, rollout_id: str, turn: int, attempt: int = 0) -> int:
+    """In [0, 2**63), and the same in every process."""
+    key = f"{run_seed}\x00{rollout_id}\x00{turn}"
+    if attempt:
+        key += f"\x00{attempt}"
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
