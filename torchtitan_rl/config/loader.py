@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
+from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 
@@ -18,8 +17,8 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     """The configuration in ``path`` with command-line ``overrides`` applied.
 
     Raises:
-        ConfigError: no such file, one that does not run, or no `RunConfig` in it.
-        SystemExit: an option is unknown or of the wrong type (tyro has said so), or ``--help``.
+        ConfigError: no such file, one that does not run, no `RunConfig` in it, or a wrong option.
+        SystemExit: ``--help``.
     """
     if not path.is_file():
         raise ConfigError(
@@ -35,15 +34,13 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     except (ConfigError, SystemExit):
         raise
     except Exception as error:
-        raise ConfigError(f"CONFIG is {path}: {_cause(error, path)}; mend the file") from error
+        raise ConfigError(f"CONFIG is {path}: {_cause(error, path)}; correct the file") from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"CONFIG is {path}: it has no RunConfig named 'config'; write config = RunConfig(...)"
         )
-    return tyro.cli(
-        RunConfig, default=config, args=list(overrides), prog=f"torchtitan-rl train {path}"
-    )
+    return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
 
 
 def _cause(error: Exception, path: Path) -> str:

@@ -47,7 +47,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole training run."""
+    """A whole training run. With ``--dry-run`` the plan is printed and nothing starts."""
 
     policy: PolicyConfig
     task: Task

@@ -21,7 +21,6 @@ GENERATOR_IDLE = "overlap/generator_idle_share"
 EFFICIENCY = "overlap/efficiency"
 
 _SATURATED = 0.9  # busy share from which on a part is the limit
-_FEW_STEPS = 5  # tell nothing yet, the first one least of all
 _EVEN = 0.15  # difference of idle shares up to which the two count as even
 
 
@@ -103,8 +102,14 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
 
 
 class Advisor:
-    """Says what limits the run, from the mean of the last ``every_steps`` steps: after the first so
-    many, after each further so many where the verdict has changed, and at the end."""
+    """Says what limits the run, from the mean of ``every_steps`` steps: of the first so many, of
+    each further so many where the verdict has changed, and of the last ones.
+
+    The first step that it sees is left out: engines warm up in it. A run of fewer than
+    ``MIN_STEPS`` further steps gets no advice.
+    """
+
+    MIN_STEPS = 10
 
     def __init__(
         self, *, staleness: int, is_colocated: bool = False, every_steps: int = 20
@@ -113,10 +118,14 @@ class Advisor:
         self._is_colocated = is_colocated
         self._every_steps = every_steps
         self._seen: list[Overlap] = []
+        self._has_warmed_up = False
         self._said: Bottleneck | None = None
 
     def observe(self, overlap: Overlap) -> str | None:
         """Take one step in; a sentence where one is due."""
+        if not self._has_warmed_up:
+            self._has_warmed_up = True
+            return None
         self._seen.append(overlap)
         if len(self._seen) < self._every_steps:
             return None
@@ -128,10 +137,8 @@ class Advisor:
         return self._advice(mean)
 
     def conclude(self) -> str | None:
-        """The sentence for the end; None where hardly a step was seen since the last one."""
-        if len(self._seen) < min(_FEW_STEPS, self._every_steps):
-            return None
-        return self._advice(_mean(self._seen))
+        """The sentence for the end; None where too few steps were seen since the last one."""
+        return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
 
     def _advice(self, mean: Overlap) -> str:
         return advice(mean, staleness=self._staleness, is_colocated=self._is_colocated)

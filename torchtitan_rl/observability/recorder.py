@@ -4,6 +4,8 @@ and the trace. Used in the controller's process, on its event loop."""
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.progress import ProgressState, make_progress
+from torchtitan_rl.observability.progress import ProgressState, format_seconds, make_progress
 from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
@@ -22,6 +24,7 @@ from torchtitan_rl.observability.step_metrics import (
     step_metrics,
     validation_metrics,
 )
+from torchtitan_rl.observability.summary import describe_run
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
 from torchtitan_rl.rollout.abandoned import abandoned
@@ -61,7 +64,9 @@ class RunRecorder:
         self._advisor = Advisor(
             staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
         )
-        self._phases: list[str] = []  # that are open; loops run beside each other
+        self._run_dir = run_dir
+        self._phases: list[str] = []  # that are open, in several loops
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
     async def __aenter__(self) -> RunRecorder:
         await self._lag.__aenter__()
@@ -84,13 +89,34 @@ class RunRecorder:
         """Take the endpoint's metrics since the last step from there, from now on."""
         self._take_endpoint = take
 
-    def merge_traces(self) -> Path | None:
-        """Make one trace of all processes' files; call it when they have ended. None where there
-        is none, or it cannot be written, which is logged."""
+    def summarize(self, ending: str, *, resume_command: str) -> list[str]:
+        """How the run went, and what to do next; call it when all processes have ended. ``ending``
+        is what ended it before its last step, else empty."""
+        trace = self._merge_traces()
+        state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
+        took = format_seconds(state.elapsed_s)
+        audit = f"torchtitan-rl audit {run_dir}"
+        if not ending:
+            headline = f"done: {state.num_steps} steps in {took}"
+            commands = [f"torchtitan-rl serve {policy}"] if policy.exists() else []
+        else:
+            where = f"after step {state.step}" if state.step else "before the end of step 1"
+            headline = f"{ending} {where} of {state.num_steps}, after {took}"
+            commands = [resume_command]
+        outputs = {"policy": policy, "rollouts": run_dir / "rollouts.jsonl"}
+        return describe_run(
+            run_dir,
+            headline=headline,
+            seconds=self._seconds,
+            outputs=outputs if trace is None else outputs | {"trace": trace},
+            next_commands=[*commands, audit],
+        )
+
+    def _merge_traces(self) -> Path | None:
         if self.trace_dir is None:
             return None
         try:
-            return merge_traces(self.trace_dir)
+            return merge_traces(self.trace_dir, self._run_dir / "trace.json")
         except OSError as error:
             logger.warning("the traces in %s are not merged: %s", self.trace_dir, error)
             return None
@@ -139,10 +165,12 @@ class RunRecorder:
             self._state.start_steps()
         self._phases.append(name)
         self._show_phase()
+        start_s = time.monotonic()
         try:
             with self._tracer.span(name, track=name):
                 yield
         finally:
+            self._seconds[name] += time.monotonic() - start_s
             self._phases.remove(name)
             self._show_phase()
 

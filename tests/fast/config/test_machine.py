@@ -8,12 +8,14 @@ import pytest
 from configs.calculator_agent_tiny import config as AGENTS
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.machine import (
+    MachineFacts,
     machine_facts,
     max_rollouts,
     num_published_versions,
     weight_room,
 )
-from torchtitan_rl.config.checks.run import MachineFacts, PolicyFacts, find_errors
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.rollout.task import Task
 
@@ -135,7 +137,7 @@ def test_ranks_that_exchange_data_cannot_have_mig_instances(config: RunConfig) -
     machine = replace(LAPTOP, cuda_devices=("MIG-a", "MIG-b", "MIG-c", "MIG-d"))
     assert find_errors(config, POLICY, machine) == []
     errors = find_errors(changed(config, trainer__data_parallel_shard=2), POLICY, machine)
-    assert [one.split(":")[0] for one in errors] == ["the number of trainer ranks is 2"]
+    assert [one.split(":")[0] for one in errors] == ["trainer.data_parallel_shard is 2"]
 
 
 def test_this_machine_has_cores_memory_and_files() -> None:

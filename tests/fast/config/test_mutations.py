@@ -16,8 +16,8 @@ from experiments.alphabet_sort.task import POLICY_DIR
 from tests.support.config_mutations import branches, leaves, values_for, with_value
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.serve import ServeConfig, prepare_serve
+from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.rules import RULES
-from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError

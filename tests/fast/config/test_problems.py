@@ -8,12 +8,12 @@ import pytest
 
 from configs.alphabet_sort_tiny import config as TINY
 from tests.support.config_mutations import with_value
+from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.problems import (
     ProblemsError,
     training_errors,
     validation_problems,
 )
-from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError

@@ -14,6 +14,7 @@ from experiments.calculator_agent.task import CalculatorAgentTask
 from tests.fast.test_line_files import files_of_at_most
 from tests.support.config_mutations import leaves, with_value
 from torchtitan_rl.commands.cli import main
+from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.resume import (
     _MAY_CHANGE,
     _MUST_STAY,
@@ -21,7 +22,6 @@ from torchtitan_rl.config.checks.resume import (
     resume_errors,
     run_identity,
 )
-from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
@@ -156,6 +156,7 @@ def resumed(config: RunConfig, **changes: Any) -> PreparedRun:
 def test_a_run_killed_before_its_first_checkpoint_is_compared_too(tmp_path: Path) -> None:
     config = started(tmp_path)
     assert resumed(config).notes == ()
+    assert "start: resumes what" in resumed(config).describe()
     with pytest.raises(ConfigError) as refused:
         resumed(config, seed=5, rollout__group_size=4)
     assert [one.split(":")[0] for one in refused.value.errors] == [
@@ -201,9 +202,12 @@ def test_a_run_without_a_record_of_its_configuration_goes_on_and_says_so(tmp_pat
     assert "does not say what the run was" in note
 
 
-def test_resuming_nothing_begins_and_says_so(tmp_path: Path) -> None:
-    (note,) = resumed(dataclasses.replace(TINY, output_dir=tmp_path)).notes
-    assert "holds nothing to resume: the run begins" in note
+def test_resuming_nothing_begins_and_a_dry_run_says_so(tmp_path: Path) -> None:
+    prepared = resumed(dataclasses.replace(TINY, output_dir=tmp_path))
+    assert prepared.notes == ()
+    assert f"start: step 1; {prepared.config.run_dir} holds nothing to resume" in (
+        prepared.describe()
+    )
 
 
 def test_a_folder_with_a_run_that_only_began_is_not_taken_by_another(tmp_path: Path) -> None:

@@ -12,12 +12,9 @@ from experiments.alphabet_sort.prompts import user_message
 from experiments.alphabet_sort.scoring import right_answer
 from experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
 from experiments.alphabet_sort.tokenizer import build_backend
-from torchtitan_rl.config.checks.run import (
-    MachineFacts,
-    PolicyFacts,
-    find_errors,
-    read_policy_facts,
-)
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts, read_policy_facts
 from torchtitan_rl.config.run import RunConfig
 
 TINY = alphabet_sort_tiny.config

@@ -22,7 +22,9 @@ from experiments.calculator_agent.token_audit import (
     count_mismatches,
 )
 from experiments.calculator_agent.tokenizer import CHAT_TEMPLATE, answer_text, build_backend
-from torchtitan_rl.config.checks.run import MachineFacts, find_errors, read_policy_facts
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, VersionRun
 

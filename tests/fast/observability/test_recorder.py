@@ -66,7 +66,7 @@ def record_run(config: RunConfig, *acts: Callable[[RunRecorder], None]) -> list[
             for act in acts:
                 await asyncio.sleep(0.001)
                 act(recorder)
-        recorder.merge_traces()
+        print("\n".join(recorder.summarize("", resume_command="resume")))
 
     asyncio.run(run())
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -77,7 +77,7 @@ def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, staleness=2)
-    row, *_ = record_run(config, *[record_one] * 6)
+    row, *_ = record_run(config, *[record_one] * 11)
     assert row["overlap/trainer_idle_share"] == pytest.approx(0.6)
     assert row["overlap/generator_idle_share"] == 0.0
     assert row["overlap/efficiency"] == 1.0

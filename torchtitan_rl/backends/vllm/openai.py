@@ -54,7 +54,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions, error_response
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
-from torchtitan_rl.config.chat_template import template_error
+from torchtitan_rl.config.checks.endpoint import template_error
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import http_auth, http_context
 from torchtitan_rl.serving.link import FAILED, ControllerLink

@@ -1,6 +1,6 @@
 """Everything that can be known to be wrong before a process starts: one message per error.
 
-Each message names the field, its value and the fix. Nothing here raises for a error, so that a
+Each message names the field, its value and the fix. Nothing here raises for an error, so that a
 user sees all of them at once: first what is wrong with a field by itself, then what does not go
 together. A relation with a field that is wrong by itself is not reported.
 """
@@ -10,15 +10,10 @@ from __future__ import annotations
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.config.checks.endpoint import endpoint_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import (
-    MachineFacts,
-    PolicyFacts,
-    generator_errors,
-    head_errors,
-    read_policy_facts,
-)
+from torchtitan_rl.config.checks.generator import generator_errors, head_errors
 from torchtitan_rl.config.checks.loss import loss_errors
 from torchtitan_rl.config.checks.machine import (
+    MachineFacts,
     file_errors,
     max_rollouts,
     memory_errors,
@@ -26,14 +21,13 @@ from torchtitan_rl.config.checks.machine import (
 )
 from torchtitan_rl.config.checks.paths import path_errors
 from torchtitan_rl.config.checks.timeouts import timeout_errors
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import needs_endpoint
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_errors
 from torchtitan_rl.serving.address import Keys
-
-__all__ = ["MachineFacts", "PolicyFacts", "find_errors", "read_policy_facts"]
 
 
 def find_errors(
@@ -143,7 +137,7 @@ def _placement(config: RunConfig) -> list[str]:
     if config.validation.placement == "reserved" and config.validation.num_problems > 0:
         errors.append(
             "validation.placement is reserved: with placement colocated nothing is generated "
-            "beside training; give shared"
+            "alongside training; give shared"
         )
     if config.weight_sync.transport == "rdma":
         errors.append(
