@@ -24,8 +24,8 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_command(work: Callable[[StopSignals], Coroutine[Any, Any, int]], *, log_dir: Path) -> int:
-    """The exit code of ``work``, which starts processes: run by asyncio, told of signals, alone on
-    the console. Call it last."""
+    """Run ``work``, which starts processes, with asyncio, and return its exit code. It handles
+    signals, and only its own messages reach the console. Call it last."""
     divert_libraries(log_dir / "controller.log")
 
     async def main() -> int:

@@ -26,7 +26,7 @@ _UNWIND_S = 2.0
 
 
 class StopSignals:
-    """What a running command has been told; `install` it from the command's main task."""
+    """The signals that a running command received; `install` it from the command's main task."""
 
     def __init__(self) -> None:
         self.received: list[int] = []

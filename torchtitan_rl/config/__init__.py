@@ -1,4 +1,4 @@
-"""What a run is told, and what is checked and planned before its first process starts."""
+"""The configuration of a run; its checks and its plan, made before the first process starts."""
 
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig

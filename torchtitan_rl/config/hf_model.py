@@ -62,7 +62,7 @@ class PolicyFacts:
     vocab_size: int
     num_bytes: int  # of the weight files
     bytes_per_weight: int = 2  # in those files
-    kv_values_per_token: int = 0  # keys and values of all layers; 0: not known
+    kv_values_per_token: int = 0  # keys and values of all layers; 0: unknown
 
     @property
     def num_weights(self) -> int:

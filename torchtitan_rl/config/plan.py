@@ -21,7 +21,7 @@ class ProcessGroup:
     ranks: int
     threads: int  # OMP threads of each rank
     devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
-    cores: tuple[int, ...] = ()  # CPU cores that nobody else computes on; empty: any
+    cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0
 
 
@@ -34,7 +34,7 @@ class ProcessPlan:
     trainer: ProcessGroup
     endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any
-    is_shared: bool = False  # trainer and replicas compute in turns, where they are the same
+    is_shared: bool = False  # trainer and replicas have the same devices, and alternate
 
     def summary(self) -> str:
         """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""

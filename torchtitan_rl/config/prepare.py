@@ -196,7 +196,7 @@ class _Resumed:
 
 
 def _compare(config: RunConfig, identity: dict[str, Any]) -> _Resumed:
-    """With what the run's folder has, where the run is to go on with that."""
+    """Compare with what the run's folder holds, where the run is to be resumed."""
     run_dir = config.run_dir
     if held := lock_errors(run_dir):
         return _Resumed(errors=tuple(held))

@@ -1,7 +1,7 @@
-"""What a run's folder says of the run, before it is continued: read only, without its processes.
+"""What a run's folder says about the run, read before it is resumed.
 
-``identity.json`` is what the run was last started as, so that a run that was killed before its
-first checkpoint, and goes on from its journal, is known too.
+``identity.json`` is the identity that the run was last started with, so that a run that was killed
+before its first checkpoint, and continues from its journal, can be compared too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SavedRun:
 
 
 def read_saved_run(run_dir: Path) -> SavedRun | None:
-    """None where there is nothing to go on with. Changes nothing."""
+    """None where there is nothing to resume. Changes nothing."""
     directory = CheckpointDirectory(run_dir / "checkpoints")
     launched = _read_identity(run_dir / IDENTITY_FILE)
     for step in reversed(directory.steps()):

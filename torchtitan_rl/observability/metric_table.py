@@ -48,7 +48,7 @@ _ENDINGS = {
     RolloutStatus.ENV_ERROR: "the environment raised",
     RolloutStatus.GENERATION_ERROR: "a request was refused or its replicas were lost",
     RolloutStatus.REWARD_ERROR: "a reward function raised or gave no finite number",
-    RolloutStatus.CANCELLED: "somebody cancelled them",
+    RolloutStatus.CANCELLED: "they were cancelled",
 }
 _GENERATION_TIMES = {
     "queue": "from the replica's inbox to the first scheduling",
@@ -236,7 +236,7 @@ _RUN = [
     _row("time/rollout_s", "s", "last", "phase: the trainer waits for a batch of finished groups"),
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
     _row("time/sync_s", "s", "sum", "weights published, fetched and pulled since the previous row"),
-    _row("time/switch_s", "s", "last", "nobody had the shared devices (colocated runs)"),
+    _row("time/switch_s", "s", "last", "neither part had the shared devices (colocated runs)"),
     _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),
     _row("overlap/trainer_idle_share", "share", "ratio", "of the step's time the trainer waits"),

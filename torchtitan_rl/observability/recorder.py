@@ -1,5 +1,5 @@
-"""All that a run shows and writes, behind the controller's `Recorder`: progress, metrics, rollouts
-and the trace. Used in the controller's process, on its event loop."""
+"""The controller's `Recorder`: all that a run shows and writes, as progress, metrics, rollouts and
+the trace. Used in the controller's process, on its event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.progress import ProgressState, format_seconds, make_progress
+from torchtitan_rl.observability.progress import (
+    ProgressState,
+    describe_step,
+    describe_validation,
+    format_seconds,
+    make_progress,
+)
 from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
@@ -36,7 +42,7 @@ class RunRecorder:
     """Writes into the run's directory while its ``async with`` is open.
 
     Args:
-        resume_step: None starts anew; a number goes on after that step.
+        resume_step: None starts anew; a number continues after that step.
     """
 
     def __init__(self, config: RunConfig, *, resume_step: int | None) -> None:
@@ -146,14 +152,14 @@ class RunRecorder:
             buffer=record.buffer if self._is_async else None,
             overlap=overlap if self._is_async else None,
         )
-        self._progress.step_ended()
+        self._progress.update(describe_step(self._state))
 
     def record_validation(self, record: ValidationRecord) -> None:
         metrics = validation_metrics(record)
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
         self._state.end_validation(record.step, metrics.get("validation/reward_mean"))
-        self._progress.validation_ended()
+        self._progress.say(describe_validation(self._state))
 
     def record_account(self, record: AccountRecord) -> None:
         self._metrics.record(record.step, record.version, account_metrics(record))
@@ -180,7 +186,7 @@ class RunRecorder:
     def _show_phase(self) -> None:
         if self._phases:
             self._state.phase = self._phases[-1]
-            self._progress.phase_changed()
+            self._progress.update()
 
 
 def _remove_old_traces(folder: Path) -> None:

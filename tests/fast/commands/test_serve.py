@@ -101,7 +101,7 @@ def test_a_directory_without_a_model_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(tmp_path)]) == 2
-    assert "error: MODEL = " in capsys.readouterr().err
+    assert "error: MODEL is " in capsys.readouterr().err
 
 
 def test_a_taken_port_and_a_strange_address_are_errors() -> None:

@@ -259,7 +259,9 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_leaves_the_folder_free(
         assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     folder = tmp_path / TINY.name
-    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File too large)")
+    assert line.startswith(
+        f"error: output_dir is {tmp_path}: {folder} cannot be written to (File too large)"
+    )
     assert [path.name for path in folder.iterdir()] == ["run.lock"]
     started(tmp_path)
 
@@ -272,4 +274,6 @@ def test_a_folder_for_logs_that_cannot_be_made_ends_the_run_with_one_line(
     (folder / TINY.log_dir.name).touch()
     assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File exists)")
+    assert line.startswith(
+        f"error: output_dir is {tmp_path}: {folder} cannot be written to (File exists)"
+    )

@@ -9,13 +9,15 @@ from torchtitan_rl.observability.asynchrony import (
     Bottleneck,
     Overlap,
     advice,
-    buffer_metrics,
     idle_share,
     overlap_of,
+)
+from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.step_metrics import (
+    buffer_metrics,
     overtaken_metrics,
     total_metrics,
 )
-from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.orchestration.records import BufferStates, LedgerTotals
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
@@ -141,7 +143,7 @@ def test_groups_that_were_overtaken_are_described_beside_the_others() -> None:
 
 
 def test_where_nobody_was_overtaken_only_that_is_said() -> None:
-    metrics = overtaken_metrics([parked_group("a", 2, 1.0)], frozenset({"somebody else"}))
+    metrics = overtaken_metrics([parked_group("a", 2, 1.0)], frozenset({"another"}))
     assert metrics == {"overtaken/groups": 0}
 
 

@@ -10,6 +10,7 @@ from torchtitan_rl.observability.progress import (
     ProgressState,
     RichProgress,
     describe_step,
+    describe_validation,
     format_seconds,
     make_progress,
 )
@@ -63,11 +64,11 @@ def test_plain_progress_is_one_line_a_step_a_validation_and_a_message() -> None:
     progress = PlainProgress(state, stream)
     state.start_steps()
     state.end_validation(0, 0.25)
-    progress.validation_ended()
+    progress.say(describe_validation(state))
     state.phase = "train"
-    progress.phase_changed()
+    progress.update()
     run_steps(state, clock, [65])
-    progress.step_ended()
+    progress.update(describe_step(state))
     progress.say("replica 1 is lost")
     progress.close()
     assert stream.getvalue().splitlines() == [
@@ -82,9 +83,9 @@ def test_rich_progress_shows_phase_step_and_messages() -> None:
     state = ProgressState(50, clock=clock)
     progress = RichProgress(state, stream)
     state.phase = "rollout"
-    progress.phase_changed()
+    progress.update()
     run_steps(state, clock, [65])
-    progress.step_ended()
+    progress.update(describe_step(state))
     progress.say("[not markup] is kept")
     progress.close()
     text = stream.getvalue()
@@ -119,12 +120,12 @@ def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
     clock.now += 100
     state.end_step(400, reward=0.512, tokens_per_second=1234.5, **ASYNCHRONOUS)
     plain, rich = io.StringIO(), Terminal()
-    PlainProgress(state, plain).step_ended()
+    PlainProgress(state, plain).update(describe_step(state))
     assert len(plain.getvalue().rstrip()) <= 110
     monkeypatch.setenv("COLUMNS", "110")
     progress = RichProgress(state, rich)
     state.phase = "checkpoint"
-    progress.step_ended()
+    progress.update(describe_step(state))
     progress.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", rich.getvalue())
     assert re.search(r"checkpoint +step 400/500 .* ETA 2:46:40", text)  # cut where it is too long

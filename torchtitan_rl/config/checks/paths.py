@@ -24,7 +24,7 @@ def path_errors(config: RunConfig) -> list[str]:
     if not config.checkpoint.resume and any((run_dir / one).exists() for one in _SIGNS_OF_A_RUN):
         return [
             f"name is {config.name}: {run_dir} holds a run already; give another name, or "
-            "--checkpoint.resume to go on with it"
+            "--checkpoint.resume to continue it"
         ]
     return []
 

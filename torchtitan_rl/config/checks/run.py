@@ -1,8 +1,8 @@
-"""Everything that can be known to be wrong before a process starts: one message per error.
+"""All checks of a run's configuration: one message per error, before a process starts.
 
 Each message names the field, its value and the fix. Nothing here raises for an error, so that a
-user sees all of them at once: first what is wrong with a field by itself, then what does not go
-together. A relation with a field that is wrong by itself is not reported.
+user sees all of them at once: first the errors of single fields, then the
+contradictions between fields. A contradiction with a field that has an error is not reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_errors(
     """Every error in ``config`` for this policy on this machine; empty where it can start.
 
     Without a policy, what depends on it is not looked at. Its problems are not looked at either:
-    see `validation_problems`.
+    see `checks/problems.py`.
     """
     wrong = field_errors(config)
     errors = list(wrong.values())
@@ -57,7 +57,7 @@ def find_errors(
 def _relations(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts, keys: Keys
 ) -> list[str]:
-    """What does not go together, of fields that are right by themselves."""
+    """Contradictions between fields that are right on their own."""
     is_on_cpu = not machine.cuda_devices
     schedule = _schedule(config)
     errors = [*_sampling(config), *_lengths(config), *timeout_errors(config), *schedule]
