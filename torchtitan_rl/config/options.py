@@ -51,5 +51,5 @@ def _first_section(box: str) -> str:
     if not message.startswith("Unrecognized"):
         return message
     others = [text for section in sections[1:] for text in section]
-    similar = ", ".join(text.split(" ")[0] for text in others if text.startswith("--"))
+    similar = ", ".join(text.split(" ")[0].strip(",") for text in others if text.startswith("--"))
     return f"{message} (similar: {similar})" if similar else message
