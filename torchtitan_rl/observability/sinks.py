@@ -1,10 +1,10 @@
 """Where metrics go: ``metrics.jsonl``, one object per step, and TensorBoard with the same names.
 
 Invariants: only names of the metric table are written; what is recorded twice for one step (a
-training step and the validation after it) becomes one object, but for a validation that ended after
-later steps, which is an object of its own; both survive a crash, and a resumed
-run continues them from its step as if nothing had happened. ``metrics.jsonl`` has every row; what
-the disk does not take of TensorBoard's files is left out of them, which is logged once.
+training step and the validation after it) becomes one object, but a validation that ended after
+later steps has an object of its own; both survive a crash, and a resumed run continues them from
+its step. ``metrics.jsonl`` has every row; what the disk does not take of TensorBoard's files is left
+out of them, which is logged once.
 """
 
 from __future__ import annotations
