@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchtitan_rl import (
     CheckpointConfig,
+    EvaluationConfig,
     GeneratorConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -16,7 +17,6 @@ from torchtitan_rl import (
     RunConfig,
     SamplingConfig,
     TrainerConfig,
-    ValidationConfig,
 )
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 
@@ -42,6 +42,6 @@ config = RunConfig(
         activation_checkpointing="selective",
         optimizer=OptimizerConfig(learning_rate=2e-6, warmup_steps=5),
     ),
-    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
     checkpoint=CheckpointConfig(every=25),
 )

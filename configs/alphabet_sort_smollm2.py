@@ -7,6 +7,7 @@ the model to learn, it takes more steps, and a GPU.
 from __future__ import annotations
 
 from torchtitan_rl import (
+    EvaluationConfig,
     GeneratorConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -14,7 +15,6 @@ from torchtitan_rl import (
     RunConfig,
     SamplingConfig,
     TrainerConfig,
-    ValidationConfig,
 )
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 
@@ -41,5 +41,5 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=5e-6),
     ),
-    validation=ValidationConfig(every=0, num_problems=8, temperature=1.0),
+    evaluation=EvaluationConfig(every=0, num_problems=8, temperature=1.0),
 )

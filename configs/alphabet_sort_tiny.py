@@ -6,6 +6,7 @@ Two vLLM replicas generate, one torchtitan process trains, synchronously.
 from __future__ import annotations
 
 from torchtitan_rl import (
+    EvaluationConfig,
     GeneratorConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -13,7 +14,6 @@ from torchtitan_rl import (
     RunConfig,
     SamplingConfig,
     TrainerConfig,
-    ValidationConfig,
 )
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
 
@@ -38,5 +38,5 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=60, min_lr_factor=0.1),
     ),
-    validation=ValidationConfig(every=20, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=20, num_problems=128, temperature=1.0),
 )

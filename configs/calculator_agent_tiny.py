@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torchtitan_rl import (
     EndpointConfig,
+    EvaluationConfig,
     GeneratorConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -15,7 +16,6 @@ from torchtitan_rl import (
     RunConfig,
     SamplingConfig,
     TrainerConfig,
-    ValidationConfig,
 )
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
 
@@ -38,6 +38,6 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=40, min_lr_factor=0.1),
     ),
-    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
     endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes", max_concurrent_requests=512),
 )

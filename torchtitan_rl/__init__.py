@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.config import (
         CheckpointConfig,
         EndpointConfig,
+        EvaluationConfig,
         GeneratorConfig,
         LossConfig,
         MetricsConfig,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         SamplingConfig,
         ScheduleConfig,
         TrainerConfig,
-        ValidationConfig,
         WeightSyncConfig,
     )
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
@@ -83,6 +83,7 @@ __all__ = [
     "Dataset",
     "EndpointConfig",
     "Episode",
+    "EvaluationConfig",
     "FinishReason",
     "GeneratorConfig",
     "LossConfig",
@@ -116,7 +117,6 @@ __all__ = [
     "TorchtitanRLError",
     "TrainerConfig",
     "Turn",
-    "ValidationConfig",
     "WeightSyncConfig",
     "make_renderer",
     "pack_episodes",

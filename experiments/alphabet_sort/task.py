@@ -34,14 +34,24 @@ class AlphabetSortTask(Task):
     """
 
     min_turns: int = 1
+    """Fewest turns of a problem."""
     max_turns: int = 3
-    min_names: int = 2  # of one turn
+    """Most turns of a problem."""
+    min_names: int = 2
+    """Fewest names of one turn."""
     max_names: int = 4
-    power: float = 2.0  # a turn scores its similarity to the right answer to this power
-    num_train_problems: int = 4096  # of one epoch
+    """Most names of one turn."""
+    power: float = 2.0
+    """The score of a turn is its similarity to the right answer to this power."""
+    num_train_problems: int = 4096
+    """Problems of one epoch."""
     num_validation_problems: int = 1024
+    """Problems of the validation set."""
     renderer: RendererKind = "auto"
-    thinking: Thinking = "off"  # for Qwen3
+    """How messages become tokens; ``auto`` goes by the model."""
+    thinking: Thinking = "off"
+    """Of Qwen3: ``off`` prefills an empty thought, ``keep`` leaves earlier thoughts in the history,
+    ``strip`` drops them at each user message."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         train = split == "train"

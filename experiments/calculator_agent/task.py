@@ -36,11 +36,16 @@ _MAX_NUMBER = 1_000_000
 class CalculatorAgentTask(AgentTask):
     """Solve word problems of one or two operations by calling a calculator."""
 
-    two_operations: float = 0.5  # share of problems with two
-    max_number: int = 99  # in a problem
-    max_turns: int = 4  # after which the agent gives up
-    num_train_problems: int = 4096  # of one epoch
+    two_operations: float = 0.5
+    """Share of problems with two operations; the others have one."""
+    max_number: int = 99
+    """Largest number in a problem."""
+    max_turns: int = 4
+    """Turns after which the agent gives up."""
+    num_train_problems: int = 4096
+    """Problems of one epoch."""
     num_validation_problems: int = 1024
+    """Problems of the validation set."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         train = split == "train"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.real.models import hf_logprobs, tiny_qwen3, tiny_tokenizer
-from torchtitan_rl.commands.generate import main
+from torchtitan_rl.commands.cli import main
 
 ROOT = Path(__file__).parents[2]
 GOOD = [
@@ -44,6 +45,10 @@ def generate(
         timeout=300,
     )
     assert (folder / "out.jsonl").exists(), done.stderr[-4000:]
+    if not launcher:  # nothing of vLLM's is on the console
+        (line,) = done.stderr.splitlines()
+        assert re.match(r"\d+ completions, \d+ errors, \d+ tokens in ", line)
+        assert done.stdout == ""
     return done.returncode, [
         json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()
     ]
@@ -81,6 +86,6 @@ def test_wrong_options_are_named_before_an_engine_is_built(
 ) -> None:
     names = {name: str(tmp_path / name / "x") for name in ("model", "input", "output")}
     arguments = [word for name, path in names.items() for word in (f"--{name}", path)]
-    assert main(arguments) == 2
+    assert main(["generate", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in errors] == ["model", "input", "output"]

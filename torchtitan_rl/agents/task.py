@@ -30,8 +30,10 @@ class AgentTask(Task):
     ``rollout.step_timeout_s`` is how long an agent may take between two requests.
     """
 
-    grace_s: float = 5.0  # to return a reward after a limit, and to end once cancelled
-    reward_at_limit: float | None = 0.0  # where the agent returns none by then; None: it fails
+    grace_s: float = 5.0
+    """Seconds that an agent has to return a reward after a limit, and to end once cancelled."""
+    reward_at_limit: float | None = 0.0
+    """Reward of an agent that returned none by then. ``None``: its rollout fails."""
 
     def agent(self, problem: Problem) -> Agent:
         """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`.

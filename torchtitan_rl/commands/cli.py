@@ -1,16 +1,15 @@
 """``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate`` and ``audit RUN_DIR``.
 
 Exit codes: 0 done; 1 the run failed, or the audit found violations; 2 the configuration is wrong,
-or there is no run to audit; 128 + n ended by signal n.
+or there is no run to audit; 128 + n: ended by signal n.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.weights.leftovers import remove_leftovers
 
 _USAGE = """\
@@ -29,9 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and not words[0].startswith("-"):
         remove_leftovers()  # shared memory of runs that were killed
+    return exit_code_of(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     match words:
-        case ["train", *rest]:
-            return _train(rest)
+        case ["train", config, *options] if not config.startswith("-"):
+            from torchtitan_rl.commands.train import main as train
+
+            return train(config, options)
         case ["generate", *rest]:
             from torchtitan_rl.commands.generate import main as generate
 
@@ -50,34 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case _:
             print(_USAGE, end="", file=sys.stderr)
             return 2
-
-
-def _train(words: list[str]) -> int:
-    if not words or words[0].startswith("-"):
-        print(_USAGE, end="", file=sys.stderr)
-        return 2
-    path, options = Path(words[0]), words[1:]
-    is_dry_run = "--dry-run" in options
-    try:
-        from torchtitan_rl.config.loader import load_config
-        from torchtitan_rl.config.prepare import claim_run, prepare_run
-
-        config = load_config(path, [option for option in options if option != "--dry-run"])
-        prepared = prepare_run(config)
-        if is_dry_run:
-            print(prepared.describe())
-            return 0
-        if prepared.is_complete:
-            print("\n".join(prepared.notes))
-            return 0
-        with claim_run(prepared):
-            from torchtitan_rl.commands.train import run_training
-
-            return run_training(prepared)
-    except ConfigError as error:
-        for message in error.errors:
-            print(f"error: {message}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

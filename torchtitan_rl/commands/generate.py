@@ -1,8 +1,9 @@
-"""A stand-alone generator: completes a file of prompts with one vLLM replica, without Monarch.
+"""``torchtitan-rl generate``: completes a file of prompts with one vLLM replica, without Monarch.
 
 ``torchtitan-rl generate --model DIR --input prompts.jsonl --output out.jsonl``. Under ``torchrun
 --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N tensor-parallel ranks.
-`generation/prompts_file.py` describes the lines; answers come in the order of the input.
+`generation/prompts_file.py` describes the lines; answers come in the order of the input. What vLLM
+prints goes to ``out.jsonl.log``, of rank N to ``out.jsonl.rankN.log``.
 
 Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
 """
@@ -18,10 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_rl.commands.console import (
+    divert_everything,
+    divert_libraries,
+    exit_code_of,
+    without_python_output,
+)
+from torchtitan_rl.commands.signals import after_last_message
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import generator_errors, read_policy_facts
-from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.generator import generator_errors
+from torchtitan_rl.config.checks.paths import output_file_errors
 from torchtitan_rl.config.checks.rules import RULES, Bounds
+from torchtitan_rl.config.hf_model import read_policy_facts
+from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.prompts_file import (
@@ -54,25 +64,44 @@ _SHARED = (  # options that are a `GeneratorConfig`'s
 class GenerateOptions:
     """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
 
-    model: Path  # a directory in Hugging Face format
-    input: Path  # JSONL: prompt or prompt_token_ids; optional id and sampling fields
-    output: Path  # JSONL
+    model: Path
+    """A directory in Hugging Face format."""
+    input: Path
+    """JSONL file: ``prompt`` or ``prompt_token_ids``, optionally ``id`` and sampling fields."""
+    output: Path
+    """JSONL file for the answers, in the order of the input."""
     max_tokens: int = 64
+    """Longest completion, in tokens."""
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Sample from the most probable tokens that have this probability together."""
     top_k: int = 0
+    """Sample from so many of the most probable tokens; 0 takes all."""
     min_p: float = 0.0
+    """Leave out tokens less probable than this share of the most probable one's probability."""
     ignore_eos: bool = False
-    seed: int | None = None  # of every line; None draws from the engine's generator
+    """Continue after an end-of-sequence token."""
+    seed: int | None = None
+    """Seed of every line. Default: lines draw from the engine's generator."""
     engine_seed: int = 0
+    """Seed of the engine's generator."""
     max_model_len: int = 512
+    """Longest prompt plus completion, in tokens."""
     max_running_requests: int = 128
+    """Lines that are completed at once."""
     kv_cache_bytes: int = 128 << 20
+    """KV cache of each rank on a CPU, in bytes."""
     gpu_memory_utilization: float = 0.85
+    """Share of a CUDA device's memory that the engine may use, weights included."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 1  # OMP threads of each rank
+    """``auto`` is the device that the installed vLLM is built for."""
+    threads: int = 1
+    """OpenMP threads of each rank."""
     max_steps_per_decision: int = 4
+    """Engine steps between two broadcasts among ranks."""
     collective_timeout_s: float = 1800.0
+    """Seconds for one exchange between ranks."""
 
     def errors(self) -> list[str]:
         wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
@@ -83,12 +112,7 @@ class GenerateOptions:
         if "input" not in wrong and not os.path.isfile(self.input):
             found.append(f"input is {self.input}: it is not a file; give a JSONL file of prompts")
         if "output" not in wrong:
-            if not os.path.isdir(self.output.parent):
-                found.append(f"output is {self.output}: make its directory first")
-            elif os.path.isdir(self.output):
-                found.append(f"output is {self.output}: that is a directory; give a file")
-            elif cause := cannot_write(self.output.parent, self.output.name):
-                found.append(f"output is {self.output}: {cause}; give another")
+            found += output_file_errors("output", self.output)
         return found
 
 
@@ -123,29 +147,32 @@ def _model_errors(options: GenerateOptions) -> list[str]:
     ]
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run with command-line ``args`` (default: the process's own); returns the exit code."""
-    import tyro
+def main(words: Sequence[str]) -> int:
+    """Run with these command-line options; returns the exit code.
 
-    options = tyro.cli(GenerateOptions, args=args, prog="torchtitan-rl generate")
+    Raises:
+        ConfigError: the options are wrong.
+    """
+    options = parse_options(GenerateOptions, words, prog="torchtitan-rl generate")
     if errors := options.errors():
-        for message in errors:
-            print(f"error: {message}", file=sys.stderr)
-        return 2
+        raise ConfigError(errors)
     device = _prepare_environment(options)
-    is_leader = int(os.environ.get("RANK", "0")) == 0
-    try:
-        loop = _build_loop(options, device, is_leader=is_leader)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    loop.start()
-    if is_leader:
-        return _complete_file(options, loop)
-    loop.join()
-    if loop.failure is not None:
-        print(f"error: {loop.failure}", file=sys.stderr)
-    return 0 if loop.failure is None else 1
+    rank = int(os.environ.get("RANK", "0"))
+    divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
+    with without_python_output():
+        loop = _build_loop(options, device, is_leader=rank == 0)
+        loop.start()
+        if rank == 0:
+            num_errors, outcome = _complete_file(options, loop)
+        else:
+            loop.join()
+            num_errors = int(loop.failure is not None)
+            outcome = f"error: rank {rank}: {loop.failure}" if loop.failure else ""
+    if outcome:
+        print(outcome, file=sys.stderr)
+    after_last_message(min(1, num_errors))
+    divert_everything()
+    return min(1, num_errors)
 
 
 def _prepare_environment(options: GenerateOptions) -> Device:
@@ -195,8 +222,9 @@ def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) ->
     return EngineLoop(engine, channel, is_leader=is_leader, config=config)
 
 
-def _complete_file(options: GenerateOptions, loop: EngineLoop) -> int:
-    """Submit every line, write every answer, close the loop."""
+def _complete_file(options: GenerateOptions, loop: EngineLoop) -> tuple[int, str]:
+    """Submit every line, write every answer, close the loop; the number of lines that were not
+    completed, and a sentence."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
@@ -227,12 +255,10 @@ def _complete_file(options: GenerateOptions, loop: EngineLoop) -> int:
     finally:
         loop.close()
     took_s = time.monotonic() - start_s
-    print(
+    return num_errors, (
         f"{len(answers) - num_errors} completions, {num_errors} errors, {num_tokens} tokens in "
-        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}",
-        file=sys.stderr,
+        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}"
     )
-    return 1 if num_errors else 0
 
 
 def _submit(line: PromptLine, loop: EngineLoop) -> tuple[PromptLine, Future[Completion] | None]:
@@ -259,4 +285,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

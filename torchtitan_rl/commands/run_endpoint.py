@@ -1,8 +1,8 @@
-"""The endpoint within a training run: agents' requests become turns of rollouts, anybody else's go
-to the router.
+"""The endpoint within a training run: agents' requests become turns of rollouts, other clients'
+requests go to the router.
 
-A run whose endpoint's process dies is over: agents would only fail from then on. It ends by the
-error, and its newest checkpoint and its journal are what it goes on from.
+A run whose endpoint's process dies ends with that error, since its agents could only fail. It can
+be resumed from its newest checkpoint and its journal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class RunEndpoint:
-    """``host`` is what agents need."""
+    """A running endpoint; ``host`` is what agents need of it."""
 
     def __init__(self, host: AgentHost, sessions: Sessions, service: EndpointService) -> None:
         self.host = host
@@ -36,7 +36,7 @@ class RunEndpoint:
         self._before: dict[str, float] = {}
 
     async def background(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do ``work`` as long as there is an endpoint.
+        """The result of ``work``, which needs the endpoint.
 
         Raises:
             EndpointLostError: its process is gone; ``work`` was cancelled.

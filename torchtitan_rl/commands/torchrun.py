@@ -1,7 +1,10 @@
 """A run from torchrun: ``torchrun --nproc-per-node=1 -m torchtitan_rl.commands.torchrun CONFIG``.
 
 torchrun starts one launcher process; the run's own processes are Monarch's, as with
-``torchtitan-rl train``.
+``torchtitan-rl train``. The launcher's exit code is the run's. torchrun makes 1 of every code but
+0: its report has the run's own as ``exitcode``. It forwards SIGINT and SIGTERM, prints a traceback
+of its own (``SignalException``), and kills what is left after ``--shutdown-timeout`` (30 s), which
+a step and its checkpoint must fit in.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import sys
 
 from torchtitan_rl.commands.cli import main as cli
 
-# The launcher's place in torchrun's group means nothing to the processes it starts; with
-# TORCHELASTIC_USE_AGENT_STORE they would wait for ever for a store that is not theirs.
+# The launcher's rank in torchrun's group is not that of the processes it starts; with
+# TORCHELASTIC_USE_AGENT_STORE they would wait indefinitely for a store that is not theirs.
 _TORCHRUN_VARIABLES = (
     "RANK",
     "LOCAL_RANK",

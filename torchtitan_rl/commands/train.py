@@ -1,25 +1,29 @@
-"""One training run from start to exit code: processes up, the loop, processes down.
+"""``torchtitan-rl train CONFIG [options]``: one run, from its configuration to its exit code.
 
-Exit codes: 0 done; 1 failed, with the cause on stderr; 128 + n ended in order by signal n.
+Exit codes: 0 done; 1 failed, with the cause on stderr; 2 the configuration is wrong; 128 + n ended
+by signal n. However it ends, the last lines say how it went and which command comes next.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-from collections.abc import Callable
+import shlex
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
-from torchtitan_rl.commands.run_endpoint import run_endpoint
+from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
+from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
-from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -34,7 +38,6 @@ from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
 from torchtitan_rl.orchestration.sampling import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
-from torchtitan_rl.rollout.group_settings import EnvironmentFactory
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
@@ -43,116 +46,121 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.run import RunProcesses
 
 
-def run_training(prepared: PreparedRun) -> int:
-    """Runs to the end, to a signal or to an error; no process is left behind."""
-    prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
-    stay_on_cores(prepared.plan.controller_cores)
-    return asyncio.run(_run(prepared))
+def main(config_file: str, options: Sequence[str]) -> int:
+    """``torchtitan-rl train CONFIG_FILE OPTIONS``; returns the exit code.
+
+    Raises:
+        ConfigError: the run cannot start as it is configured.
+    """
+    config = load_config(Path(config_file), [word for word in options if word != "--dry-run"])
+    prepared = prepare_run(config)
+    if "--dry-run" in options:
+        print(prepared.describe())
+        return 0
+    if prepared.is_complete:
+        print("\n".join(prepared.notes))
+        return 0
+    resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
+    resume_command = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
+    with claim_run(prepared):
+        stay_on_cores(prepared.plan.controller_cores)
+        run = _Run.of(prepared, resume_command)
+        return run_command(partial(_run, run), log_dir=config.log_dir)
 
 
-@dataclass(slots=True)
-class _Signals:
-    """The first SIGINT or SIGTERM asks the run to stop in order, a second one ends it at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run that is about to start. ``found`` is where it continues from."""
 
-    controller: Controller | None = None
-    say: Callable[[str], None] = print
-    received: list[int] = field(default_factory=list)
+    prepared: PreparedRun
+    resume_command: str
+    checkpoints: CheckpointDirectory
+    journals: JournalDirectory
+    found: NewestCheckpoint
 
-    def describe(self) -> str:
-        """Where a run was that a second signal ended."""
-        if self.controller is None:
-            return "stopped before the first step"
-        return f"stopped at once after step {self.controller.step}; see the newest checkpoint"
-
-    def install(self) -> None:
-        main = asyncio.current_task()
-        if main is None:
-            raise RuntimeError("signals are installed from within a task")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main)
-
-    def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
-        self.received.append(number)
-        if self.controller is not None and len(self.received) == 1:
-            self.say("stopping after this step, with a checkpoint; a second signal ends at once")
-            self.controller.request_stop()
-        else:
-            main.cancel()
+    @staticmethod
+    def of(prepared: PreparedRun, resume_command: str) -> _Run:
+        """
+        Raises:
+            CheckpointError: it is to be resumed, and none of its checkpoints can be.
+        """
+        run_dir = prepared.config.run_dir.absolute()
+        checkpoints = CheckpointDirectory(run_dir / "checkpoints")
+        journals = JournalDirectory(run_dir / "journal")
+        is_resumed = prepared.config.checkpoint.resume
+        return _Run(
+            prepared=prepared,
+            resume_command=resume_command,
+            checkpoints=checkpoints,
+            journals=journals,
+            found=choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint(),
+        )
 
 
-async def _run(prepared: PreparedRun) -> int:
-    signals = _Signals()
-    signals.install()
+async def _run(run: _Run, signals: StopSignals) -> int:
+    exit_code, ending = 0, ""
+    recorder: RunRecorder | None = None
     try:
-        await _train(prepared, signals)
-    except (StopRequested, asyncio.CancelledError) as error:
+        recorder = RunRecorder(run.prepared.config, resume_step=run.found.step)
+        async with recorder:
+            await _train(run, recorder, signals)
+    except (StopRequested, asyncio.CancelledError):
         if not signals.received:
             raise
-        print(str(error) or signals.describe(), file=sys.stderr)
-        return 128 + signals.received[0]
-    except TorchtitanRLError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        exit_code, ending = signals.exit_code, f"stopped by {signals.name}"
+    except Exception as error:
+        exit_code, ending = print_error(error), "failed"
+    if recorder is not None:
+        for line in recorder.summarize(ending, resume_command=run.resume_command):
+            print(line)
+    return exit_code
 
 
-async def _train(prepared: PreparedRun, signals: _Signals) -> None:
-    config = prepared.config
-    is_resumed = config.checkpoint.resume
-    checkpoints = CheckpointDirectory(config.run_dir.absolute() / "checkpoints")
-    journals = JournalDirectory(config.run_dir.absolute() / "journal")
-    found = choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint()
-    from torchtitan_rl.backends.monarch.run import run_processes  # seconds
+async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None:
+    prepared, config, found = run.prepared, run.prepared.config, run.found
+    steps = f"steps {(found.step or 0) + 1} to {config.num_steps}"
+    recorder.say(f"{config.name}: {steps}, {prepared.plan.summary()}; outputs in {config.run_dir}")
+    for line in (*prepared.notes, *found.passed_over):
+        recorder.say(line)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
+    async with AsyncExitStack() as stack:
+        with recorder.phase("start"):
+            from torchtitan_rl.backends.monarch.run import run_processes  # seconds
 
-    recorder = RunRecorder(config, resume_step=found.step)
-    try:
-        async with recorder:
-            tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
-            async with AsyncExitStack() as stack:
-                recorder.say(f"starting; outputs and logs are in {config.run_dir}")
-                for line in (*prepared.notes, *found.passed_over):
-                    recorder.say(line)
-                with recorder.phase("start"):
-                    processes = await stack.enter_async_context(
-                        run_processes(prepared, trace_dir=recorder.trace_dir)
-                    )
-                sampled = SampledTokens()
-                router = _router(config, processes, sampled)
-                recorder.watch_engines(
-                    await stack.enter_async_context(
-                        EngineSampler(router.stats, reserved=reserved_replicas(config))
-                    )
-                )
-                endpoint = None
-                if processes.endpoint is not None:
-                    endpoint = await stack.enter_async_context(
-                        run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
-                    )
-                    recorder.watch_endpoint(endpoint.take)
-                    recorder.say(f"endpoint: {endpoint.host.base_url}")
-                controller = _controller(
-                    prepared,
-                    processes.trainer,
-                    router,
-                    sampled,
-                    environment_factory(
-                        config.task,
-                        tokenizer=tokenizer,
-                        limits=config.rollout,
-                        host=endpoint.host if endpoint is not None else None,
-                    ),
-                    recorder,
-                    checkpoints,
-                    journals,
-                )
-                signals.controller, signals.say = controller, recorder.say
-                training = controller.run(resume_from=found if is_resumed else None)
-                await (training if endpoint is None else endpoint.background(training))
-                if config.checkpoint.export_hf:
-                    with recorder.phase("export"):
-                        await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
-    finally:
-        recorder.merge_traces()
+            processes = await stack.enter_async_context(
+                run_processes(prepared, trace_dir=recorder.trace_dir)
+            )
+        sampled = SampledTokens()
+        router = _router(config, processes, sampled)
+        recorder.watch_engines(
+            await stack.enter_async_context(
+                EngineSampler(router.stats, reserved=reserved_replicas(config))
+            )
+        )
+        endpoint = None
+        if processes.endpoint is not None:
+            endpoint = await stack.enter_async_context(
+                run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
+            )
+            recorder.watch_endpoint(endpoint.take)
+            recorder.say(f"endpoint: {endpoint.host.base_url}")
+        controller = Controller(
+            controller_settings(config, prepared.capacity),
+            _parts(run, processes.trainer, router, sampled, endpoint, tokenizer, recorder),
+        )
+
+        def stop_cleanly() -> None:
+            recorder.say(
+                "stopping after this step, with a checkpoint; a second signal ends at once"
+            )
+            controller.request_stop()
+
+        signals.stop_cleanly = stop_cleanly
+        training = controller.run(resume_from=found if config.checkpoint.resume else None)
+        await (training if endpoint is None else endpoint.background(training))
+        if config.checkpoint.export_hf:
+            with recorder.phase("export"):
+                await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
 
 
 def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) -> GeneratorRouter:
@@ -165,42 +173,44 @@ def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) 
     )
 
 
-def _controller(
-    prepared: PreparedRun,
+def _parts(
+    run: _Run,
     trainer: Trainer,
     router: GeneratorRouter,
     sampled: SampledTokens,
-    environment: EnvironmentFactory,
+    endpoint: RunEndpoint | None,
+    tokenizer: Any,
     recorder: RunRecorder,
-    checkpoints: CheckpointDirectory,
-    journals: JournalDirectory,
-) -> Controller:
-    config = prepared.config
-    return Controller(
-        controller_settings(config, prepared.capacity),
-        Parts(
-            dataset=config.task.dataset("train", seed=config.seed),
-            validation_problems=prepared.validation_problems,
-            rollouter=Rollouter(
-                generate=router.generate,
-                environment=environment,
-                config=config.rollout,
-                rubric=config.task.rubric(),
-                active_time=router.active_time,
-            ),
-            batcher=EpisodeBatcher(
-                advantage=config.rollout.advantage,
-                row_len=config.trainer.row_len,
-                temperature=config.rollout.sampling.temperature,
-            ),
-            trainer=trainer,
-            router=router,
-            recorder=recorder,
-            checkpoints=checkpoints,
-            journals=journals,
-            sampled=sampled,
-            identity=prepared.identity,
+) -> Parts:
+    config = run.prepared.config
+    environment = environment_factory(
+        config.task,
+        tokenizer=tokenizer,
+        limits=config.rollout,
+        host=None if endpoint is None else endpoint.host,
+    )
+    return Parts(
+        dataset=config.task.dataset("train", seed=config.seed),
+        evaluation_problems=run.prepared.evaluation_problems,
+        rollouter=Rollouter(
+            generate=router.generate,
+            environment=environment,
+            config=config.rollout,
+            rubric=config.task.rubric(),
+            active_time=router.active_time,
         ),
+        batcher=EpisodeBatcher(
+            advantage=config.rollout.advantage,
+            row_len=config.trainer.row_len,
+            temperature=config.rollout.sampling.temperature,
+        ),
+        trainer=trainer,
+        router=router,
+        recorder=recorder,
+        checkpoints=run.checkpoints,
+        journals=run.journals,
+        sampled=sampled,
+        identity=run.prepared.identity,
     )
 
 
@@ -230,10 +240,10 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             step_timeout_s=config.trainer.step_timeout_s,
         ),
         evaluation=EvaluationSettings(
-            every=config.validation.every,
+            every=config.evaluation.every,
             num_steps=config.num_steps,
-            samples=config.validation.samples_per_problem,
-            temperature=config.validation.temperature,
+            samples=config.evaluation.samples_per_problem,
+            temperature=config.evaluation.temperature,
             seed=config.seed,
             success_reward=config.task.success_reward(),
         ),
@@ -257,6 +267,6 @@ def _load_tokenizer(prepared: PreparedRun) -> Any:
 
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
-    """The last replica, where validation keeps one for itself."""
-    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    """The last replica, where evaluation keeps one for itself."""
+    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
     return (replica_name(config.generator.replicas - 1),) if is_reserved else ()

@@ -1,11 +1,11 @@
-"""What a Hugging Face ``config.json`` says about a policy, and whether we can train it."""
+"""What a Hugging Face checkpoint says about a policy, and whether we can train it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_rl.errors import ConfigError
 
@@ -52,6 +52,26 @@ class PolicyArchitecture:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What a configuration is checked against."""
+
+    num_heads: int
+    num_kv_heads: int
+    max_positions: int
+    vocab_size: int
+    num_bytes: int  # of the weight files
+    bytes_per_weight: int = 2  # in those files
+    kv_values_per_token: int = 0  # keys and values of all layers; 0: unknown
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_bytes // self.bytes_per_weight
+
+    def num_bytes_as(self, dtype: Literal["float32", "bfloat16"]) -> int:
+        return self.num_weights * {"float32": 4, "bfloat16": 2}[dtype]
+
+
 def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     """Read ``config.json``, as transformers 4 or 5 wrote it.
 
@@ -83,7 +103,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         rope_scaling=_llama3_scaling(rope),
         has_qk_norm=_SUPPORTED[config["model_type"]],
         has_tied_embeddings=config.get("tie_word_embeddings", False),
-        dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        dtype=_dtype(config) or "float32",
     )
 
 
@@ -94,6 +114,42 @@ def architecture_errors(checkpoint_dir: Path) -> list[str]:
     except ConfigError as error:
         return error.errors
     return []
+
+
+def read_policy_facts(directory: Path) -> PolicyFacts:
+    """Of any model that vLLM knows, trainable or not.
+
+    Raises:
+        OSError, ValueError: the directory is no Hugging Face checkpoint.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"{directory / 'config.json'} is no JSON object")
+    weights = list(directory.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{directory} has no *.safetensors file")
+    if not (directory / "tokenizer.json").exists():
+        raise ValueError(f"{directory} has no tokenizer.json")
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
+    sizes = {
+        "num_attention_heads": num_heads,
+        "hidden_size": _size(config, "hidden_size", default=0),
+        "head_dim": _size(config, "head_dim", default=0),
+    }
+    head_dim = _head_dim(config | sizes)
+    return PolicyFacts(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_positions=_size(config, "max_position_embeddings"),
+        vocab_size=_size(config, "vocab_size"),
+        num_bytes=sum(path.stat().st_size for path in weights),
+        bytes_per_weight=4 if _dtype(config) == "float32" else 2,
+        kv_values_per_token=2
+        * _size(config, "num_hidden_layers", default=0)
+        * num_kv_heads
+        * head_dim,
+    )
 
 
 def _unsupported(config: dict[str, Any]) -> list[str]:
@@ -146,6 +202,16 @@ def _unsupported_rope(config: dict[str, Any]) -> list[str]:
     return []
 
 
+def _size(config: dict[str, Any], name: str, *, default: int | None = None) -> int:
+    """A field of ``config.json``, which some files have as null."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not _is_size(value):
+        raise ValueError(f"{name} in config.json is {value!r}, and no whole number above 0")
+    return int(value)
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -153,8 +219,12 @@ def _is_size(value: Any) -> bool:
 def _head_dim(config: dict[str, Any]) -> int:
     # What transformers assumes where the file does not say.
     of_heads = config["hidden_size"] // config["num_attention_heads"]
-    default = 128 if config["model_type"] == "qwen3" else of_heads
+    default = 128 if config.get("model_type") == "qwen3" else of_heads
     return int(config.get("head_dim") or default)
+
+
+def _dtype(config: dict[str, Any]) -> str | None:
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

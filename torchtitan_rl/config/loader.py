@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
+from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 
@@ -24,8 +23,8 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     file, with command-line ``overrides`` applied.
 
     Raises:
-        ConfigError: no such file, one that does not run, or no `RunConfig` in it.
-        SystemExit: an option is unknown or of the wrong type (tyro has said so), or ``--help``.
+        ConfigError: no such file, one that does not run, no `RunConfig` in it, or a wrong option.
+        SystemExit: ``--help``.
     """
     file = _config_file(path)
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", file)
@@ -45,9 +44,7 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"CONFIG is {path}: it has no RunConfig named 'config'; write config = RunConfig(...)"
         )
-    return tyro.cli(
-        RunConfig, default=config, args=list(overrides), prog=f"torchtitan-rl train {path}"
-    )
+    return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
 
 
 def ready_configs() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class ProcessGroup:
     ranks: int
     threads: int  # OMP threads of each rank
     devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
-    cores: tuple[int, ...] = ()  # CPU cores that nobody else computes on; empty: any
+    cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0
 
 
@@ -34,7 +34,12 @@ class ProcessPlan:
     trainer: ProcessGroup
     endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any
-    is_shared: bool = False  # trainer and replicas compute in turns, where they are the same
+    is_shared: bool = False  # trainer and replicas have the same devices, and alternate
+
+    def summary(self) -> str:
+        """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
+        groups = [self.trainer, *([] if self.endpoint is None else [self.endpoint])]
+        return _summary(self.replicas, *groups)
 
     def describe(self) -> str:
         """The plan as lines for a person."""
@@ -57,6 +62,10 @@ class ServingPlan:
     device: Literal["cpu", "cuda"]
     replicas: tuple[ProcessGroup, ...]
     endpoint: ProcessGroup
+
+    def summary(self) -> str:
+        """What runs where, in one line."""
+        return _summary(self.replicas, self.endpoint)
 
     def describe(self) -> str:
         """The plan as lines for a person."""
@@ -197,6 +206,18 @@ def _describe_groups(groups: Sequence[ProcessGroup]) -> list[str]:
         f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
         for group in groups
     ]
+
+
+def _summary(replicas: Sequence[ProcessGroup], *others: ProcessGroup) -> str:
+    ranks = f" of {replicas[0].ranks} ranks" if replicas[0].ranks > 1 else ""
+    devices = tuple(device for group in replicas for device in group.devices)
+    cores = tuple(core for group in replicas for core in group.cores)
+    what = f"{len(replicas)} replicas" if len(replicas) > 1 else "1 replica"
+    parts = [f"{what}{ranks} on {_describe_place(devices, cores)}"]
+    for group in others:
+        ranks = f" of {group.ranks} ranks" if group.ranks > 1 else ""
+        parts.append(f"{group.name}{ranks} on {_describe_place(group.devices, group.cores)}")
+    return ", ".join(parts)
 
 
 def _describe_place(devices: tuple[str, ...], cores: tuple[int, ...]) -> str:

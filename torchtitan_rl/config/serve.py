@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import pprint
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from torchtitan_rl.config.checks.endpoint import endpoint_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import (
-    generator_errors,
-    read_policy_facts,
-    room_errors,
-)
-from torchtitan_rl.config.checks.machine import machine_facts
-from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.generator import generator_errors
+from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
+from torchtitan_rl.config.checks.paths import cannot_write, output_file_errors
 from torchtitan_rl.config.checks.rules import MAX_SECONDS, RULES, Bounds
+from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.plan import ServingPlan, plan_serving
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
@@ -30,9 +26,10 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serve a model through an OpenAI-compatible HTTP endpoint."""
+    """Serve a model through an OpenAI-compatible HTTP endpoint. With ``--dry-run`` the plan is
+    printed and nothing starts."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A directory in Hugging Face format, or ``package:NAME``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights on CUDA. A CPU always computes in float32."""
@@ -102,7 +99,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
             wrong,
             [
                 *generator_errors(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
-                *room_errors(sound.generator, policy, machine),
+                *serving_errors(sound.generator, policy, machine),
                 *endpoint_errors(sound.endpoint, keys),
             ],
         ),
@@ -124,16 +121,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
 
 
 def _path_errors(config: ServeConfig) -> list[str]:
-    errors = []
-    if cause := cannot_write(config.log_dir):
-        errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
+    cause = cannot_write(config.log_dir)
+    errors = [f"log_dir is {config.log_dir}: {cause}; give another"] if cause else []
     file = config.episodes_file
-    if file is None:
-        return errors
-    if os.path.isdir(file):
-        errors.append(f"episodes_file is {file}: that is a directory; give a file")
-    elif not os.path.isdir(file.parent):
-        errors.append(f"episodes_file is {file}: make its directory first")
-    elif cause := cannot_write(file.parent, file.name):
-        errors.append(f"episodes_file is {file}: {cause}; give another")
-    return errors
+    return errors + (output_file_errors("episodes_file", file) if file is not None else [])

@@ -8,20 +8,16 @@ one part is the bottleneck, and only more devices for it (or less work) make ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
-
-from torchtitan_rl.orchestration.records import BufferStates, LedgerTotals
-from torchtitan_rl.types import RolloutGroup
 
 TRAINER_IDLE = "overlap/trainer_idle_share"
 GENERATOR_IDLE = "overlap/generator_idle_share"
 EFFICIENCY = "overlap/efficiency"
 
 _SATURATED = 0.9  # busy share from which on a part is the limit
-_FEW_STEPS = 5  # tell nothing yet, the first one least of all
 _EVEN = 0.15  # difference of idle shares up to which the two count as even
 
 
@@ -56,8 +52,7 @@ class Overlap:
 
 
 def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
-    """From a step's metrics (`step_metrics` and `EngineSampler`); None where one share is not
-    known."""
+    """From a step's metrics (`step_metrics` and `EngineSampler`); None where a share is missing."""
     if TRAINER_IDLE not in metrics or GENERATOR_IDLE not in metrics:
         return None
     return Overlap(
@@ -92,7 +87,7 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
             )
         case Bottleneck.WAITING if staleness == 0:
             return (
-                f"generation and training take turns: the trainer waits {trainer} of the time and "
+                f"generation and training alternate: the trainer waits {trainer} of the time and "
                 f"replicas {generator}; with schedule.staleness 1 they overlap, and {gain}"
             )
         case Bottleneck.WAITING:
@@ -103,8 +98,14 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
 
 
 class Advisor:
-    """Says what limits the run, from the mean of the last ``every_steps`` steps: after the first so
-    many, after each further so many where the verdict has changed, and at the end."""
+    """Says what limits the run, from the mean of ``every_steps`` steps: of the first so many, of
+    each further so many where the verdict has changed, and of the last ones.
+
+    The first step that it sees is left out: engines warm up in it. A run of fewer than
+    ``MIN_STEPS`` further steps gets no advice.
+    """
+
+    MIN_STEPS = 10
 
     def __init__(
         self, *, staleness: int, is_colocated: bool = False, every_steps: int = 20
@@ -113,10 +114,14 @@ class Advisor:
         self._is_colocated = is_colocated
         self._every_steps = every_steps
         self._seen: list[Overlap] = []
+        self._has_warmed_up = False
         self._said: Bottleneck | None = None
 
     def observe(self, overlap: Overlap) -> str | None:
         """Take one step in; a sentence where one is due."""
+        if not self._has_warmed_up:
+            self._has_warmed_up = True
+            return None
         self._seen.append(overlap)
         if len(self._seen) < self._every_steps:
             return None
@@ -128,10 +133,8 @@ class Advisor:
         return self._advice(mean)
 
     def conclude(self) -> str | None:
-        """The sentence for the end; None where hardly a step was seen since the last one."""
-        if len(self._seen) < min(_FEW_STEPS, self._every_steps):
-            return None
-        return self._advice(_mean(self._seen))
+        """The sentence for the end; None where too few steps were seen since the last one."""
+        return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
 
     def _advice(self, mean: Overlap) -> str:
         return advice(mean, staleness=self._staleness, is_colocated=self._is_colocated)
@@ -140,62 +143,6 @@ class Advisor:
 def idle_share(*, wall_s: float, busy_s: float) -> float:
     """0 to 1; 0 where no time passed."""
     return min(1.0, max(0.0, 1.0 - busy_s / wall_s)) if wall_s > 0 else 0.0
-
-
-def buffer_metrics(states: BufferStates) -> dict[str, float]:
-    return {
-        "buffer/waiting": float(states.waiting),
-        "buffer/running": float(states.running),
-        "buffer/finished": float(states.finished),
-        "buffer/batched": float(states.batched),
-        "buffer/capacity": float(states.capacity),
-    }
-
-
-def overtaken_metrics(
-    groups: Iterable[RolloutGroup], overtaken: frozenset[str]
-) -> dict[str, float]:
-    """Length and reward of the groups that younger ones overtook (``overtaken``) and of the
-    others (``on_time``): whether training without the slow groups would favour short answers.
-    """
-    groups = list(groups)
-    late = [group for group in groups if group.group_id in overtaken]
-    if not late:
-        return {"overtaken/groups": 0.0}
-    on_time = [group for group in groups if group.group_id not in overtaken]
-    return _part_metrics("overtaken", late) | _part_metrics("on_time", on_time)
-
-
-def total_metrics(totals: LedgerTotals) -> dict[str, float]:
-    """The run's account."""
-    metrics = {
-        "total/tokens_generated": float(totals.tokens_generated),
-        "total/tokens_trained": float(totals.tokens_trained),
-        "total/tokens_buffered": float(totals.tokens_buffered),
-        "total/groups_admitted": float(totals.groups_admitted),
-        "total/groups_trained": float(totals.groups_trained),
-        "total/groups_buffered": float(totals.groups_buffered),
-    }
-    by_cause = {
-        "total/tokens_masked": totals.tokens_masked,
-        "total/tokens_discarded": totals.tokens_discarded,
-        "total/groups_discarded": totals.groups_discarded,
-    }
-    for name, causes in by_cause.items():
-        metrics[name] = float(sum(causes.values()))
-        metrics |= {f"{name}/{cause}": float(number) for cause, number in causes.items()}
-    return metrics
-
-
-def _part_metrics(part: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    metrics = {f"{part}/groups": float(len(groups))}
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    if rewards:
-        metrics[f"{part}/reward_mean"] = fmean(rewards)
-    if rollouts:
-        metrics[f"{part}/response_length_mean"] = fmean(r.num_sampled_tokens for r in rollouts)
-    return metrics
 
 
 def _mean(overlaps: Sequence[Overlap]) -> Overlap:

@@ -1,4 +1,4 @@
-"""Work that goes on beside a block of code."""
+"""Work in the background of a block of code."""
 
 from __future__ import annotations
 

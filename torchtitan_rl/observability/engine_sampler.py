@@ -18,8 +18,8 @@ EngineReading = Mapping[str, EngineStats]  # by replica
 
 class EngineSampler:
     """Calls ``read`` every ``interval_s`` while its ``async with`` is open. A reading that fails or
-    takes longer than ``timeout_s`` (a replica just died, or hangs; whoever uses it is told by the
-    router) is counted and passed over."""
+    takes longer than ``timeout_s`` (a replica just died, or hangs; the router reports that) is
+    counted and skipped."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+"""What the console shows during a run: a live display on a terminal, plain lines elsewhere.
 
 `ProgressState` is the pure model; the renderers only show it.
 """
@@ -20,7 +20,7 @@ _ETA_STEPS = 10
 
 
 class ProgressState:
-    """What is known of a run at a moment. Durations are in seconds; None is not known yet."""
+    """The state of a run. Durations are in seconds; None is unknown yet."""
 
     def __init__(
         self, num_steps: int, *, step: int = 0, clock: Callable[[], float] = time.monotonic
@@ -29,8 +29,8 @@ class ProgressState:
         self.step = step
         self.phase = "start"
         self.reward: float | None = None
-        self.validation_step = 0
-        self.validation_reward: float | None = None
+        self.evaluation_step = 0
+        self.evaluation_reward: float | None = None
         self.tokens_per_second: float | None = None
         self.staleness: float | None = None
         self.buffer: BufferStates | None = None
@@ -45,7 +45,7 @@ class ProgressState:
 
     @property
     def eta_s(self) -> float | None:
-        """From the median of the last steps, validations and checkpoints between them included."""
+        """From the median of the last steps, evaluations and checkpoints between them included."""
         if not self._durations:
             return None
         in_this_step = self._clock() - self._last_step_end
@@ -77,18 +77,16 @@ class ProgressState:
         self.buffer = buffer
         self.overlap = overlap
 
-    def end_validation(self, step: int, reward: float | None) -> None:
-        self.validation_step, self.validation_reward = step, reward
+    def end_evaluation(self, step: int, reward: float | None) -> None:
+        self.evaluation_step, self.evaluation_reward = step, reward
 
 
 class Progress(Protocol):
-    """Shows a `ProgressState`; called after it changed."""
+    """Shows a `ProgressState`."""
 
-    def phase_changed(self) -> None: ...
-
-    def step_ended(self) -> None: ...
-
-    def validation_ended(self) -> None: ...
+    def update(self, line: str = "") -> None:
+        """The state changed; ``line`` says what, where it is shown line by line."""
+        ...
 
     def say(self, message: str) -> None:
         """Show a message that stays."""
@@ -100,11 +98,7 @@ class Progress(Protocol):
 class NoProgress:
     """Shows messages only, on stderr."""
 
-    def phase_changed(self) -> None: ...
-
-    def step_ended(self) -> None: ...
-
-    def validation_ended(self) -> None: ...
+    def update(self, line: str = "") -> None: ...
 
     def say(self, message: str) -> None:
         _print(message, sys.stderr)
@@ -113,19 +107,15 @@ class NoProgress:
 
 
 class PlainProgress:
-    """One line for each step, validation and message."""
+    """One line for each step, evaluation and message."""
 
     def __init__(self, state: ProgressState, stream: TextIO) -> None:
         self._state = state
         self._stream = stream
 
-    def phase_changed(self) -> None: ...
-
-    def step_ended(self) -> None:
-        self.say(describe_step(self._state))
-
-    def validation_ended(self) -> None:
-        self.say(_describe_validation(self._state))
+    def update(self, line: str = "") -> None:
+        if line:
+            self.say(line)
 
     def say(self, message: str) -> None:
         _print(f"[{format_seconds(self._state.elapsed_s)}] {message}", self._stream)
@@ -140,7 +130,7 @@ def _print(line: str, stream: TextIO) -> None:
 
 
 class RichProgress:
-    """A live line at the bottom of the terminal; messages and validations scroll above it."""
+    """A live line at the bottom of the terminal; messages scroll above it."""
 
     def __init__(self, state: ProgressState, stream: TextIO) -> None:
         from rich.console import Console
@@ -166,30 +156,20 @@ class RichProgress:
         )
         self._bar.start()
 
-    def phase_changed(self) -> None:
-        self._show()
-
-    def step_ended(self) -> None:
-        self._show()
-
-    def validation_ended(self) -> None:
-        self.say(_describe_validation(self._state))
-        self._show()
-
-    def say(self, message: str) -> None:
-        self._bar.console.print(message, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._show()
-        self._bar.stop()
-
-    def _show(self) -> None:
+    def update(self, line: str = "") -> None:
         state = self._state
         if state.overlap is not None:  # its facts need the room
             self._bar.columns = self._columns_without_bar
         self._bar.update(
             self._task, completed=state.step, phase=state.phase, facts=describe_step(state)
         )
+
+    def say(self, message: str) -> None:
+        self._bar.console.print(message, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self.update()
+        self._bar.stop()
 
 
 def make_progress(
@@ -216,8 +196,8 @@ def describe_step(state: ProgressState) -> str:
     parts = [f"step {state.step}/{state.num_steps}"]
     if state.reward is not None:
         parts.append(f"reward {_number(state.reward)}")
-    if state.validation_reward is not None:
-        parts.append(f"val {_number(state.validation_reward)}")
+    if state.evaluation_reward is not None:
+        parts.append(f"val {_number(state.evaluation_reward)}")
     if state.tokens_per_second is not None:
         parts.append(f"{state.tokens_per_second:,.0f} tok/s")
     if state.staleness is not None:
@@ -232,9 +212,9 @@ def describe_step(state: ProgressState) -> str:
     return "  ".join(parts)
 
 
-def _describe_validation(state: ProgressState) -> str:
-    reward = _number(state.validation_reward)
-    return f"validation after step {state.validation_step}: reward {reward}"
+def describe_evaluation(state: ProgressState) -> str:
+    reward = _number(state.evaluation_reward)
+    return f"evaluation after step {state.evaluation_step}: reward {reward}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,9 +1,11 @@
-"""All that a run shows and writes, behind the controller's `Recorder`: progress, metrics, rollouts
-and the trace. Used in the controller's process, on its event loop."""
+"""The controller's `Recorder`: all that a run shows and writes, as progress, metrics, rollouts and
+the trace. Used in the controller's process, on its event loop."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +16,23 @@ from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.progress import ProgressState, make_progress
+from torchtitan_rl.observability.progress import (
+    ProgressState,
+    describe_evaluation,
+    describe_step,
+    format_seconds,
+    make_progress,
+)
 from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
+    evaluation_metrics,
     step_metrics,
-    validation_metrics,
 )
+from torchtitan_rl.observability.summary import describe_run
 from torchtitan_rl.observability.trace import Tracer, merge_traces
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
 
 logger = logging.getLogger(__name__)
@@ -33,7 +42,7 @@ class RunRecorder:
     """Writes into the run's directory while its ``async with`` is open.
 
     Args:
-        resume_step: None starts anew; a number goes on after that step.
+        resume_step: None starts anew; a number continues after that step.
     """
 
     def __init__(self, config: RunConfig, *, resume_step: int | None) -> None:
@@ -61,7 +70,9 @@ class RunRecorder:
         self._advisor = Advisor(
             staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
         )
-        self._phases: list[str] = []  # that are open; loops run beside each other
+        self._run_dir = run_dir
+        self._phases: list[str] = []  # that are open, in several loops
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
     async def __aenter__(self) -> RunRecorder:
         await self._lag.__aenter__()
@@ -84,13 +95,34 @@ class RunRecorder:
         """Take the endpoint's metrics since the last step from there, from now on."""
         self._take_endpoint = take
 
-    def merge_traces(self) -> Path | None:
-        """Make one trace of all processes' files; call it when they have ended. None where there
-        is none, or it cannot be written, which is logged."""
+    def summarize(self, ending: str, *, resume_command: str) -> list[str]:
+        """How the run went, and what to do next; call it when all processes have ended. ``ending``
+        is what ended it before its last step, else empty."""
+        trace = self._merge_traces()
+        state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
+        took = format_seconds(state.elapsed_s)
+        audit = f"torchtitan-rl audit {run_dir}"
+        if not ending:
+            headline = f"done: {state.num_steps} steps in {took}"
+            commands = [f"torchtitan-rl serve {policy}"] if policy.exists() else []
+        else:
+            where = f"after step {state.step}" if state.step else "before the end of step 1"
+            headline = f"{ending} {where} of {state.num_steps}, after {took}"
+            commands = [resume_command]
+        outputs = {"policy": policy, "rollouts": run_dir / "rollouts.jsonl"}
+        return describe_run(
+            run_dir,
+            headline=headline,
+            seconds=self._seconds,
+            outputs=outputs if trace is None else outputs | {"trace": trace},
+            next_commands=[*commands, audit],
+        )
+
+    def _merge_traces(self) -> Path | None:
         if self.trace_dir is None:
             return None
         try:
-            return merge_traces(self.trace_dir)
+            return merge_traces(self.trace_dir, self._run_dir / "trace.json")
         except OSError as error:
             logger.warning("the traces in %s are not merged: %s", self.trace_dir, error)
             return None
@@ -120,14 +152,14 @@ class RunRecorder:
             buffer=record.buffer if self._is_async else None,
             overlap=overlap if self._is_async else None,
         )
-        self._progress.step_ended()
+        self._progress.update(describe_step(self._state))
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        metrics = validation_metrics(record)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        metrics = evaluation_metrics(record)
         self._metrics.record(record.step, record.version, metrics)
-        self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
-        self._state.end_validation(record.step, metrics.get("validation/reward_mean"))
-        self._progress.validation_ended()
+        self._rollouts.record(record.step, record.version, record.groups, Split.EVALUATION)
+        self._state.end_evaluation(record.step, metrics.get("evaluation/reward_mean"))
+        self._progress.say(describe_evaluation(self._state))
 
     def record_account(self, record: AccountRecord) -> None:
         self._metrics.record(record.step, record.version, account_metrics(record))
@@ -139,10 +171,12 @@ class RunRecorder:
             self._state.start_steps()
         self._phases.append(name)
         self._show_phase()
+        start_s = time.monotonic()
         try:
             with self._tracer.span(name, track=name):
                 yield
         finally:
+            self._seconds[name] += time.monotonic() - start_s
             self._phases.remove(name)
             self._show_phase()
 
@@ -152,7 +186,7 @@ class RunRecorder:
     def _show_phase(self) -> None:
         if self._phases:
             self._state.phase = self._phases[-1]
-            self._progress.phase_changed()
+            self._progress.update()
 
 
 def _remove_old_traces(folder: Path) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from statistics import fmean
 
-from torchtitan_rl.observability.asynchrony import (
-    TRAINER_IDLE,
-    buffer_metrics,
-    idle_share,
-    overtaken_metrics,
-    total_metrics,
-)
-from torchtitan_rl.observability.evaluation import evaluation_metrics
+from torchtitan_rl.observability.asynchrony import TRAINER_IDLE, idle_share
+from torchtitan_rl.observability.evaluation import evaluation_statistics
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
+    BufferStates,
+    EvaluationRecord,
+    LedgerTotals,
     StepRecord,
     TokenCounts,
-    ValidationRecord,
 )
 from torchtitan_rl.routing.router import SyncReport
+from torchtitan_rl.types import RolloutGroup
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
@@ -53,12 +51,12 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     }
 
 
-def validation_metrics(record: ValidationRecord) -> dict[str, float]:
-    statistics = evaluation_metrics(record.groups, success_reward=record.success_reward)
-    metrics = rollout_metrics(record.groups, Split.VALIDATION)
-    metrics |= {f"{Split.VALIDATION.value}/{name}": value for name, value in statistics.items()}
+def evaluation_metrics(record: EvaluationRecord) -> dict[str, float]:
+    statistics = evaluation_statistics(record.groups, success_reward=record.success_reward)
+    metrics = rollout_metrics(record.groups, Split.EVALUATION)
+    metrics |= {f"{Split.EVALUATION.value}/{name}": value for name, value in statistics.items()}
     return metrics | {
-        "time/validation_s": record.seconds,
+        "time/evaluation_s": record.seconds,
         "policy/version": float(record.version),
     }
 
@@ -70,6 +68,36 @@ def account_metrics(record: AccountRecord) -> dict[str, float]:
         "account/unaccounted_tokens": float(record.unaccounted),
         "policy/version": float(record.version),
     }
+
+
+def buffer_metrics(states: BufferStates) -> dict[str, float]:
+    return {f"buffer/{one.name}": float(getattr(states, one.name)) for one in fields(states)}
+
+
+def overtaken_metrics(
+    groups: Iterable[RolloutGroup], overtaken: frozenset[str]
+) -> dict[str, float]:
+    """Length and reward of the groups that younger ones overtook (``overtaken``) and of the
+    others (``on_time``): whether training without the slow groups would favour short answers.
+    """
+    groups = list(groups)
+    late = [group for group in groups if group.group_id in overtaken]
+    if not late:
+        return {"overtaken/groups": 0.0}
+    on_time = [group for group in groups if group.group_id not in overtaken]
+    return _part_metrics("overtaken", late) | _part_metrics("on_time", on_time)
+
+
+def total_metrics(totals: LedgerTotals) -> dict[str, float]:
+    """The run's account; what is counted by cause is given in all and by cause."""
+    metrics: dict[str, float] = {}
+    for field in fields(totals):
+        name, value = f"total/{field.name}", getattr(totals, field.name)
+        if isinstance(value, Mapping):
+            metrics |= {f"{name}/{cause}": float(number) for cause, number in value.items()}
+            value = sum(value.values())
+        metrics[name] = float(value)
+    return metrics
 
 
 def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
@@ -103,3 +131,14 @@ def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
         "sync/lagging_replicas": float(len(newest.lagging)),
         "sync/held_replicas": float(len(newest.held)),
     }
+
+
+def _part_metrics(part: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    metrics = {f"{part}/groups": float(len(groups))}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    if rewards:
+        metrics[f"{part}/reward_mean"] = fmean(rewards)
+    if rollouts:
+        metrics[f"{part}/response_length_mean"] = fmean(r.num_sampled_tokens for r in rollouts)
+    return metrics

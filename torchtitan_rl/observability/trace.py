@@ -213,7 +213,7 @@ class BusyStretches:
 
 def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     """Make one Chrome trace of all files in ``trace_dir``; returns its path, by default
-    ``trace.json`` beside the folder. A line that a killed process or a full disk left unfinished
+    ``trace.json`` next to the folder. A line that a killed process or a full disk left unfinished
     is left out.
 
     Raises:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from torchtitan_rl.commands.torchrun import main as launch
 from torchtitan_rl.config.run_lock import hold_run
 
 ROOT = Path(__file__).parents[3]
-TINY = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
+TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")
+CONFIGS = sorted((ROOT / "configs").glob("[!_]*.py"))
 
 
 def test_a_dry_run_prints_the_configuration_and_the_processes(tmp_path, capsys):
@@ -72,20 +74,48 @@ def test_the_command_refuses_in_lines_of_its_own_and_never_by_a_traceback(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        ["--seed", "one"],
-        ["--placement", "elsewhere"],
-        ["--trainer.optimizer.betas", "0.9"],
-        ["--num-steps"],
-        ["--no-such-option", "3"],
+        (["--seed", "one"], "Error parsing --seed: invalid literal for int()"),
+        (["--placement", "elsewhere"], "invalid choice 'elsewhere' for argument '--placement'"),
+        (["--trainer.optimizer.betas", "0.9"], "'--trainer.optimizer.betas'. Expected 2 values"),
+        (["--num-steps"], "Missing value for argument '--num-steps'"),
+        (["--num-step", "3"], "Unrecognized options: --num-step, 3 (similar: --num-steps)"),
     ],
 )
-def test_an_option_of_the_wrong_type_is_named_with_exit_code_2(options, capsys) -> None:
+def test_a_wrong_option_is_one_line_with_exit_code_2(options, message, capsys) -> None:
+    assert main(["train", TINY, "--dry-run", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert line.endswith(f"; see torchtitan-rl train {TINY} --help")
+
+
+HELPS = [["serve"], ["generate"], *(["train", str(config)] for config in CONFIGS)]
+
+
+@pytest.mark.parametrize("command", HELPS, ids=lambda words: Path(words[-1]).name)
+def test_every_option_has_a_help_text(command, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # one column of options
     with pytest.raises(SystemExit) as ended:
-        main(["train", TINY, "--dry-run", *options])
-    assert ended.value.code == 2
-    assert options[0] in capsys.readouterr().err
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    lines = [line.strip("│| \n") for line in capsys.readouterr().out.splitlines()]
+    is_option = re.compile(r"--[a-z][a-z0-9.-]+(, --[a-z0-9.-]+)*( |$)").match
+    options = [number for number, line in enumerate(lines) if is_option(line)]
+    assert len(options) > 10
+    texts = [[*lines[n].split("  ", 1), lines[n + 1]][1].strip() for n in options]
+    bare = [lines[n] for n, text in zip(options, texts, strict=True) if text[0] in "(-+╰"]
+    assert bare == []
+
+
+def test_the_options_that_tyro_does_not_know_are_in_the_help_too(capsys) -> None:
+    for command in (["serve"], ["train", TINY]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert "--dry-run" in capsys.readouterr().out
+    assert main(["audit", "--help"]) == 0
+    assert "RUN_DIR" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["/proc/no/such", "/dev/null/x", "x" * 5000])

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.config.checks.endpoint import endpoint_errors
-from torchtitan_rl.config.checks.parsers import known_parsers, parser_errors
+from torchtitan_rl.config.checks.endpoint import endpoint_errors, known_parsers
 from torchtitan_rl.serving.address import Keys, listen, reachable
 from torchtitan_rl.serving.config import EndpointConfig
 
@@ -72,8 +71,8 @@ def test_every_error_is_printed_and_nothing_starts(
 def test_the_parsers_that_vllm_has_are_known_without_importing_it() -> None:
     assert "hermes" in known_parsers("tool_call_parser")
     assert "qwen3" in known_parsers("reasoning_parser")
-    assert parser_errors(EndpointConfig(tool_call_parser="hermes")) == []
-    (message,) = parser_errors(EndpointConfig(tool_call_parser="hermess"))
+    assert endpoint_errors(EndpointConfig(tool_call_parser="hermes"), Keys()) == []
+    (message,) = endpoint_errors(EndpointConfig(tool_call_parser="hermess"), Keys())
     assert "hermes, " in message
 
 
@@ -89,7 +88,7 @@ def test_the_parsers_that_vllm_has_are_known_without_importing_it() -> None:
         ),
     ],
 )
-def test_a_chat_template_that_cannot_be_compiled_is_a_error(
+def test_a_chat_template_that_cannot_be_compiled_is_an_error(
     template: bytes, is_wrong: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "template.jinja"
@@ -98,11 +97,11 @@ def test_a_chat_template_that_cannot_be_compiled_is_a_error(
     assert [message.split(" ")[0] for message in errors] == ["endpoint.chat_template"] * is_wrong
 
 
-def test_a_directory_without_a_model_is_a_error(
+def test_a_directory_without_a_model_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(tmp_path)]) == 2
-    assert "error: MODEL = " in capsys.readouterr().err
+    assert "error: MODEL is " in capsys.readouterr().err
 
 
 def test_a_taken_port_and_a_strange_address_are_errors() -> None:
@@ -114,8 +113,6 @@ def test_a_taken_port_and_a_strange_address_are_errors() -> None:
         assert f"endpoint.port {port}" in message
     (message,) = endpoint_errors(EndpointConfig(host="192.0.2.1"), Keys(api="key"))
     assert "endpoint.host is 192.0.2.1" in message
-    (message,) = endpoint_errors(EndpointConfig(port=70000), Keys())
-    assert "endpoint.port is 70000" in message
 
 
 def test_an_address_that_others_reach_needs_a_key() -> None:

@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_rl.config.checks.run import (
-    MachineFacts,
-    PolicyFacts,
-    find_errors,
-    read_policy_facts,
-)
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts, read_policy_facts
 from torchtitan_rl.config.plan import plan_processes
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ScheduleConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
@@ -59,25 +56,25 @@ def test_the_defaults_have_no_error(config):
         ({"generator": GeneratorConfig(replicas=0)}, "generator.replicas is 0"),
         (
             {"generator": GeneratorConfig(kv_cache_bytes=16 << 30)},
-            "generator.replicas is 2: the run needs about",
+            "generator.kv_cache_bytes is 17179869184: all processes need about",
         ),
-        ({"validation": ValidationConfig(temperature=-1.0)}, "validation.temperature is -1.0"),
+        ({"evaluation": EvaluationConfig(temperature=-1.0)}, "evaluation.temperature is -1.0"),
         ({"schedule": ScheduleConfig(staleness=-1)}, "schedule.staleness is -1"),
         ({"schedule": ScheduleConfig(staleness=1, window=0.7)}, "schedule.window is 0.7"),
         ({"schedule": ScheduleConfig(max_wait_s=10.0)}, "schedule.max_wait_s is 10.0"),
         (
             {
-                "validation": ValidationConfig(placement="reserved"),
+                "evaluation": EvaluationConfig(placement="reserved"),
                 "generator": GeneratorConfig(replicas=1),
             },
-            "validation.placement is reserved",
+            "evaluation.placement is reserved",
         ),
         (
             {
                 "placement": "colocated",
-                "validation": ValidationConfig(placement="reserved"),
+                "evaluation": EvaluationConfig(placement="reserved"),
             },
-            "validation.placement is reserved: with placement colocated",
+            "evaluation.placement is reserved: with placement colocated",
         ),
         (
             {"placement": "colocated", "weight_sync": WeightSyncConfig(transport="rdma")},
@@ -125,7 +122,9 @@ def test_all_errors_are_found_at_once(config):
 def test_too_few_cuda_devices_are_reported_with_the_number_needed(config):
     machine = replace(LAPTOP, cuda_devices=("0", "1"))
     (message,) = find_errors(config, POLICY, machine)
-    assert "needs 3 CUDA devices, and 2 are visible" in message
+    assert message.startswith(
+        "generator.replicas is 2: replicas and trainer need 3 CUDA devices, and 2 "
+    )
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(config):

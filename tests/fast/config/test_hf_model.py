@@ -1,4 +1,4 @@
-"""Which models can be trained is known from their ``config.json``, before anything starts."""
+"""Which models can be trained is decided from their ``config.json``, before anything starts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_published_methods_are_not_refused(fields: dict[str, Any]) -> None:
     [
         (
             {"importance_weight": "token"},
-            "importance_weight is token: .*correct twice; give none, or proximal_policy recomputed",
+            "importance_weight is token: .*correct twice; give none, or",
         ),
         (
             {"importance_weight": "sequence", "surrogate": "cispo"},

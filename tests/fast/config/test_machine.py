@@ -7,12 +7,14 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.machine import (
+    MachineFacts,
     machine_facts,
     max_rollouts,
     num_published_versions,
     weight_room,
 )
-from torchtitan_rl.config.checks.run import MachineFacts, PolicyFacts, find_errors
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
 from torchtitan_rl.rollout.task import Task
@@ -75,7 +77,7 @@ def test_more_requests_than_a_step_has_tokens_are_refused(config: RunConfig) -> 
     ("staleness", "window", "groups"),
     [(0, 0.0, 16), (0, 1.0, 32), (0, 0.5, 24), (2, 0.0, 48), (2, 1.0, 32)],
 )
-def test_rollouts_at_once_are_those_of_the_buffer_and_of_a_validation(
+def test_rollouts_at_once_are_those_of_the_buffer_and_of_a_evaluation(
     config: RunConfig, staleness: int, window: float, groups: int
 ) -> None:
     config = changed(config, schedule__staleness=staleness, schedule__window=window)
@@ -102,10 +104,10 @@ def test_weights_stored_in_float32_are_not_counted_twice(config: RunConfig) -> N
     assert POLICY.num_bytes_as("float32") == 2 * POLICY.num_bytes
 
 
-def test_a_validation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
+def test_a_evaluation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
     asynchronous = changed(config, schedule__staleness=2)
     assert num_published_versions(asynchronous) == 5
-    assert num_published_versions(changed(asynchronous, validation__num_problems=0)) == 3
+    assert num_published_versions(changed(asynchronous, evaluation__num_problems=0)) == 3
 
 
 def test_published_weights_go_to_shared_memory_where_all_versions_fit() -> None:
@@ -135,7 +137,7 @@ def test_ranks_that_exchange_data_cannot_have_mig_instances(config: RunConfig) -
     machine = replace(LAPTOP, cuda_devices=("MIG-a", "MIG-b", "MIG-c", "MIG-d"))
     assert find_errors(config, POLICY, machine) == []
     errors = find_errors(changed(config, trainer__data_parallel_shard=2), POLICY, machine)
-    assert [one.split(":")[0] for one in errors] == ["the number of trainer ranks is 2"]
+    assert [one.split(":")[0] for one in errors] == ["trainer.data_parallel_shard is 2"]
 
 
 def test_this_machine_has_cores_memory_and_files() -> None:

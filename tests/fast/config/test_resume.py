@@ -12,6 +12,7 @@ import pytest
 from tests.fast.test_line_files import files_of_at_most
 from tests.support.config_mutations import leaves, with_value
 from torchtitan_rl.commands.cli import main
+from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.resume import (
     _MAY_CHANGE,
     _MUST_STAY,
@@ -19,7 +20,6 @@ from torchtitan_rl.config.checks.resume import (
     resume_errors,
     run_identity,
 )
-from torchtitan_rl.config.checks.run import MachineFacts
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
@@ -57,7 +57,7 @@ MAY_CHANGE = {
     "trainer.row_len": 512,
     "trainer.loss.clip_high": 0.2,
     "trainer.optimizer.learning_rate": 1e-4,
-    "validation.num_problems": 16,
+    "evaluation.num_problems": 16,
     "checkpoint.every": 5,
     "metrics.trace": False,
     "placement": "colocated",
@@ -155,6 +155,7 @@ def resumed(config: RunConfig, **changes: Any) -> PreparedRun:
 def test_a_run_killed_before_its_first_checkpoint_is_compared_too(tmp_path: Path) -> None:
     config = started(tmp_path)
     assert resumed(config).notes == ()
+    assert "start: resumes what" in resumed(config).describe()
     with pytest.raises(ConfigError) as refused:
         resumed(config, seed=5, rollout__group_size=4)
     assert [one.split(":")[0] for one in refused.value.errors] == [
@@ -200,9 +201,12 @@ def test_a_run_without_a_record_of_its_configuration_goes_on_and_says_so(tmp_pat
     assert "does not say what the run was" in note
 
 
-def test_resuming_nothing_begins_and_says_so(tmp_path: Path) -> None:
-    (note,) = resumed(dataclasses.replace(TINY, output_dir=tmp_path)).notes
-    assert "holds nothing to resume: the run begins" in note
+def test_resuming_nothing_begins_and_a_dry_run_says_so(tmp_path: Path) -> None:
+    prepared = resumed(dataclasses.replace(TINY, output_dir=tmp_path))
+    assert prepared.notes == ()
+    assert f"start: step 1; {prepared.config.run_dir} holds nothing to resume" in (
+        prepared.describe()
+    )
 
 
 def test_a_folder_with_a_run_that_only_began_is_not_taken_by_another(tmp_path: Path) -> None:
@@ -254,7 +258,9 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_leaves_the_folder_free(
         assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     folder = tmp_path / TINY.name
-    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File too large)")
+    assert line.startswith(
+        f"error: output_dir is {tmp_path}: {folder} cannot be written to (File too large)"
+    )
     assert [path.name for path in folder.iterdir()] == ["run.lock"]
     started(tmp_path)
 
@@ -267,4 +273,6 @@ def test_a_folder_for_logs_that_cannot_be_made_ends_the_run_with_one_line(
     (folder / TINY.log_dir.name).touch()
     assert main(["train", TINY_FILE, "--output-dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: output_dir: {folder} cannot be written to (File exists)")
+    assert line.startswith(
+        f"error: output_dir is {tmp_path}: {folder} cannot be written to (File exists)"
+    )

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from torchtitan_rl.config.checks.run import (
-    MachineFacts,
-    PolicyFacts,
-    find_errors,
-    read_policy_facts,
-)
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import PolicyFacts, read_policy_facts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs import (
     alphabet_sort_qwen3_0_6b,

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from torchtitan_rl.config.checks.run import MachineFacts, find_errors, read_policy_facts
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.configs.calculator_agent_tiny import config
 from torchtitan_rl.experiments.calculator_agent.agent import SYSTEM_PROMPT
 from torchtitan_rl.experiments.calculator_agent.stories import NAMES, THINGS, TWO_OPERATIONS

@@ -1,8 +1,8 @@
-"""What is wrong with each field of a configuration by itself: its type, its value, its text.
+"""Checks of single fields: type, value, text.
 
-Every number of every configuration class has a rule in `validation_rules`; a field without one is
-an error of the program (`KeyError`), so that a new field cannot go unchecked. Relations between
-fields are checked elsewhere, on a configuration `with_defaults_for` what is wrong by itself.
+Every number of every configuration class has a rule in `rules`; a field without one is an error of
+the program (`KeyError`), so that no new field goes unchecked. Relations between fields are checked
+elsewhere, on a configuration in which `with_defaults_for` has replaced the wrong fields.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _MAY_BE_EMPTY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endp
 def field_errors(
     config: Any, prefix: str = "", *, rules: Mapping[type, Mapping[str, Bounds]] = RULES
 ) -> dict[str, str]:
-    """What is wrong with a field by itself: one message, by its dotted name. All are looked at,
-    down into nested configurations.
+    """One message per wrong field, by its dotted name, nested configurations included.
 
-    Of a task's own fields the types are checked, and that numbers are finite; the rest is the
-    task's matter (`Task.errors`).
+    Of a task's fields only the types are checked, and that numbers are finite; `Task.errors` checks
+    the rest.
     """
     kind: Any = type(config)
     hints = _hints(kind)
@@ -63,7 +62,7 @@ def with_defaults_for(config: _C, wrong: Collection[str], prefix: str = "") -> _
 
 
 def but_about(wrong: Collection[str], errors: Iterable[str]) -> list[str]:
-    """Those of the messages that name none of these fields, which have messages of their own."""
+    """The messages that name none of these fields, which have messages of their own."""
     names = "|".join(map(re.escape, wrong))
     naming = re.compile(rf"(?<![\w.])(?:{names})(?!\w|\.\w)")
     return [error for error in errors if not wrong or not naming.search(error)]

@@ -19,9 +19,9 @@ def _corrections(config: LossConfig, staleness: int) -> list[str]:
     errors = []
     if config.proximal_policy == "behaviour" and config.importance_weight != "none":
         errors.append(
-            f"trainer.loss.importance_weight is {config.importance_weight}: with proximal_policy "
-            "behaviour the ratio already is policy / behaviour, and a weight would correct twice; "
-            "give none, or proximal_policy recomputed"
+            f"trainer.loss.importance_weight is {config.importance_weight}: with "
+            "trainer.loss.proximal_policy behaviour the ratio already is policy / behaviour, and a "
+            "weight would correct twice; give none, or trainer.loss.proximal_policy recomputed"
         )
     if config.proximal_policy == "interpolated" and staleness == 0:
         errors.append(

@@ -7,20 +7,40 @@ import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.checks.devices import MIG
-from torchtitan_rl.config.checks.generator import ENGINE_OVERHEAD_BYTES, MachineFacts, PolicyFacts
+from torchtitan_rl.config.checks.paths import existing_parent
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import num_devices_needed, num_threads_needed
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.capacity import derive_capacity
 
+_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
 MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch
 _OTHER_FILES = 256  # open in the controller, whatever runs
 _FILES_PER_AGENT = 2
 _HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
+_RANKS = (
+    "generator.tensor_parallel",
+    "trainer.data_parallel_replicate",
+    "trainer.data_parallel_shard",
+    "trainer.tensor_parallel",
+)
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What the machine has. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
+
+    cuda_devices: tuple[str, ...] = ()
+    num_cores: int
+    memory_bytes: int
+    max_open_files: int | None = None  # of one process; None: any number
 
 
 def machine_facts() -> MachineFacts:
@@ -42,7 +62,7 @@ def machine_facts() -> MachineFacts:
 
 
 def max_rollouts(config: RunConfig) -> int:
-    """At most so many run at once: those of every group in the buffer, and those of a validation.
+    """At most so many run at once: those of every group in the buffer, and those of an evaluation.
 
     Raises:
         ValueError: the schedule is not possible.
@@ -52,8 +72,8 @@ def max_rollouts(config: RunConfig) -> int:
         staleness=config.schedule.staleness,
         window=config.schedule.window,
     )
-    validation = config.validation.num_problems * config.validation.samples_per_problem
-    return capacity.buffer * config.rollout.group_size + validation
+    evaluation = config.evaluation.num_problems * config.evaluation.samples_per_problem
+    return capacity.buffer * config.rollout.group_size + evaluation
 
 
 def parallelism_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
@@ -66,32 +86,23 @@ def parallelism_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
             f"pin_cores is True: replicas and trainer compute in {threads} threads, and there are "
             f"{machine.num_cores} cores; give fewer threads or replicas, or --no-pin-cores"
         ]
-    most = MAX_THREADS_PER_CORE * machine.num_cores
-    if threads <= most:
+    if threads <= MAX_THREADS_PER_CORE * machine.num_cores:
         return []
     generator, trainer = config.generator, config.trainer
+    fields = ("generator.replicas", "generator.threads", "trainer.threads", *_RANKS)
     return [
-        f"{_largest_part(config)}: replicas and trainer compute in {threads} threads "
+        f"{_largest(config, *fields)}: replicas and trainer compute in {threads} threads "
         f"({generator.replicas * generator.tensor_parallel} generator ranks x "
         f"{generator.threads} + {trainer.world_size} trainer ranks x {trainer.threads}), "
         f"more than {MAX_THREADS_PER_CORE} for each of {machine.num_cores} cores; give fewer"
     ]
 
 
-def _largest_part(config: RunConfig) -> str:
-    """The field that has the largest share in the number of threads, with its value."""
-    generator, trainer = config.generator, config.trainer
-    shares = {
-        "generator.replicas": generator.replicas,
-        "generator.tensor_parallel": generator.tensor_parallel,
-        "generator.threads": generator.threads,
-        "trainer.data_parallel_replicate": trainer.data_parallel_replicate,
-        "trainer.data_parallel_shard": trainer.data_parallel_shard,
-        "trainer.tensor_parallel": trainer.tensor_parallel,
-        "trainer.threads": trainer.threads,
-    }
-    name = max(shares, key=lambda name: shares[name])
-    return f"{name} is {shares[name]}"
+def _largest(config: RunConfig, *names: str) -> str:
+    """Which of these fields is the largest number, with its value: the one to change."""
+    values = {name: attrgetter(name)(config) for name in names}
+    name = max(values, key=lambda name: values[name])
+    return f"{name} is {values[name]}"
 
 
 def _device_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
@@ -99,56 +110,68 @@ def _device_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
     errors = []
     if len(devices) < needed:
         errors.append(
-            f"generator.replicas is {config.generator.replicas}: with "
-            f"generator.tensor_parallel {config.generator.tensor_parallel} and "
-            f"{config.trainer.world_size} trainer ranks the run needs {needed} CUDA devices, and "
-            f"{len(devices)} are visible; give fewer"
+            f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
+            f"{needed} CUDA devices, and {len(devices)} are visible; give fewer"
         )
-    groups = {
-        "generator.tensor_parallel": config.generator.tensor_parallel,
-        "the number of trainer ranks": config.trainer.world_size,
-    }
     if devices[0].startswith(MIG):
         errors += [
             f"{name} is {ranks}: ranks that exchange data cannot each have a MIG instance; give 1, "
             "or whole devices"
-            for name, ranks in groups.items()
-            if ranks > 1
+            for name in _RANKS
+            if (ranks := attrgetter(name)(config)) > 1
         ]
     return errors
 
 
+def serving_errors(
+    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts
+) -> list[str]:
+    """Whether there are devices, or on the CPU memory, for replicas alone."""
+    ranks = generator.replicas * generator.tensor_parallel
+    if not machine.cuda_devices:
+        return _memory_errors(generator, policy, machine)
+    if ranks <= len(machine.cuda_devices):
+        return []
+    return [
+        f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
+        f"{generator.tensor_parallel} they need {ranks} CUDA devices, and "
+        f"{len(machine.cuda_devices)} are visible; give fewer"
+    ]
+
+
 def num_published_versions(config: RunConfig) -> int:
     """Versions of the weights that are readable or being written at a time, at most: the current
-    one, the one before and the new one; with validation also those that wait for it to end."""
-    return 3 + (config.schedule.staleness if config.validation.num_problems > 0 else 0)
-
-
-def published_bytes(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> int:
-    """Of one version."""
-    return policy.num_bytes_as(config.policy.dtype if machine.cuda_devices else "float32")
+    one, the one before and the new one; with evaluation also those that wait for it to end."""
+    return 3 + (config.schedule.staleness if config.evaluation.num_problems > 0 else 0)
 
 
 def memory_errors(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:
-    """CPU runs only: float32 weights twice in every engine, four copies in the trainer, one more
-    for a reference policy, and the published versions."""
+    """CPU runs only: the engines, four copies of the float32 weights in the trainer, one more for
+    a reference policy, and the published versions."""
     if machine.cuda_devices:
         return []
-    weights = policy.num_bytes_as("float32")
-    engines = config.generator.replicas * config.generator.tensor_parallel
-    copies = 5 if config.trainer.loss.kl_coefficient > 0 else 4
-    needed = (
-        engines * (weights + config.generator.kv_cache_bytes + ENGINE_OVERHEAD_BYTES)
-        + copies * weights * config.trainer.data_parallel_replicate
-        + config.trainer.world_size * ENGINE_OVERHEAD_BYTES
-        + num_published_versions(config) * weights
-    )
+    trainer = config.trainer
+    copies = 5 if trainer.loss.kl_coefficient > 0 else 4
+    weights = copies * trainer.data_parallel_replicate + num_published_versions(config)
+    others = weights * policy.num_bytes_as("float32") + trainer.world_size * _OVERHEAD_BYTES
+    return _memory_errors(config.generator, policy, machine, others)
+
+
+def _memory_errors(
+    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, others: int = 0
+) -> list[str]:
+    engine = policy.num_bytes_as("float32") + _OVERHEAD_BYTES
+    ranks = generator.replicas * generator.tensor_parallel
+    needed = ranks * (engine + generator.kv_cache_bytes) + others
     if needed <= machine.memory_bytes:
         return []
+    is_cache = generator.kv_cache_bytes > engine
+    name = "generator.kv_cache_bytes" if is_cache else "generator.replicas"
+    value = generator.kv_cache_bytes if is_cache else generator.replicas
     return [
-        f"generator.replicas is {config.generator.replicas}: the run needs about "
-        f"{needed / 2**30:.0f} GiB and the machine has {machine.memory_bytes / 2**30:.0f} GiB; "
-        "give fewer replicas or a smaller generator.kv_cache_bytes"
+        f"{name} is {value}: all processes need about {needed / 2**30:.0f} GiB and the machine has "
+        f"{machine.memory_bytes / 2**30:.0f} GiB; give fewer generator.replicas or a smaller "
+        "generator.kv_cache_bytes"
     ]
 
 
@@ -176,6 +199,29 @@ class WeightRoom:
     note: str = ""
 
 
+def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
+    """In shared memory and, where that is another file system, in the run's folder."""
+    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
+
+    if config.weight_sync.transport == "rdma":
+        return WeightRoom()
+    dtype = config.policy.dtype if machine.cuda_devices else "float32"
+    free: dict[Path, int] = {}
+    devices: set[int] = set()
+    for place in (SHARED_MEMORY_ROOT, config.run_dir.absolute()):
+        parent = existing_parent(place)
+        device = parent.stat().st_dev
+        if device not in devices:
+            free[place] = shutil.disk_usage(parent).free
+            devices.add(device)
+    return weight_room(
+        num_versions=num_published_versions(config),
+        num_bytes=policy.num_bytes_as(dtype),
+        free=free,
+        root=SHARED_MEMORY_ROOT,
+    )
+
+
 def weight_room(
     *, num_versions: int, num_bytes: int, free: Mapping[Path, int], root: Path
 ) -> WeightRoom:
@@ -199,16 +245,6 @@ def weight_room(
             f"{others}, which is slower"
         )
     return WeightRoom()
-
-
-def free_bytes(place: Path) -> int:
-    """Of the file system that ``place`` is on, or would be; 0 where that cannot be known."""
-    while not os.path.exists(place) and place != place.parent:
-        place = place.parent
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return 0
 
 
 def _cgroup_limits() -> list[int]:

@@ -24,7 +24,7 @@ def path_errors(config: RunConfig) -> list[str]:
     if not config.checkpoint.resume and any((run_dir / one).exists() for one in _SIGNS_OF_A_RUN):
         return [
             f"name is {config.name}: {run_dir} holds a run already; give another name, or "
-            "--checkpoint.resume to go on with it"
+            "--checkpoint.resume to continue it"
         ]
     return []
 
@@ -36,10 +36,8 @@ def cannot_write(directory: Path, name: str = "") -> str:
     Permissions do not tell all (a read-only file system, /proc, names that are too long), so
     folders are made and removed again.
     """
-    parent = directory.absolute()
+    parent = existing_parent(directory)
     try:
-        while not os.path.lexists(parent):
-            parent = parent.parent
         if not parent.is_dir():
             return f"{parent} is not a directory"
         probe = Path(tempfile.mkdtemp(prefix=".torchtitan-rl-", dir=parent))
@@ -53,6 +51,25 @@ def cannot_write(directory: Path, name: str = "") -> str:
     finally:
         shutil.rmtree(probe, ignore_errors=True)
     return ""
+
+
+def output_file_errors(field: str, file: Path) -> list[str]:
+    """Whether a file can be written that a field names."""
+    if os.path.isdir(file):
+        return [f"{field} is {file}: that is a directory; give a file"]
+    if not os.path.isdir(file.parent):
+        return [f"{field} is {file}: make its directory first"]
+    if cause := cannot_write(file.parent, file.name):
+        return [f"{field} is {file}: {cause}; give another"]
+    return []
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _name_error(name: str) -> str:

@@ -48,7 +48,7 @@ _MAY_CHANGE = (
     "trainer.optimizer.decay_steps",
     "trainer.optimizer.min_lr_factor",
     "trainer.optimizer.max_grad_norm",
-    "validation",
+    "evaluation",
     "checkpoint",
     "metrics",
     "endpoint",
@@ -118,8 +118,8 @@ def policy_fingerprint(policy_dir: Path) -> str:
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Fields of another version of the program, which only one side has, are passed over; those of
-    another task are told as one change, of the task."""
+    """Fields of another version of the program, which only one side has, are ignored; another
+    task is one change, whatever its fields."""
     is_same_task = saved.get(TASK) == current.get(TASK)
     return [
         name

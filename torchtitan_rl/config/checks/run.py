@@ -1,8 +1,8 @@
-"""Everything that can be known to be wrong before a process starts: one message per error.
+"""All checks of a run's configuration: one message per error, before a process starts.
 
-Each message names the field, its value and the fix. Nothing here raises for a error, so that a
-user sees all of them at once: first what is wrong with a field by itself, then what does not go
-together. A relation with a field that is wrong by itself is not reported.
+Each message names the field, its value and the fix. Nothing here raises for an error, so that a
+user sees all of them at once: first the errors of single fields, then the
+contradictions between fields. A contradiction with a field that has an error is not reported.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ from __future__ import annotations
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.config.checks.endpoint import endpoint_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import (
-    MachineFacts,
-    PolicyFacts,
-    generator_errors,
-    head_errors,
-    read_policy_facts,
-)
+from torchtitan_rl.config.checks.generator import generator_errors, head_errors
 from torchtitan_rl.config.checks.loss import loss_errors
 from torchtitan_rl.config.checks.machine import (
+    MachineFacts,
     file_errors,
     max_rollouts,
     memory_errors,
@@ -26,14 +21,13 @@ from torchtitan_rl.config.checks.machine import (
 )
 from torchtitan_rl.config.checks.paths import path_errors
 from torchtitan_rl.config.checks.timeouts import timeout_errors
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import needs_endpoint
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_errors
 from torchtitan_rl.serving.address import Keys
-
-__all__ = ["MachineFacts", "PolicyFacts", "find_errors", "read_policy_facts"]
 
 
 def find_errors(
@@ -45,7 +39,7 @@ def find_errors(
     """Every error in ``config`` for this policy on this machine; empty where it can start.
 
     Without a policy, what depends on it is not looked at. Its problems are not looked at either:
-    see `validation_problems`.
+    see `checks/problems.py`.
     """
     wrong = field_errors(config)
     errors = list(wrong.values())
@@ -63,7 +57,7 @@ def find_errors(
 def _relations(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts, keys: Keys
 ) -> list[str]:
-    """What does not go together, of fields that are right by themselves."""
+    """Contradictions between fields that are right on their own."""
     is_on_cpu = not machine.cuda_devices
     schedule = _schedule(config)
     errors = [*_sampling(config), *_lengths(config), *timeout_errors(config), *schedule]
@@ -86,11 +80,11 @@ def _relations(
 
 
 def _sampling(config: RunConfig) -> list[str]:
-    temperature = config.validation.temperature
+    temperature = config.evaluation.temperature
     if temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return []
     return [
-        f"validation.temperature is {temperature}: give 0 (greedy) or {MIN_TEMPERATURE} to "
+        f"evaluation.temperature is {temperature}: give 0 (greedy) or {MIN_TEMPERATURE} to "
         f"{MAX_TEMPERATURE}"
     ]
 
@@ -128,10 +122,10 @@ def _schedule(config: RunConfig) -> list[str]:
         staleness=config.schedule.staleness,
         window=config.schedule.window,
     )
-    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
     if is_reserved and config.generator.replicas < 2:
         errors.append(
-            "validation.placement is reserved: give at least 2 generator.replicas, or shared"
+            "evaluation.placement is reserved: give at least 2 generator.replicas, or shared"
         )
     return errors
 
@@ -140,10 +134,10 @@ def _placement(config: RunConfig) -> list[str]:
     if config.placement == "separate":
         return []
     errors = []
-    if config.validation.placement == "reserved" and config.validation.num_problems > 0:
+    if config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0:
         errors.append(
-            "validation.placement is reserved: with placement colocated nothing is generated "
-            "beside training; give shared"
+            "evaluation.placement is reserved: with placement colocated nothing is generated "
+            "alongside training; give shared"
         )
     if config.weight_sync.transport == "rdma":
         errors.append(

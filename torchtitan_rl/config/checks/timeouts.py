@@ -1,7 +1,6 @@
-"""What must hold between the time-outs of a run.
+"""Relations between the time-outs of a run.
 
-A limit that guards against a part that is stuck must be longer than what that part may take by
-its own limit; else it ends work that was in order. One message per field that is too short or long.
+A limit that detects a stuck part must be longer than the part's own limit, or it ends healthy work.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _more_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
     broken = {other: bound for other, bound in bounds.items() if value <= bound}
     if not broken:
         return ""
-    return f"{name} is {value}: give more than {_listed(broken)}, or it ends what is in order"
+    return f"{name} is {value}: give more than {_listed(broken)}, or it ends healthy work"
 
 
 def _listed(bounds: Mapping[str, float]) -> str:

@@ -1,0 +1,117 @@
+"""What a person sees of a run, and what Ctrl-C does to it at any moment."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulated_train import NOISE
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")
+SMALL = (
+    "--rollout.groups-per-step", "4",
+    "--rollout.group-size", "2",
+    "--rollout.sampling.max-tokens-per-turn", "6",
+    "--evaluation.num-problems", "2",
+    "--metrics.no-tensorboard",
+    "--metrics.progress", "plain",
+)  # fmt: skip
+
+
+class Train:
+    """A run in a session of its own, as in a terminal."""
+
+    def __init__(self, folder: Path, *options: str, config: str = TINY) -> None:
+        self.options = [config, *SMALL, "--output-dir", str(folder), "--name", "run", *options]
+        self.run_dir, self._out = folder / "run", folder / "out"
+        with self._out.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.simulated_train", *self.options],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def lines(self) -> list[str]:
+        return self._out.read_text().splitlines()
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(text in line for line in self.lines()):
+            assert self._process.poll() is None, self.lines()
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.02)
+
+    def ctrl_c(self) -> None:
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait(self) -> int:
+        return self._process.wait(60)
+
+
+def test_a_run_says_what_runs_where_and_how_it_went_alone(
+    tmp_path: Path,
+) -> None:
+    run = Train(tmp_path, "--num-steps", "2")
+    assert run.wait() == 0, run.lines()
+    first, *lines = run.lines()
+    folder = run.run_dir
+    assert first == (
+        f"[0:00] run: steps 1 to 2, 2 replicas on cpu, trainer on cpu; outputs in {folder}"
+    )
+    start = next(number for number, line in enumerate(lines) if line.startswith("done: "))
+    assert all(line.startswith("[") for line in lines[:start])
+    done, evaluation, times, *others = lines[start:]
+    assert done.startswith("done: 2 steps in ")
+    assert evaluation.startswith("evaluation: reward ")
+    assert "before the first step, then reward " in evaluation
+    assert evaluation.endswith("after step 2")
+    assert times.startswith("time: ")
+    assert "waiting for rollouts " in times
+    assert others == [
+        f"rollouts: {folder / 'rollouts.jsonl'}",
+        f"trace: {folder / 'trace.json'}",
+        f"next: torchtitan-rl audit {folder}",
+    ]
+    assert not any(NOISE in line for line in run.lines())
+    assert (folder / "logs" / "controller.log").read_text().count(NOISE) == 4
+
+
+def test_ctrl_c_while_the_configuration_is_loaded_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "slow.py"
+    config.write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    run = Train(tmp_path, config=str(config))
+    run.wait_for("loading")
+    run.ctrl_c()
+    assert run.wait() == 128 + signal.SIGINT
+    assert run.lines() == ["loading", "stopped"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "times"),
+    [("steps 1 to 50", 1), ("evaluation after step 0", 1), ("step 2/50", 1), ("step 2/50", 2)],
+)
+def test_ctrl_c_ends_a_run_at_any_moment_without_a_traceback(
+    moment: str, times: int, tmp_path: Path
+) -> None:
+    run = Train(tmp_path, "--num-steps", "50")
+    run.wait_for(moment)
+    for _ in range(times):
+        run.ctrl_c()
+        time.sleep(0.1)
+    assert run.wait() == 128 + signal.SIGINT, run.lines()
+    lines = run.lines()
+    assert not any("Traceback" in line for line in lines)
+    assert any(line.startswith("stopped by SIGINT ") for line in lines), lines
+    resume = shlex.join(["torchtitan-rl", "train", *run.options, "--checkpoint.resume"])
+    assert f"next: {resume}" in lines

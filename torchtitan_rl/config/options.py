@@ -1,0 +1,55 @@
+"""Command-line options of a configuration class, by tyro; an error is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import TypeVar
+
+import tyro
+
+from torchtitan_rl.errors import ConfigError
+
+_C = TypeVar("_C")
+_BORDER, _RULES = " │|╰╯+", "─-"  # of tyro's boxes; what they are made of goes by the encoding
+
+
+def parse_options(
+    kind: type[_C], words: Sequence[str], *, prog: str, default: _C | None = None
+) -> _C:
+    """A ``kind`` with these options, on top of ``default``.
+
+    Raises:
+        ConfigError: an option is not known, lacks its value, or has one of the wrong type.
+        SystemExit: ``--help`` was asked for.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            if default is None:
+                return tyro.cli(kind, args=words, prog=prog)
+            return tyro.cli(kind, args=words, prog=prog, default=default)
+    except SystemExit as ended:
+        if ended.code == 0:
+            raise
+    raise ConfigError(f"{_first_section(errors.getvalue())}; see {prog} --help")
+
+
+def _first_section(box: str) -> str:
+    """The message at the top of tyro's box, in one line, with the options that it suggests."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines()[1:]:  # below the title
+        text = line.strip(_BORDER)
+        if not text:
+            continue
+        if set(text) - set(_RULES):
+            sections[-1].append(text)
+        elif sections[-1]:
+            sections.append([])
+    message = " ".join(sections[0]).rstrip(".")
+    if not message.startswith("Unrecognized"):
+        return message
+    others = [text for section in sections[1:] for text in section]
+    similar = ", ".join(text.split(" ")[0].strip(",") for text in others if text.startswith("--"))
+    return f"{message} (similar: {similar})" if similar else message
