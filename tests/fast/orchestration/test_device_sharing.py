@@ -59,7 +59,7 @@ def test_at_staleness_0_shared_devices_train_what_separate_ones_do_bit_for_bit(
     plan = replace(
         SHARED, chance=chance, validate_every=2, validation_problems=3, checkpoint_every=2
     )
-    separate = replace(plan, during_step="beside", chance=chance + 100)
+    separate = replace(plan, during_step="running", chance=chance + 100)
     shared = run(plan, tmp_path / "shared")
     assert shared.trainer.weights == run(separate, tmp_path / "separate").trainer.weights
     assert shared.trainer.switches == 7  # six steps, and the end
