@@ -23,7 +23,7 @@ from torchtitan_rl.observability.step_metrics import (
     validation_metrics,
 )
 from torchtitan_rl.observability.trace import Tracer, merge_traces
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class RunRecorder:
         )
         self._progress.step_ended()
 
-    def record_validation(self, record: ValidationRecord) -> None:
+    def record_evaluation(self, record: EvaluationRecord) -> None:
         metrics = validation_metrics(record)
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)

@@ -17,9 +17,9 @@ from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
+    EvaluationRecord,
     StepRecord,
     TokenCounts,
-    ValidationRecord,
 )
 from torchtitan_rl.routing.router import SyncReport
 
@@ -53,7 +53,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     }
 
 
-def validation_metrics(record: ValidationRecord) -> dict[str, float]:
+def validation_metrics(record: EvaluationRecord) -> dict[str, float]:
     statistics = evaluation_metrics(record.groups, success_reward=record.success_reward)
     metrics = rollout_metrics(record.groups, Split.VALIDATION)
     metrics |= {f"{Split.VALIDATION.value}/{name}": value for name, value in statistics.items()}

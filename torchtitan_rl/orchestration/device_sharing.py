@@ -3,8 +3,8 @@
 | mode | during a step | after it |
 |---|---|---|
 | `RUNNING` | replicas keep running | they pull the new weights |
-| `ABORTED` | requests are cut, the engines are empty | requests continue under the new weights |
-| `ASLEEP` | as `ABORTED`, and replicas free the devices | the trainer offloads, the replicas wake up |
+| `ABORTED` | requests are cut, engines are empty | requests continue under the new weights |
+| `ASLEEP` | as `ABORTED`, and replicas free the devices | the trainer offloads, replicas wake up |
 
 Invariants: from the moment a step begins until the trainer releases the devices, emptied engines
 stay empty, even if weights are brought to them meanwhile. With `ASLEEP` no replica steps in that

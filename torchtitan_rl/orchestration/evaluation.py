@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.orchestration.records import ValidationRecord
+from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
@@ -96,8 +96,8 @@ class Evaluator:
             if is_retry:
                 raise GenerationError(f"the evaluation after step {step} lost two replicas")
             recorder.say(f"the evaluation after step {step} lost {pin.replica}: it is repeated")
-        recorder.record_validation(
-            ValidationRecord(
+        recorder.record_evaluation(
+            EvaluationRecord(
                 step=step,
                 version=pin.version,
                 groups=groups,

@@ -79,7 +79,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRecord:
+class EvaluationRecord:
     """One evaluation on one version. A rollout with a reward of at least ``success_reward`` solved
     its problem."""
 
@@ -110,7 +110,7 @@ class Recorder(Protocol):
 
     def record_step(self, record: StepRecord) -> None: ...
 
-    def record_validation(self, record: ValidationRecord) -> None: ...
+    def record_evaluation(self, record: EvaluationRecord) -> None: ...
 
     def record_account(self, record: AccountRecord) -> None: ...
 

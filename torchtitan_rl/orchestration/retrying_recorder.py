@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
+    EvaluationRecord,
     Recorder,
     StepRecord,
-    ValidationRecord,
 )
 
 _MAX_UNWRITTEN = 64  # each record holds the groups of its step
@@ -31,8 +31,8 @@ class RetryingRecorder:
     def record_step(self, record: StepRecord) -> None:
         self._write(lambda: self._recorder.record_step(record))
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        self._write(lambda: self._recorder.record_validation(record))
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(lambda: self._recorder.record_evaluation(record))
 
     def record_account(self, record: AccountRecord) -> None:
         self._write(lambda: self._recorder.record_account(record))

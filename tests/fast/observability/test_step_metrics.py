@@ -9,9 +9,9 @@ from torchtitan_rl.observability.step_metrics import step_metrics, validation_me
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import (
     BufferStates,
+    EvaluationRecord,
     StepRecord,
     TokenCounts,
-    ValidationRecord,
 )
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.config import LossConfig
@@ -74,7 +74,7 @@ def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
     check_names(step_metrics(record))
     check_names(
         validation_metrics(
-            ValidationRecord(
+            EvaluationRecord(
                 step=8, version=8, groups=record.groups, seconds=2.0, success_reward=1.0
             )
         )
@@ -125,7 +125,7 @@ def test_what_only_an_asynchronous_run_knows_is_in_the_table_and_adds_up() -> No
 
 def test_a_validation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
     groups = (make_group(make_rollout(1.0)), make_group(make_rollout(0.0)))
-    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
+    record = EvaluationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
     metrics = validation_metrics(record)
     check_names(metrics)
     assert metrics["validation/pass_at_k/1"] == 0.5

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fast.orchestration.runs import run
 from tests.support.simulated_parts import SimReplica
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
-    DivergedError,
     ReplicaError,
     TorchtitanRLError,
     TrainerLostError,
@@ -26,29 +26,6 @@ from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 
 SHARED = Plan(num_steps=6, during_step="asleep")
-
-
-def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
-    async def work() -> Simulation:
-        simulation = Simulation(plan, root)
-        await simulation.run(resume=resume)
-        return simulation
-
-    return run_virtually(work())
-
-
-def cut_after(plan: Plan, root: Path, seconds: float, *, resume: bool = False) -> None:
-    """As kill -9: nothing gets to know."""
-
-    async def work() -> None:
-        simulation = Simulation(plan, root)
-        running = asyncio.create_task(simulation.run(resume=resume))
-        await asyncio.sleep(seconds)
-        simulation.trainer.save_checkpoint = None  # type: ignore[method-assign, assignment]
-        running.cancel()
-        await asyncio.wait({running})
-
-    run_virtually(work())
 
 
 @pytest.mark.parametrize("window", [0.0, 0.67])
@@ -118,22 +95,6 @@ def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_pa
         ]
         assert {version for one in completions for version in one.versions} == {record.version}
         assert not any("#" in name for name in simulation.requested if "validation" in name)
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("seconds", [(0.7,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
-def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, seconds: tuple[float, ...], staleness: int
-) -> None:
-    plan = replace(SHARED, num_steps=10, checkpoint_every=3, staleness=staleness, turns=3)
-    for attempt, after in enumerate(seconds):
-        cut_after(plan, tmp_path / "cut", after, resume=attempt > 0)
-    resumed = run(plan, tmp_path / "cut", resume=True)
-    whole = run(plan, tmp_path / "whole")
-    assert resumed.trainer.version == 10
-    assert resumed.controller.counts() == whole.controller.counts()
-    if staleness == 0:
-        assert resumed.trainer.weights == whole.trainer.weights
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
@@ -225,24 +186,6 @@ def test_a_trainer_that_fails_in_its_turn_ends_the_run_with_its_error(
         setattr(simulation.trainer, call, fails)
         with pytest.raises(TrainerLostError):
             await simulation.run()
-
-    run_virtually(work())
-
-
-def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    async def work() -> None:
-        simulation = Simulation(replace(SHARED, checkpoint_every=2), tmp_path)
-        original = simulation.trainer.train_step
-
-        async def train_step(batch: TrainingBatch) -> StepOutput:
-            if simulation.trainer.version == 3:
-                raise DivergedError("loss is nan")
-            return await original(batch)
-
-        simulation.trainer.train_step = train_step  # type: ignore[method-assign]
-        with pytest.raises(DivergedError):
-            await simulation.run()
-        assert simulation.checkpoints.steps() == [2]
 
     run_virtually(work())
 
