@@ -98,7 +98,7 @@ def _audit_journals(folder: Path, saved: _SavedRuns) -> list[Check]:
         with check.reports_errors(check.name):
             check_journal(check, read_lines(path), saved.get(step), is_first=step == 0)
         checks.append(check)
-    restored = Check(name="journal: goes on from the checkpoints", what="checkpoints")
+    restored = Check(name="journal: continues the checkpoints", what="checkpoints")
     for step, one in saved.items():
         restored.looked_at += 1
         journals = JournalDirectory(folder)

@@ -51,7 +51,7 @@ class TokenLedger:
 
     def generate(self, group_id: str, num_tokens: int) -> None:
         """Tokens were sampled for a group."""
-        self._tokens_of[group_id] = self._held(group_id) + num_tokens
+        self._tokens_of[group_id] = self.tokens_of(group_id) + num_tokens
         self._generated += num_tokens
 
     def train(
@@ -71,7 +71,7 @@ class TokenLedger:
             LedgerError: the counts do not add up, or differ from what was generated.
         """
         group_ids = list(group_ids)
-        held = sum(self._held(group_id) for group_id in group_ids)
+        held = sum(self.tokens_of(group_id) for group_id in group_ids)
         lost = Counter(counts.discarded)
         if len(set(group_ids)) != len(group_ids):
             raise LedgerError(f"a group is trained twice in one batch: {sorted(group_ids)}")
@@ -100,17 +100,17 @@ class TokenLedger:
 
     def discard(self, group_id: str, cause: str) -> None:
         """A group leaves untrained, with all its tokens."""
-        self._discarded[cause] += self._held(group_id)
+        self._discarded[cause] += self.tokens_of(group_id)
         del self._tokens_of[group_id]
         self._groups_discarded[cause] += 1
 
     def discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
-        """Tokens of a group that stays are dropped (a turn rolled back, a rollout restarted).
+        """Tokens of a group that stays are dropped (restarted, or recorded but not usable).
 
         Raises:
             LedgerError: the group has fewer tokens.
         """
-        held = self._held(group_id)
+        held = self.tokens_of(group_id)
         if num_tokens > held:
             raise LedgerError(
                 f"{num_tokens} tokens of group {group_id} are discarded ({cause}); it has {held}"
@@ -119,15 +119,11 @@ class TokenLedger:
         if num_tokens:
             self._discarded[cause] += num_tokens
 
-    def lose(self, group_id: str, cause: str, num_tokens: int) -> None:
-        """Tokens were sampled and dropped before they were entered (recorded turns that may not be
-        used)."""
-        self.generate(group_id, num_tokens)
-        self.discard_tokens(group_id, cause, num_tokens)
-
     def tokens_of(self, group_id: str) -> int:
-        """Tokens of a group in the buffer."""
-        return self._held(group_id)
+        """Number of tokens of a group in the buffer."""
+        if group_id not in self._tokens_of:
+            raise LedgerError(f"group {group_id} is not in the buffer: not admitted, or has left")
+        return self._tokens_of[group_id]
 
     def totals(self) -> LedgerTotals:
         return LedgerTotals(
@@ -171,11 +167,6 @@ class TokenLedger:
         self._groups_trained = state["groups_trained"]
         self._groups_discarded = Counter(state["groups_discarded"])
         require_sums(self.totals())
-
-    def _held(self, group_id: str) -> int:
-        if group_id not in self._tokens_of:
-            raise LedgerError(f"group {group_id} is not in the buffer: not admitted, or has left")
-        return self._tokens_of[group_id]
 
 
 def require_sums(totals: LedgerTotals) -> None:

@@ -202,9 +202,9 @@ class Producer:
         rollouts, rolled_back = self._recorded.take(
             entry.group_id, admitted_version=entry.admitted_version
         )
-        self._ledger.lose(entry.group_id, "rolled_back", rolled_back)
         kept = sum(recorded.num_tokens for recorded in rollouts.values())
-        self._ledger.generate(entry.group_id, kept)
+        self._ledger.generate(entry.group_id, kept + rolled_back)
+        self._ledger.discard_tokens(entry.group_id, "rolled_back", rolled_back)
         return rollouts
 
     def _write_turn(

@@ -167,7 +167,7 @@ class Watchdog:
 
 
 def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """What the rollouts do, and the one that has been at it the longest; empty without rollouts."""
+    """What the rollouts do, and the longest activity of all; empty without rollouts."""
     if not activities:
         return ""
     counts = Counter(activity.phase.value for activity in activities)

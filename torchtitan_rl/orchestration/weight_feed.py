@@ -150,7 +150,7 @@ class WeightFeed:
                     lag_timeout_s=lag_timeout_s,
                 )
         for name in sorted(set(report.lost) - self._lost_replicas):
-            self._state.recorder.say(f"{name} is lost; the others go on")
+            self._state.recorder.say(f"{name} is lost; the others continue")
         self._lost_replicas.update(report.lost)
         self._state.notify()
         return report

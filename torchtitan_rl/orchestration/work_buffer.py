@@ -226,7 +226,7 @@ class WorkBuffer:
         if self._num_finished < self._capacity.groups_per_step:
             return None
         chosen: list[Entry] = []
-        # The oldest unfinished group bounds the rest: whoever overtakes a later one overtakes it.
+        # Whatever overtakes an unfinished group overtakes the oldest one, so only that one counts.
         oldest: Entry | None = None
         overtaking = 0
         for entry in self._pending():

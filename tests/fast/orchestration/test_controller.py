@@ -1,4 +1,4 @@
-"""Whole runs, simulated: equal to a plain loop, within the bound, no token lost, no deadlock."""
+"""Simulated whole runs: equal to a plain loop, within the staleness bound, no token lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(
     )
 
 
-def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
+def test_evaluation_alongside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
     plan = Plan(num_steps=5)
     evaluated = replace(plan, validate_every=2, validation_problems=3)
     simulation = run(evaluated, tmp_path / "evaluated")

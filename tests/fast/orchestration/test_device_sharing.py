@@ -1,5 +1,5 @@
-"""Trainer and replicas on the same devices. Every simulated run asserts at its end that nobody used
-them out of turn, and that no replica sampled without weights."""
+"""Trainer and replicas on the same devices. Every simulated run asserts at its end that they never
+used the devices together, and that no replica sampled without weights."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_step_without_a_token_to_train_on_leaves_the_devices_alone(tmp_path: P
     run_virtually(work())
 
 
-def test_a_replica_that_dies_of_a_change_of_turns_is_left_behind(tmp_path: Path) -> None:
+def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) -> None:
     async def dies(replica: SimReplica) -> None:
         replica.is_dead = True
         raise ReplicaError("out of memory")
@@ -151,7 +151,7 @@ def test_a_replica_that_dies_of_a_change_of_turns_is_left_behind(tmp_path: Path)
     run_virtually(work())
 
 
-def test_a_change_of_turns_that_fails_half_way_is_no_hindrance_to_save(tmp_path: Path) -> None:
+def test_a_switch_that_fails_half_way_does_not_prevent_a_checkpoint(tmp_path: Path) -> None:
     async def work() -> None:
         simulation = Simulation(replace(SHARED, staleness=1), tmp_path)
         original = simulation.router.wake_up
@@ -171,7 +171,7 @@ def test_a_change_of_turns_that_fails_half_way_is_no_hindrance_to_save(tmp_path:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("call", ["onload", "offload", "train_step", "publish"])
-def test_a_trainer_that_fails_in_its_turn_ends_the_run_with_its_error(
+def test_a_trainer_that_fails_while_it_has_the_devices_ends_the_run_with_its_error(
     tmp_path: Path, call: str, staleness: int
 ) -> None:
     async def work() -> None:

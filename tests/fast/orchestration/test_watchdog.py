@@ -115,7 +115,7 @@ def test_at_the_deadline_the_run_ends_with_the_chain() -> None:
         run.pass_time(301)
 
 
-def test_a_silent_hang_in_which_nobody_names_a_wait_ends_as_well() -> None:
+def test_a_hang_without_any_listed_wait_ends_as_well() -> None:
     run = Run()
     with pytest.raises(DeadlineError, match="replica0 serving"):
         run.pass_time(301)
