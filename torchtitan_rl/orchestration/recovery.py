@@ -184,14 +184,13 @@ class RecordedGroups:
         return usable, rolled_back
 
 
+_PLAIN_FIELDS = ("group_id", "admitted_version", "overtaken", "restarts", "resamples")
+
+
 def _entry_to_json(entry: Entry, rollouts: Sequence[RecordedRollout]) -> dict[str, Any]:
     return {
-        "group_id": entry.group_id,
+        **{name: getattr(entry, name) for name in _PLAIN_FIELDS},
         "problem": problem_to_json(entry.problem),
-        "admitted_version": entry.admitted_version,
-        "overtaken": entry.overtaken,
-        "restarts": entry.restarts,
-        "resamples": entry.resamples,
         "group": None if entry.group is None else group_to_json(entry.group),
         "rollouts": [recorded_to_json(one) for one in rollouts],
     }
@@ -200,12 +199,8 @@ def _entry_to_json(entry: Entry, rollouts: Sequence[RecordedRollout]) -> dict[st
 def _entry_from_json(row: Mapping[str, Any]) -> Entry:
     group = None if row["group"] is None else group_from_json(row["group"])
     return Entry(
-        group_id=row["group_id"],
+        **{name: row[name] for name in _PLAIN_FIELDS},
         problem=problem_from_json(row["problem"]),
-        admitted_version=row["admitted_version"],
         state=GroupState.WAITING if group is None else GroupState.FINISHED,
-        overtaken=row["overtaken"],
-        restarts=row["restarts"],
-        resamples=row["resamples"],
         group=group,
     )

@@ -52,7 +52,7 @@ class StalenessError(TorchtitanRLError):
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One live group. ``overtaken`` counts younger groups that were batched before it."""
+    """One live group. ``overtaken`` counts younger groups that were trained before it."""
 
     group_id: str
     problem: Problem
@@ -71,7 +71,6 @@ class WorkBuffer:
         self._capacity = capacity
         self._entries: dict[str, Entry] = {}
         self._num_finished = 0
-        self._overtook: dict[str, int] = {}  # what the last `take` added to ``overtaken``
         self.admitted = 0
         self.trained = 0
         self.discarded: Counter[str] = Counter()  # by cause
@@ -147,29 +146,17 @@ class WorkBuffer:
         if chosen is None:
             return None
         self._check_age(chosen, version)
-        ids = {entry.group_id for entry in chosen}
-        younger = 0
-        self._overtook = {}
-        for entry in reversed(self._pending()):
-            if entry.group_id in ids:
-                entry.state = GroupState.BATCHED
-                younger += 1
-            elif younger:
-                entry.overtaken += younger
-                self._overtook[entry.group_id] = younger
+        for entry in chosen:
+            entry.state = GroupState.BATCHED
         self._num_finished -= len(chosen)
         return tuple(entry.group for entry in chosen if entry.group is not None)
 
     def put_back(self) -> None:
-        """Undo the last `take` because its batch was not trained. No effect without a batch."""
+        """Undo the last `take` because its batch was not trained; no effect without a batch."""
         for entry in self._entries.values():
             if entry.state is GroupState.BATCHED:
                 entry.state = GroupState.FINISHED
                 self._num_finished += 1
-        for group_id, younger in self._overtook.items():
-            if group_id in self._entries:
-                self._entries[group_id].overtaken -= younger
-        self._overtook = {}
 
     def overtaken_in_batch(self) -> frozenset[str]:
         """Ids of the groups in the batch that younger groups were trained before."""
@@ -185,11 +172,14 @@ class WorkBuffer:
         Returns:
             The groups that are too old now: at S = 0 all others. Call `restart` for each.
         """
-        self._overtook = {}
-        for entry in self.entries:
+        younger = 0  # groups of the batch
+        for entry in reversed(self.entries):
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
                 self.trained += 1
+                younger += 1
+            else:
+                entry.overtaken += younger
         return tuple(self._entries) if self._capacity.staleness == 0 else ()
 
     def restart(self, group_id: str, *, version: int) -> Entry:
