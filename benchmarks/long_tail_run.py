@@ -25,10 +25,11 @@ from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
-from torchtitan_rl.orchestration.controller import Controller, Parts
+from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import StepRecord
-from torchtitan_rl.orchestration.sampling import SampledTokens
+from torchtitan_rl.orchestration.run_state import Parts
+from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter

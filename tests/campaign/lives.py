@@ -20,10 +20,11 @@ from tests.support.simulation import Simulation
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.recovery import SavedGroups, groups_from_bytes
-from torchtitan_rl.orchestration.resume_choice import (
+from torchtitan_rl.orchestration.recovery import (
     JOURNAL_MARK,
+    SavedGroups,
     choose_checkpoint,
+    groups_from_bytes,
     why_not_resumable,
 )
 from torchtitan_rl.rollout.abandoned import abandoned

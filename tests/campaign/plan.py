@@ -50,7 +50,7 @@ class CampaignPlan(Plan):
 def draw(seed: int) -> CampaignPlan:
     rng = random.Random(f"plan {seed}")
     staleness = rng.choice([0, 0, 1, 1, 2, 3])
-    placement = rng.choice(["beside", "beside", "aborted", "asleep"])
+    placement = rng.choice(["running", "running", "aborted", "asleep"])
     replicas = rng.randint(1, 3)
     validates = rng.random() < 0.4
     hurries = rng.random() < 0.25  # time-outs that strike

@@ -18,13 +18,14 @@ from tests.support.simulated_parts import (
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings
-from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.controller import Controller, ControllerSettings
 from torchtitan_rl.orchestration.device_sharing import DuringStep
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
-from torchtitan_rl.orchestration.sampling import SampledTokens
+from torchtitan_rl.orchestration.run_state import Parts
+from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -46,7 +47,7 @@ class Plan(Habits):
     group_size: int = 2
     staleness: int = 0
     window: float = 0.0
-    during_step: str = "beside"
+    during_step: str = "running"
     zero_variance: str = "train"
     replicas: int = 2
     train_s: float = 1.0
@@ -189,7 +190,6 @@ def settings(plan: Plan) -> ControllerSettings:
         ),
         consumer=ConsumerSettings(
             num_steps=plan.num_steps,
-            capacity=capacity.buffer,
             checkpoint_every=plan.checkpoint_every,
             max_empty_batches=plan.max_empty_batches,
             step_timeout_s=plan.trainer_timeout_s,

@@ -1,5 +1,4 @@
-"""Is a checkpoint a state of which every invariant holds, and the one that the metrics tell of?
-And does its journal go on from it? Pure."""
+"""Checks that a checkpoint satisfies every invariant, and that metrics and journal fit it. Pure."""
 
 from __future__ import annotations
 
@@ -8,33 +7,26 @@ from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
 from torchtitan_rl.audit.rollout_checks import completion_errors, ending_error
-from torchtitan_rl.orchestration.journal import group_of
-from torchtitan_rl.orchestration.ledger import TokenLedger, require_sums
+from torchtitan_rl.orchestration.ids import group_of
+from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import LedgerTotals
-from torchtitan_rl.orchestration.recovery import SavedGroups
+from torchtitan_rl.orchestration.recovery import SavedRun
 from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.recorded import RecordedRollout
 
 
-def check_document(
-    where: str,
-    step: int,
-    document: Mapping[str, Any],
-    groups: SavedGroups,
-    rules: Rules,
-) -> Check:
-    """The document of the checkpoint of ``step``, by itself and with its groups.
+def check_document(where: str, step: int, saved: SavedRun, rules: Rules) -> Check:
+    """Check the document of the checkpoint of ``step``, by itself and with its groups.
 
     Raises:
-        LedgerError: its account does not add up.
-        KeyError, TypeError, ValueError: it is none of ours.
+        LedgerError: its ledger does not add up.
+        KeyError, TypeError, ValueError: this version did not write it.
     """
+    document, groups = saved.document, saved.groups
     check = Check(name=f"checkpoint {step}: account", what="groups")
     check.looked_at = len(groups.entries)
     ledger = document["ledger"]
-    restored = TokenLedger()
-    restored.load_state_dict(ledger)
-    require_sums(restored.totals())
+    TokenLedger().load_state_dict(ledger)
     version = document["version"]
     check.require(document["step"] == step, f"{where}: the document is of step {document['step']}")
     check.require(0 <= version <= step, f"{where}: version {version} at step {step}")
@@ -68,10 +60,9 @@ def check_document(
     return check
 
 
-def check_groups(
-    where: str, step: int, document: Mapping[str, Any], groups: SavedGroups, rules: Rules
-) -> Check:
-    """The groups of a checkpoint: their versions and tokens, and what began of them."""
+def check_groups(where: str, step: int, saved: SavedRun, rules: Rules) -> Check:
+    """Check the groups of a checkpoint: versions, tokens and unfinished rollouts."""
+    document, groups = saved.document, saved.groups
     check = Check(name=f"checkpoint {step}: groups", what="rollouts")
     version, tokens_of = document["version"], document["ledger"]["tokens_of"]
     for entry in groups.entries:
@@ -105,8 +96,10 @@ def check_against_metrics(
     row: LedgerTotals | None,
     row_version: int | None,
 ) -> Check:
-    """The row of the step comes first; what is in the checkpoint and later may be more of what goes
-    on between them."""
+    """Compare a checkpoint with the row of its step.
+
+    The row is written first, so counts that grow between the two may be larger in the checkpoint.
+    """
     check = Check(name=f"checkpoint {step}: against its row of the metrics", what="rows")
     if step == 0:
         return check
@@ -142,29 +135,24 @@ def check_against_metrics(
 
 
 def check_journal(
-    name: str,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    version: int | None,
-    finished: frozenset[str],
-    is_first: bool,
-    mark: int = 0,
-) -> Check:
-    """The lines of one journal.
+    check: Check, rows: Iterable[Mapping[str, Any]], saved: SavedRun | None, *, is_first: bool
+) -> None:
+    """Check the lines of one journal file.
 
     Args:
-        version: of its checkpoint; None where there is none.
-        finished: groups that its checkpoint holds as finished.
-        mark: from which line on it goes on from its checkpoint.
-        is_first: no file before it is read with it, so that no turn may be missing, but those of
-            rollouts that the checkpoint holds.
+        saved: the checkpoint of the file's step, if there is one.
+        is_first: no file is read before this one, so no turn may be missing, except for those that
+            the checkpoint holds.
     """
-    check = Check(name=f"journal {name}", what="turns")
+    version = None if saved is None else saved.document["version"]
+    entries = () if saved is None else saved.groups.entries
+    finished = {entry.group_id for entry in entries if entry.group is not None}
+    mark = 0 if saved is None else saved.journal_mark
     newest: int | None = None
     position = 0
-    known: dict[str, int] = {}  # turns of each rollout that began in this file
+    num_turns: dict[str, int] = {}  # of each rollout that began in this file
     for number, row in enumerate(rows, start=1):
-        where = f"journal {name}, line {number}"
+        where = f"{check.name}, line {number}"
         if number == 1:
             newest = row.get("version")
             check.require(
@@ -176,7 +164,7 @@ def check_journal(
             continue
         rollout_id, index = row["rollout_id"], row["index"]
         if row["turn"] is None:
-            known.pop(rollout_id, None)
+            num_turns.pop(rollout_id, None)
             continue
         check.looked_at += 1
         check.require(
@@ -185,13 +173,13 @@ def check_journal(
             "finished",
         )
         if index == 0:
-            known[rollout_id] = 0
-        if rollout_id in known:
+            num_turns[rollout_id] = 0
+        if rollout_id in num_turns:
             check.require(
-                index <= known[rollout_id],
-                f"{where}: turn {index} of {rollout_id} after turn {known[rollout_id] - 1}",
+                index <= num_turns[rollout_id],
+                f"{where}: turn {index} of {rollout_id} after turn {num_turns[rollout_id] - 1}",
             )
-            known[rollout_id] = index + 1
+            num_turns[rollout_id] = index + 1
         elif is_first and version is None:
             check.violations.append(f"{where}: turn {index} of {rollout_id}, which did not begin")
         runs = row["turn"]["completion"]["version_runs"]
@@ -200,11 +188,10 @@ def check_journal(
             newest is None or not has_tokens or max(v for _, v in runs) <= newest,
             f"{where}: tokens of a version after {newest}",
         )
-    return check
 
 
 def recorded_errors(recorded: RecordedRollout, version: int) -> list[str]:
-    """What is wrong with a rollout that is to be continued at ``version``."""
+    """Errors of a recorded rollout that continues at ``version``."""
     errors: list[str] = []
     completions = [turn.completion for turn in recorded.turns]
     if recorded.partial is not None:

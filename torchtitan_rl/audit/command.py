@@ -1,7 +1,7 @@
-"""``torchtitan-rl audit RUN_DIR``: whether everything that a run wrote adds up.
+"""``torchtitan-rl audit RUN_DIR``: checks whether everything that a run wrote adds up.
 
-Exit codes: 0 it does, with a line for each check; 1 it does not, with a line for each violation;
-2 there is no such run, it cannot be read, or it is running: its files change meanwhile.
+Exit codes: 0 all checks hold, one line each; 1 some do not, with a line for each violation; 2 there
+is no such run, it cannot be read, or it is running, so that its files change meanwhile.
 """
 
 from __future__ import annotations

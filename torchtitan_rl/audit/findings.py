@@ -1,15 +1,20 @@
-"""What an audit says: one check, how much it looked at, and what it found wrong."""
+"""What an audit reports: checks, how much each one looked at, and what it found wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from torchtitan_rl.errors import TorchtitanRLError
+
+_UNREADABLE = (TorchtitanRLError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the run's own configuration promises; None where nothing says."""
+    """What the configuration of the run promises; None where it is unknown."""
 
     staleness: int | None = None
     groups_per_step: int | None = None
@@ -34,13 +39,21 @@ class Check:
     """``looked_at`` counts ``what``; each violation is a line that says where and what."""
 
     name: str
-    what: str
+    what: str = "files"
     looked_at: int = 0
     violations: list[str] = field(default_factory=list)
 
     def require(self, holds: bool, violation: str) -> None:
         if not holds:
             self.violations.append(violation)
+
+    @contextmanager
+    def reports_errors(self, where: str) -> Iterator[None]:
+        """Report an error in the block, which reads what a run wrote, as a violation."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            self.violations.append(f"{where}: {type(error).__name__}: {error}")
 
     @property
     def summary(self) -> str:

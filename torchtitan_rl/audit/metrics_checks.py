@@ -1,44 +1,47 @@
-"""Do the rows of ``metrics.jsonl`` add up, each alone and from one to the next? Pure."""
+"""Checks that the rows of ``metrics.jsonl`` add up, alone and from one to the next. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
 from torchtitan_rl.observability.sinks import is_evaluation_row, is_step_row
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals
+from torchtitan_rl.orchestration.work_buffer import LIVE_STATES
 
 Row = Mapping[str, Any]
 
 _UNACCOUNTED = "account/unaccounted_tokens"
 _TOTALS = "total/tokens_generated"
-_STATES = ("waiting", "running", "finished", "batched")
 
 
 class MetricsChecks:
-    """Takes one row after another; `results` when all have come."""
+    """Takes one row after another; `results` are complete after the last.
+
+    ``totals`` and ``versions`` are by step, ``evaluated`` are steps, and ``num_problems`` is that
+    of the largest evaluation.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._order = Check(name="metrics: steps", what="steps")
+        self.order = Check(name="metrics: steps", what="steps")
         self._sums = Check(name="metrics: totals", what="rows with totals")
         self._growth = Check(name="metrics: growth of totals", what="pairs of rows")
         self._steps = Check(name="metrics: tokens and groups of a step", what="steps")
         self._ages = Check(name="metrics: ages", what="rows with ages")
         self._account = Check(name="metrics: account against replicas", what="rows with it")
         self._evaluations = Check(name="metrics: evaluations", what="evaluations")
-        self._last: Row | None = None
-        self.validated: set[int] = set()  # steps
-        self.totals: dict[int, LedgerTotals] = {}  # by step
-        self.versions: dict[int, int] = {}
+        self.evaluated: set[int] = set()
+        self.totals: dict[int, LedgerTotals] = {}
+        self.versions: dict[int, int] = {0: 0}
         self.last_step = 0
-        self.problems: int | None = None  # of the largest evaluation
+        self.num_problems: int | None = None
 
     def take(self, where: str, row: Row) -> None:
         if not isinstance(row.get("step"), int) or not isinstance(row.get("version"), int):
-            self._order.violations.append(f"{where}: no step, or no version")
+            self.order.violations.append(f"{where}: no step, or no version")
             return
         if _UNACCOUNTED in row:
             self._account.looked_at += 1
@@ -53,7 +56,7 @@ class MetricsChecks:
 
     def results(self) -> list[Check]:
         return [
-            self._order,
+            self.order,
             self._sums,
             self._growth,
             self._steps,
@@ -65,28 +68,28 @@ class MetricsChecks:
     def _take_evaluation(self, where: str, row: Row) -> None:
         check, step = self._evaluations, row["step"]
         check.looked_at += 1
-        check.require(step not in self.validated, f"{where}: step {step} is validated again")
+        check.require(step not in self.evaluated, f"{where}: step {step} is validated again")
         check.require(
             step <= self.last_step + is_step_row(row),
             f"{where}: an evaluation of step {step} before that step",
         )
-        self.validated.add(step)
+        self.evaluated.add(step)
         groups = row.get("evaluation/groups")
         if groups is not None:
-            self.problems = max(self.problems or 0, int(groups))
+            self.num_problems = max(self.num_problems or 0, int(groups))
 
     def _take_step(self, where: str, row: Row) -> None:
-        step, version, last = row["step"], row["version"], self._last
-        self._order.looked_at += 1
-        self._order.require(
+        step, version = row["step"], row["version"]
+        self.order.looked_at += 1
+        self.order.require(
             step == self.last_step + 1, f"{where}: step {step} comes after step {self.last_step}"
         )
-        before = last["version"] if last is not None else 0
-        self._order.require(
+        before = self.versions[self.last_step]
+        self.order.require(
             before <= version <= before + 1 or step != self.last_step + 1,
             f"{where}: version {version} comes after version {before}",
         )
-        self._order.require(version <= step, f"{where}: version {version} at step {step}")
+        self.order.require(version <= step, f"{where}: version {version} at step {step}")
         self._check_ages(where, row)
         self._check_step(where, row)
         totals = totals_of(row)
@@ -94,7 +97,7 @@ class MetricsChecks:
             self._check_totals(where, row, totals)
             self.totals[step] = totals
         self.versions[step] = version
-        self._last, self.last_step = row, step
+        self.last_step = step
 
     def _check_totals(self, where: str, row: Row, totals: LedgerTotals) -> None:
         self._sums.looked_at += 1
@@ -102,9 +105,7 @@ class MetricsChecks:
             require_sums(totals)
         except LedgerError as error:
             self._sums.violations.append(f"{where}: {error}")
-        last = self.totals.get(row["step"] - 1)
-        if row["step"] == 1:
-            last = _NOTHING
+        last = _NOTHING if row["step"] == 1 else self.totals.get(row["step"] - 1)
         if last is None:
             return
         self._growth.looked_at += 1
@@ -144,7 +145,7 @@ class MetricsChecks:
                 f"{where}: {rollouts} rollouts of {groups} groups of {rules.group_size}",
             )
         if "buffer/capacity" in row:
-            held = sum(row[f"buffer/{state}"] for state in _STATES)
+            held = sum(row[f"buffer/{state}"] for state in LIVE_STATES)
             check.require(
                 held <= row["buffer/capacity"],
                 f"{where}: {held} groups in a buffer of {row['buffer/capacity']}",
@@ -163,7 +164,7 @@ class MetricsChecks:
 
 
 def totals_of(row: Row) -> LedgerTotals | None:
-    """The account in a row; None where it has none."""
+    """The totals in a row; None where it has none."""
     if _TOTALS not in row:
         return None
     return LedgerTotals(
@@ -179,16 +180,8 @@ def totals_of(row: Row) -> LedgerTotals | None:
     )
 
 
-def check_rows(rows: Iterable[tuple[str, Row]], rules: Rules) -> MetricsChecks:
-    """(where, row) pairs in the order of the file."""
-    checks = MetricsChecks(rules)
-    for where, row in rows:
-        checks.take(where, row)
-    return checks
-
-
 def _by_cause(row: Row, name: str) -> dict[str, int]:
-    """The sum may be all there is; the causes must make it up where there are any."""
+    """Numbers by cause; what is missing to their sum has a cause of its own."""
     causes = {
         key.removeprefix(f"{name}/"): int(value)
         for key, value in row.items()

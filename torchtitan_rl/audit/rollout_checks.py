@@ -1,4 +1,4 @@
-"""Are rollouts what they should be: those of ``rollouts.jsonl``, and those of checkpoints? Pure."""
+"""Checks rollouts, those of ``rollouts.jsonl`` and those of checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Row = Mapping[str, Any]
 def check_log(
     rows: Iterable[tuple[str, Row]], rules: Rules, *, last_step: int, num_problems: int | None
 ) -> list[Check]:
-    """(where, row) pairs of ``rollouts.jsonl``.
+    """Check ``rollouts.jsonl``.
 
     Args:
-        last_step: of the metrics; rollouts are logged after them.
-        num_problems: of an evaluation, which has the same ones each time.
+        rows: (where, row) pairs.
+        last_step: the last one in the metrics; rollouts are logged after them.
+        num_problems: problems of an evaluation, the same ones each time.
     """
     ids = Check(name="rollouts: ids", what="rollouts")
     tokens = Check(name="rollouts: tokens", what="turns")
@@ -51,7 +52,7 @@ def check_log(
 
 
 def completion_errors(completion: Completion, *, newest: int, oldest: int = 0) -> list[str]:
-    """What is wrong with a completion: lengths that differ, versions out of order or range."""
+    """Errors of a completion: lengths that differ, versions out of order or range."""
     num_tokens = len(completion.token_ids)
     errors = []
     if len(completion.logprobs) != num_tokens or len(completion.versions) != num_tokens:
@@ -71,7 +72,7 @@ def completion_errors(completion: Completion, *, newest: int, oldest: int = 0) -
 
 
 def ending_error(status: RolloutStatus, reward: float | None) -> str | None:
-    """A reward is there exactly where a rollout did not fail."""
+    """A rollout has a reward exactly if it did not fail."""
     if status.is_failure == (reward is None):
         return None
     return f"status {status.value} with reward {reward}"
@@ -103,7 +104,7 @@ def _check_turn(
             found == {version}, f"{where}: validated under {sorted(found)}, not {version} alone"
         )
         return
-    # The version of a row is that after its step.
+    # A row has the version after its step.
     check.require(max(found) <= version, f"{where}: tokens of version {max(found)} at {version}")
     if rules.staleness is not None:
         check.require(

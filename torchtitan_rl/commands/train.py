@@ -29,13 +29,14 @@ from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings, StopRequested
-from torchtitan_rl.orchestration.controller import Controller, ControllerSettings, Parts
+from torchtitan_rl.orchestration.controller import Controller, ControllerSettings
 from torchtitan_rl.orchestration.device_sharing import during_step
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.producer import ProducerSettings
-from torchtitan_rl.orchestration.resume_choice import choose_checkpoint
-from torchtitan_rl.orchestration.sampling import SampledTokens
+from torchtitan_rl.orchestration.recovery import choose_checkpoint
+from torchtitan_rl.orchestration.run_state import Parts
+from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -234,7 +235,6 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
         ),
         consumer=ConsumerSettings(
             num_steps=config.num_steps,
-            capacity=capacity.buffer,
             checkpoint_every=config.checkpoint.every,
             max_empty_batches=schedule.max_empty_batches,
             step_timeout_s=config.trainer.step_timeout_s,

@@ -1,4 +1,4 @@
-"""Groups in, one packed batch out, and an account of where every sampled token went."""
+"""Turns groups into one packed batch and counts where each of their sampled tokens went."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torchtitan_rl.types import Episode, RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeBatcher:
-    """Scores groups against themselves, turns rollouts into episodes and packs those."""
+    """Computes advantages within each group, turns rollouts into episodes and packs them."""
 
     advantage: Literal["mean", "std", "leave_one_out"]
     row_len: int
     temperature: float
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
-        """The batch, None where no token can be trained on, and the account: failed rollouts and
-        episodes longer than a row are discarded, turns that no agent saw and non-finite logprobs
-        masked, each by name.
+        """The batch (None where it has no token to train on) and its token counts.
+
+        Failed rollouts and episodes longer than a row are discarded; turns that no agent saw and
+        tokens with non-finite logprobs are masked; each is counted by cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.

@@ -1,4 +1,4 @@
-"""How many groups may be under way at once, so that no token gets too old. Pure.
+"""How many groups may be live at once so that no token gets too old, with the proof. Pure.
 
 With P groups a step, staleness cap S and look-ahead window W, the buffer holds B groups:
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The derived numbers of a schedule; all are counts of groups, but ``staleness``."""
+    """The numbers derived from a schedule: counts of groups, except for ``staleness``."""
 
     groups_per_step: int  # P
     staleness: int  # S
@@ -74,7 +74,7 @@ def capacity_errors(*, groups_per_step: int, staleness: int, window: float) -> l
         errors.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
     if staleness < 0:
         errors.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
-    # With more, the buffer would not hold a whole batch beside the groups that it overtakes.
+    # A larger window leaves no room in the buffer for a whole batch and the groups it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
     if not 0.0 <= window <= most:
         errors.append(

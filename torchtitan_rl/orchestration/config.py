@@ -1,4 +1,4 @@
-"""Configuration of the schedule, of evaluation and of checkpoints."""
+"""Configuration of the schedule, of evaluation on the validation set, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How far generation may run ahead of training. The number of groups in flight and the size of
-    the buffer follow from ``staleness`` and ``window``: see `orchestration/capacity.py`."""
+    """How far generation may run ahead of training.
+
+    The number of groups in flight and the size of the buffer follow from ``staleness`` and
+    ``window``; `orchestration/capacity.py` says how.
+    """
 
     staleness: int = 0
-    """Hard limit on the policy versions between the sampling of a token and its training (S).
-    0 is synchronous training."""
+    """Hard limit on the number of policy versions between sampling a token and training on it (S).
+    0 is synchronous training; 1 or 2 overlap generation with training."""
     window: float = 0.0
-    """Share of ``rollout.groups_per_step`` that may overtake a slow group."""
+    """Share of ``rollout.groups_per_step`` that may overtake a slow group. Raise it when a few long
+    rollouts hold up each batch."""
     in_flight: Literal["running", "aborted"] = "running"
-    """What groups do that still run when a batch is full: continue, or stop with their tokens kept
-    until the new weights have arrived (as they always do on colocated devices)."""
+    """What happens during a step to groups that still run: ``running`` lets them continue,
+    ``aborted`` stops them and keeps their tokens until the new weights have arrived (always so on
+    colocated devices)."""
     zero_variance: Literal["train", "skip", "resample"] = "train"
-    """Groups whose rewards are all equal are trained on, skipped (another problem takes their
-    place), or rolled out again with other seeds."""
+    """What happens to groups whose rewards are all equal: ``train`` on them, ``skip`` them for
+    another problem, or ``resample`` them with other seeds."""
     max_resamples: int = 1
-    """How often ``resample`` rolls out one group again."""
+    """How many times ``resample`` rolls out one group again."""
     max_empty_batches: int = 5
-    """The run ends with a message after so many batches in a row without anything to train on."""
+    """Number of consecutive batches without a token to train on after which the run fails."""
     report_wait_s: float = 60.0
-    """After so many seconds without progress the run reports which part waits for which."""
+    """Seconds without any change after which the run reports what each part waits for."""
     max_wait_s: float = 7200.0
-    """After so many seconds without progress the run ends with an error."""
+    """Seconds without any change after which the run fails. Raise it when single environment calls
+    or requests take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Evaluation of the policy on the same problems: before the first step, every ``every`` steps,
-    and at the end."""
+    """Evaluation of the policy on the task's validation set: before the first step, every ``every``
+    steps, and at the end."""
 
     every: int = 10
     """Steps between two evaluations; 0 evaluates only before and after the run."""
     num_problems: int = 64
-    """Problems of the task's validation set; 0 turns evaluation off."""
+    """Number of problems, the same each time; 0 turns evaluation off."""
     samples_per_problem: int = 1
-    """Rollouts of each problem; pass@k is reported for k up to this number."""
+    """Rollouts per problem; pass@k is reported for k up to this number."""
     temperature: float = 1.0
     """Sampling temperature of the evaluation."""
     placement: Literal["shared", "reserved"] = "shared"
-    """``shared`` holds a replica back from weight pulls while it evaluates; ``reserved`` keeps the
-    last replica for evaluation alone."""
+    """``shared`` keeps a replica on its version while it evaluates and also serves training;
+    ``reserved`` uses the last replica for evaluation only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +61,12 @@ class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
     every: int = 10
-    """Steps between two checkpoints; 0 writes one only at the end and on a signal."""
+    """Steps between two checkpoints; 0 writes one only at the end, on a signal and on failure."""
     keep: int = 2
-    """Number of the newest checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
     max_failures: int = 3
-    """The run ends after so many checkpoints in a row could not be written."""
+    """Number of consecutive checkpoints that could not be written after which the run fails."""
     resume: bool = False
-    """Continue from the newest checkpoint in the run's folder."""
+    """Continue from the newest usable checkpoint in the run's folder."""
     export_hf: bool = True
-    """Write the final policy as Hugging Face safetensors."""
+    """Write the final policy as Hugging Face safetensors at the end of the run."""

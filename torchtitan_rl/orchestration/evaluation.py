@@ -1,25 +1,22 @@
-"""Evaluation beside training: the same problems, with the same seeds, on one pinned version.
+"""Evaluation alongside training: fixed problems and seeds, on one pinned policy version.
 
-Invariants: all tokens of an evaluation are of one version; training does not wait for it beyond
-what sharing a replica means; one that lost its replica is done again on another, once.
+Invariants: all tokens of an evaluation are of one version. Training does not wait for it, except
+where both need the same replica or devices. An evaluation whose replica dies is repeated once on
+another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.orchestration.records import EvaluationRecord, Recorder
-from torchtitan_rl.orchestration.rows import Rows
+from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Problem, RolloutGroup
+from torchtitan_rl.types import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +32,12 @@ class EvaluationSettings:
 
 
 class Evaluator:
-    """Evaluations run in the background, one after another."""
+    """Runs evaluations in the background, one after another."""
 
-    def __init__(
-        self,
-        settings: EvaluationSettings,
-        state: RunState,
-        *,
-        problems: Sequence[Problem],
-        rollouter: Rollouter,
-        router: GeneratorRouter,
-        rows: Rows,
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, settings: EvaluationSettings, state: RunState) -> None:
         self._settings = settings
         self._state = state
-        self._problems = tuple(problems)
-        self._rollouter = rollouter
-        self._router = router
-        self._rows = rows
-        self._recorder = recorder
+        self._problems = tuple(state.parts.evaluation_problems)
         self._running: asyncio.Task[None] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -68,17 +51,17 @@ class Evaluator:
         return self._running is not None and not self._running.done()
 
     async def start(self, step: int) -> None:
-        """Pin a replica at its version of now and evaluate it in the background.
+        """Pin a replica at the version it holds now and evaluate that version in the background.
 
-        Waits for an evaluation that still runs, and for a replica that is free.
+        Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
         """
         await self.finish()
         pinned = asyncio.Event()
         self._running = asyncio.create_task(self._run(step, pinned), name=f"evaluation {step}")
-        self._running.add_done_callback(lambda _: self._state.changed())
+        self._running.add_done_callback(lambda _: self._state.notify())
         pinning = asyncio.create_task(pinned.wait())
         try:
-            with self._state.waits.on(f"the evaluation after step {step} waits for a replica"):
+            with self._state.waits.track(f"the evaluation after step {step} waits for a replica"):
                 await asyncio.wait({self._running, pinning}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             pinning.cancel()
@@ -86,49 +69,50 @@ class Evaluator:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait for the evaluation that runs, if one does; raises what it raised."""
+        """Wait for the running evaluation, if there is one, and raise its error."""
         if self._running is None:
             return
-        with self._state.waits.on("an evaluation has to end first"):
+        with self._state.waits.track("an evaluation has to end first"):
             await self._running
         self._running = None
 
     async def close(self) -> None:
-        """Give up the evaluation that runs."""
+        """Cancel the running evaluation."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
 
     async def _run(self, step: int, pinned: asyncio.Event) -> None:
+        router, recorder = self._state.parts.router, self._state.recorder
         groups: tuple[RolloutGroup, ...] = ()
         for is_retry in (False, True):
-            started = time.monotonic()
-            async with self._router.pin() as pin:
+            started_s = time.monotonic()
+            async with router.pin() as pin:
                 pinned.set()
-                with self._recorder.phase("evaluation"):
+                with recorder.phase("evaluation"):
                     groups = await self._roll_out(pin)
-            if self._router.states()[pin.replica] is not ReplicaState.DEAD:
+            if router.states()[pin.replica] is not ReplicaState.DEAD:
                 break
             if is_retry:
                 raise GenerationError(f"the evaluation after step {step} lost two replicas")
-            self._recorder.say(f"the evaluation after step {step} lost {pin.replica}: once more")
-        self._rows.evaluation(
+            recorder.say(f"the evaluation after step {step} lost {pin.replica}: it is repeated")
+        recorder.record_evaluation(
             EvaluationRecord(
                 step=step,
                 version=pin.version,
                 groups=groups,
-                seconds=time.monotonic() - started,
+                seconds=time.monotonic() - started_s,
                 success_reward=self._settings.success_reward,
             )
         )
         self._state.evaluated_step = step
-        self._state.changed()
+        self._state.notify()
 
     async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
-                    self._rollouter.run_group(
+                    self._state.parts.rollouter.run_group(
                         f"evaluation/{problem.problem_id}",
                         problem,
                         size=self._settings.samples,

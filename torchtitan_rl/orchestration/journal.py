@@ -1,17 +1,17 @@
-"""The finished turns since a checkpoint, in files that are only appended to.
+"""Append-only files with the turns that finished since a checkpoint.
 
-A line is a checksum and one turn, handed to the system whole before `append` returns: killing the
-process (kill -9) loses none of them. Nothing is synced to disk, so that a power failure may lose
-the last ones. Only the last line of a file may be torn, and is then dropped; any other damage is
-an error. `journal_directory.py` says which files there are.
+The first line is a header; every other line is a checksum and one turn, handed to the operating
+system before `append` returns. Killing the process (kill -9) loses no turn; nothing is synced to
+disk, so a power failure may lose the last ones. Only the last line of a file may be torn, and is
+then ignored; any other damage is an error. `journal_directory.py` manages the files.
 
-Turns that no run can go on with are left out: those with a token of a version after that of the
-file's checkpoint, and the later turns of their rollouts. A trainer restored from that checkpoint,
-or from an older one, has not reached such a version (see `recorded.usable_turns`). So a file is
-never longer than what was sampled under one version, however long no checkpoint is written.
+Turns that no resumed run can use are left out: those with a token of a version after that of the
+file's checkpoint, and the later turns of their rollouts. A trainer restored from that checkpoint or
+an older one has not reached such a version (see `recorded.usable_turns`). So a file never holds
+more than was sampled under one version, however long no checkpoint is written.
 
-Appending is done on the event loop: 0.05 ms for a turn of 100 tokens, 2 ms for one of 2,000 tokens
-after 30,000 of a new prompt. Memory: less than 300 bytes for each unfinished rollout.
+Appending happens on the event loop: 0.05 ms for a turn of 100 tokens, 2 ms for 2,000 tokens after
+30,000 of a new prompt. Memory: less than 300 bytes per unfinished rollout.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, with_turn
 from torchtitan_rl.rollout.records import (
@@ -44,25 +45,25 @@ class JournalError(TorchtitanRLError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """The last turn of a rollout in a file: its index, and how many tokens prompt and completion
-    have, with Python's 64-bit hash of them."""
+class _LastTurn:
+    """The last turn of a rollout in a file: its index, and the number and hash of all tokens in
+    prompt and completion."""
 
     index: int
     num_tokens: int
     token_hash: int
 
 
-_NOTHING = _Written(-2, 0, 0)
+_NO_TURN = _LastTurn(-2, 0, 0)
 
 
 class Journal:
-    """Appends to a file, which it makes anew.
+    """Appends to a new file.
 
     Args:
-        version: of the checkpoint that the file belongs to; None leaves no turn out.
+        version: version of the file's checkpoint; None leaves no turn out.
         cut_off: rollouts of which the file before this one left turns out.
-        mark: which checkpoint of the step its first lines come after, see `next_mark`.
+        mark: number of the checkpoint of this step that the first lines follow, see `next_mark`.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Journal:
     ) -> None:
         self.path = path
         self._version = version
-        self._known: dict[str, dict[str, _Written | None]] = {}  # by group; None: left out
+        # By group and rollout; None: the rollout's later turns are left out.
+        self._last_turns: dict[str, dict[str, _LastTurn | None]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(path, "w")
@@ -96,52 +98,51 @@ class Journal:
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
     ) -> None:
-        """Write one turn, unless no run can go on with it.
+        """Write one turn, unless no resumed run can use it.
 
         Raises:
-            JournalError: it could not be written; nothing is taken from then on.
+            JournalError: it could not be written; the journal is closed.
         """
         self._require_open()
-        before = self._known.get(group_of(rollout_id), {}).get(rollout_id, _NOTHING)
-        if self._is_too_new(turn) or (before is None and turn_index > 0):
-            self._note(rollout_id, env_state, None)
+        last = self._last_turns.get(group_of(rollout_id), {}).get(rollout_id, _NO_TURN)
+        if self._is_too_new(turn) or (last is None and turn_index > 0):
+            self._remember(rollout_id, env_state, None)
             return
-        written, is_extended = _written(turn_index, turn, before)
-        self._note(rollout_id, env_state, written)
+        num_shared = 0 if last is None else _num_shared(turn_index, turn, last)
+        tokens = turn.prompt_token_ids + turn.completion.token_ids
+        self._remember(rollout_id, env_state, _LastTurn(turn_index, len(tokens), hash(tokens)))
         self._write(
             {
                 "rollout_id": rollout_id,
                 "index": turn_index,
-                "turn": turn_to_json(
-                    turn, num_known=before.num_tokens if is_extended and before else 0
-                ),
+                "turn": turn_to_json(turn, num_known=num_shared),
                 "env_state": None if env_state is None else env_state_to_json(env_state, turn),
             }
         )
 
     def forget(self, group_id: str) -> None:
-        """No more turns of this group come, unless it begins anew."""
-        self._known.pop(group_id, None)
+        """The group has ended: no more turns of it come, unless it begins again."""
+        self._last_turns.pop(group_id, None)
 
     def drop(self, rollout_id: str) -> None:
-        """Write that what was known of a rollout up to here is gone.
+        """Write that all earlier turns of a rollout are void.
 
         Raises:
-            JournalError: it could not be written; nothing is taken from then on.
+            JournalError: it could not be written; the journal is closed.
         """
-        self._known.get(group_of(rollout_id), {}).pop(rollout_id, None)
+        self._last_turns.get(group_of(rollout_id), {}).pop(rollout_id, None)
         self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
 
     def next_mark(self) -> int:
-        """Turns from here on come after one more checkpoint of the same step, which knows those
-        before; returns its mark. Where it cannot be written no turn comes after it either."""
+        """Write and return the mark of one more checkpoint of the same step: it holds the turns
+        before the mark. If the mark cannot be written, no later turn can be either."""
         self.mark += 1
         with contextlib.suppress(JournalError):
             self._write({"mark": self.mark})
         return self.mark
 
     def renamed(self, path: Path) -> Journal:
-        """Put the file at ``path``, in the place of what is there, and go on writing to it.
+        """Move the file to ``path``, replacing what is there, and continue writing to it.
 
         Raises:
             JournalError: it cannot be renamed.
@@ -158,18 +159,19 @@ class Journal:
 
     def cut_off(self) -> list[str]:
         """The unfinished rollouts of which turns were left out."""
-        return [
-            name for group in self._known.values() for name, one in group.items() if one is None
-        ]
+        groups = self._last_turns.values()
+        return [name for group in groups for name, last in group.items() if last is None]
 
-    def _note(self, rollout_id: str, env_state: EnvState | None, written: _Written | None) -> None:
+    def _remember(
+        self, rollout_id: str, env_state: EnvState | None, last: _LastTurn | None
+    ) -> None:
         group_id = group_of(rollout_id)
-        group = self._known.setdefault(group_id, {})
-        group[rollout_id] = written
+        group = self._last_turns.setdefault(group_id, {})
+        group[rollout_id] = last
         if env_state is not None and isinstance(env_state.answer, Terminal):
-            del group[rollout_id]  # it has ended
+            del group[rollout_id]  # the rollout has ended
             if not group:
-                del self._known[group_id]
+                del self._last_turns[group_id]
 
     def _is_too_new(self, turn: Turn) -> bool:
         return self._version is not None and newest_version(turn.completion) > self._version
@@ -182,10 +184,10 @@ class Journal:
         self._require_open()
         line = _line(row)
         try:
-            while line:  # a disk that fills up takes a part first
+            while line:  # a disk that fills up accepts a part first
                 line = line[self._file.write(line) :]
         except OSError as error:
-            self._file.close()  # half a line may be there: it has to stay the last one
+            self._file.close()  # a torn line must stay the last one
             raise JournalError(f"{self.path}: {error}") from error
 
 
@@ -197,11 +199,13 @@ def read_journals(
 ) -> dict[str, RecordedRollout]:
     """The rollouts of a checkpoint (``base``) with the turns that came after it.
 
-    ``paths`` are in the order they were written in. A turn that comes again replaces the one from
-    before and all behind that: the rollout had begun anew. A rollout that was dropped is gone.
-    Where two checkpoints of one step share the first file, the lines before that of ``mark`` are
-    older than ``base`` and passed over. A later file goes on with rollouts of which the file before
-    it left turns out: such turns are of no use.
+    - ``paths`` are in the order in which they were written.
+    - A turn that comes again replaces the earlier one and all turns after it, because the rollout
+      began again. A rollout that was dropped is gone.
+    - Lines of the first file before ``mark`` are older than ``base`` (which is then a later
+      checkpoint of the same step) and ignored.
+    - Where a file left turns of a rollout out, its turns in later files are ignored until it
+      begins again.
 
     Raises:
         JournalError: a line other than a file's last is damaged, or a turn is missing.
@@ -209,7 +213,7 @@ def read_journals(
     base = base or {}
     rollouts = dict(base)
     dropped: set[str] = set()
-    out_of_order: dict[str, JournalError] = {}  # unless the rollout begins anew behind it
+    missing: dict[str, JournalError] = {}  # forgotten if the rollout begins again later
     cut_off: set[str] = set()
     position = 0
     for order, path in enumerate(paths):
@@ -223,38 +227,35 @@ def read_journals(
                 continue
             rollout_id, index = row["rollout_id"], row["index"]
             if index == 0:
-                out_of_order.pop(rollout_id, None)
+                missing.pop(rollout_id, None)
                 cut_off.discard(rollout_id)
             if row["turn"] is None:
                 rollouts.pop(rollout_id, None)
                 dropped.add(rollout_id)
                 continue
-            if index > 0 and rollout_id not in rollouts and rollout_id not in out_of_order:
+            if index > 0 and rollout_id not in rollouts and rollout_id not in missing:
                 continue  # it ended before the checkpoint, which has no turns of it
-            known = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
             if rollout_id in cut_off:
                 continue
+            recorded = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
             try:
-                previous = known.turns[index - 1] if 0 < index <= len(known.turns) else None
-                turn = turn_from_json(row["turn"], previous)
-                state = row["env_state"]
-                env_state = None if state is None else env_state_from_json(state, turn)
-                rollouts[rollout_id] = with_turn(known, index, turn, env_state)
+                rollouts[rollout_id] = _with_row(recorded, row)
             except (KeyError, ValueError) as error:
                 cause = JournalError(f"{path}, line {number}: {error!r}")
                 cause.__cause__ = error
-                out_of_order.setdefault(rollout_id, cause)
-    for cause in out_of_order.values():
+                missing.setdefault(rollout_id, cause)
+    for cause in missing.values():
         raise cause
-    for name, known in base.items():
-        if name not in dropped and rollouts[name].turns == known.turns:
-            rollouts[name] = known  # with what is known of its running turn, and of its end
+    for name, saved in base.items():
+        if name not in dropped and rollouts[name].turns == saved.turns:
+            rollouts[name] = saved  # with its running turn and its end, which no line has
     return rollouts
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file, the header first; nothing where not even that is whole. One line is in
-    memory at a time.
+    """The rows of one file, the header first; nothing if even the header is torn.
+
+    Holds one line in memory at a time.
 
     Raises:
         JournalError: a line other than the last is damaged, or another version wrote the file.
@@ -276,29 +277,27 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def group_of(rollout_id: str) -> str:
-    """The group in ``{group}/r{sibling}``."""
-    return rollout_id.rpartition("/")[0]
-
-
 def newest_version(completion: Completion) -> int:
-    """Of its tokens; -1 where there are none."""
+    """The newest version of its tokens; -1 without tokens."""
     starts = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
     pairs = zip(completion.version_runs, starts, strict=False)
     return max((run.version for run, end in pairs if end > run.start), default=-1)
 
 
-def _written(turn_index: int, turn: Turn, before: _Written | None) -> tuple[_Written, bool]:
-    """What is kept of a turn, and whether its prompt extends the turn ``before``."""
-    prompt, completion = turn.prompt_token_ids, turn.completion.token_ids
-    num_known = before.num_tokens if before and before.index == turn_index - 1 else 0
-    is_extended = (
-        0 < num_known <= len(prompt)
-        and before is not None
-        and hash(prompt[:num_known]) == before.token_hash
-    )
-    num_tokens = len(prompt) + len(completion)
-    return _Written(turn_index, num_tokens, hash(prompt + completion)), is_extended
+def _with_row(recorded: RecordedRollout, row: Mapping[str, Any]) -> RecordedRollout:
+    index, state = row["index"], row["env_state"]
+    previous = recorded.turns[index - 1] if 0 < index <= len(recorded.turns) else None
+    turn = turn_from_json(row["turn"], previous)
+    env_state = None if state is None else env_state_from_json(state, turn)
+    return with_turn(recorded, index, turn, env_state)
+
+
+def _num_shared(turn_index: int, turn: Turn, last: _LastTurn) -> int:
+    """Number of leading prompt tokens that repeat the whole turn before (``last``), or 0."""
+    prompt, num_tokens = turn.prompt_token_ids, last.num_tokens
+    if last.index != turn_index - 1 or not 0 < num_tokens <= len(prompt):
+        return 0
+    return num_tokens if hash(prompt[:num_tokens]) == last.token_hash else 0
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
@@ -307,7 +306,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line without its end, None where the checksum does not fit."""
+    """The row of a line (without its newline); None if the checksum is wrong."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None

@@ -1,15 +1,15 @@
-"""Which journal files there are, which of them a resuming run reads, and which may go.
+"""Which journal files a run has, which of them a resumed run reads, and which can be deleted.
 
-One file a checkpoint step, ``step-000010.jsonl``: the turns that finished after the content of that
-checkpoint was taken. Where checkpoint 10 turns out to be torn, those of 5 and of 10 together tell
+There is one file per checkpoint step, ``step-000010.jsonl``: the turns that finished after that
+checkpoint was copied. If checkpoint 10 turns out to be torn, the files of 5 and of 10 together say
 what came after 5.
 
-A run that resumes begins a new *lineage*: `restart` replaces the file of the restored step, in one
-rename, by one with exactly the turns that the run goes on with; files are only read together with
-others of their lineage. What was dropped once therefore never comes back.
+A run that starts or resumes begins a new *lineage*: `start_lineage` replaces the file of the
+restored step, in one rename, by one with exactly the turns that the run continues with. Only files
+of one lineage are read together, so a turn that was dropped once never comes back.
 
-The caller names the version of each checkpoint, so that turns of later versions are left out
-(see `journal.py`).
+The caller gives the version of each checkpoint, so that turns of later versions are left out (see
+`journal.py`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
 
 class JournalDirectory:
-    """The journal of one run. `begin` or `restart` comes before the first `append`."""
+    """The journal of one run. Call `start_lineage` before the first `begin` or `append`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._journal: Journal | None = None
-        self._lineage: int | None = None  # of what this process writes
+        self._lineage = 0
         self._has_failed = False
         self.passed_over: list[str] = []
 
     def restore(
         self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
     ) -> dict[str, RecordedRollout]:
-        """The unfinished rollouts of the checkpoint of ``step`` (``base``), with later turns, and
-        those that began after it. A missing journal has none. A damaged file is left out, with
-        those after it, and `passed_over` says why: their turns cost less than an older checkpoint.
+        """The unfinished rollouts of the checkpoint of ``step`` (``base``) with later turns, and
+        those that began after it. Changes nothing on disk.
+
+        A missing file has no turns. A damaged file and those after it are ignored, and
+        `passed_over` says why: sampling their turns again costs less than an older checkpoint.
         """
         self.passed_over = []
         files = self._files()
@@ -64,7 +66,7 @@ class JournalDirectory:
                 break
         return found
 
-    def restart(
+    def start_lineage(
         self,
         step: int,
         rollouts: Mapping[str, RecordedRollout],
@@ -73,8 +75,11 @@ class JournalDirectory:
         version: int | None = None,
         mark: int = 0,
     ) -> None:
-        """Begin a new lineage behind the checkpoint of ``step``, which holds ``base``, with what
-        is kept of the ``rollouts`` that `restore` gave. Later files of older lineages are deleted.
+        """Begin a new lineage after the checkpoint of ``step``, and delete later files.
+
+        Args:
+            rollouts: what the run continues with.
+            base: what of it the checkpoint holds.
 
         Raises:
             JournalError: it cannot be written, or the system cannot read another file.
@@ -86,51 +91,54 @@ class JournalDirectory:
         journal = Journal(
             final.with_suffix(".tmp"), lineage=self._lineage, version=version, mark=mark
         )
-        going_on = {name for name, known in base.items() if _continues(rollouts.get(name), known)}
-        for name in base.keys() - going_on:
+        kept = {name for name, saved in base.items() if _continues(rollouts.get(name), saved)}
+        for name in base.keys() - kept:
             journal.drop(name)
         for name, recorded in rollouts.items():
-            num_known = len(base[name].turns) if name in going_on else 0
-            for index in range(num_known, len(recorded.turns)):
+            num_saved = len(base[name].turns) if name in kept else 0
+            for index in range(num_saved, len(recorded.turns)):
                 state = recorded.env_states.get(index + 1)
                 journal.append(name, index, recorded.turns[index], state)
         self._journal = journal.renamed(final)
         for later in files:
             if later > step:
-                with suppress(OSError):  # one that stays is of another lineage, and is not read
+                with suppress(OSError):  # what remains is of another lineage and is not read
                     files[later].unlink()
 
     def begin(self, step: int, *, version: int | None = None) -> int:
-        """From now on turns come after the checkpoint of ``step``, whose content is being taken
-        and whose weights are ``version``.
+        """Turns from now on come after the checkpoint of ``step``, whose weights are ``version``.
 
-        For a second checkpoint of one step the file goes on: the first may be all there is. The
-        mark that is returned tells them apart, and is to be given again with the checkpoint.
+        A second checkpoint of one step shares the file, because the first may be the only complete
+        one. The returned mark tells them apart; save it with the checkpoint.
 
         Raises:
-            JournalError: it cannot be written, or the system cannot read another file.
+            JournalError: it cannot be written.
         """
-        if self._journal is not None and self._journal.path == self._file(step):
+        if self._journal is None:
+            raise self._no_lineage()
+        if self._journal.path == self._file(step):
             return self._journal.next_mark()
-        cut_off = self._journal.cut_off() if self._journal is not None else []
-        if self._lineage is None:
-            self._lineage = _next_lineage(self._files().values())
-        journal = Journal(self._file(step), lineage=self._lineage, version=version, cut_off=cut_off)
-        self.close()  # not before the new file is there: without it the old one goes on
+        journal = Journal(
+            self._file(step),
+            lineage=self._lineage,
+            version=version,
+            cut_off=self._journal.cut_off(),
+        )
+        self.close()  # only now: if the new file cannot be created, the old one continues
         self._journal, self._has_failed = journal, False
         return journal.mark
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
     ) -> None:
-        """As `Journal.append`. After a failure, which is raised once, turns are not kept until a
-        new file is begun.
+        """As `Journal.append`. A failure is raised once; later turns are lost until a new file is
+        begun.
 
         Raises:
             JournalError: it could not be written.
         """
         if self._journal is None:
-            raise JournalError(f"{self.path}: no journal was begun")
+            raise self._no_lineage()
         if not self._has_failed:
             try:
                 self._journal.append(rollout_id, turn_index, turn, env_state)
@@ -139,12 +147,12 @@ class JournalDirectory:
                 raise
 
     def forget(self, group_id: str) -> None:
-        """As `Journal.forget`: the group has ended."""
+        """As `Journal.forget`."""
         if self._journal is not None:
             self._journal.forget(group_id)
 
     def prune(self, oldest_step: int) -> None:
-        """Delete the files of checkpoints before ``oldest_step``, the oldest one that is kept."""
+        """Delete the files of checkpoints older than ``oldest_step``, the oldest that is kept."""
         for step, path in self._files().items():
             if step < oldest_step:
                 path.unlink()
@@ -153,6 +161,9 @@ class JournalDirectory:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+    def _no_lineage(self) -> JournalError:
+        return JournalError(f"{self.path}: no journal was begun")
 
     def _file(self, step: int) -> Path:
         return self.path / f"step-{step:06d}.jsonl"
@@ -164,25 +175,21 @@ class JournalDirectory:
         return {int(name[1]): path for name, path in named if name}
 
 
-def _continues(recorded: RecordedRollout | None, known: RecordedRollout) -> bool:
-    """Is it ``known``, whole, with or without later turns?"""
+def _continues(recorded: RecordedRollout | None, saved: RecordedRollout) -> bool:
+    """Whether ``recorded`` is all of ``saved``, with or without later turns."""
     if recorded is None:
         return False
-    num_known = len(known.turns)
-    if len(recorded.turns) == num_known:
-        return (recorded.turns, recorded.partial, recorded.ended) == (
-            known.turns,
-            known.partial,
-            known.ended,
-        )
-    return recorded.turns[:num_known] == known.turns
+    if len(recorded.turns) > len(saved.turns):
+        return recorded.turns[: len(saved.turns)] == saved.turns
+    ours = (recorded.turns, recorded.partial, recorded.ended)
+    return ours == (saved.turns, saved.partial, saved.ended)
 
 
 def _next_lineage(paths: Iterable[Path]) -> int:
-    """One that no file has. A file with a damaged header has none, and is never read again.
+    """A number that no file has. Files with a damaged header have none and are never read again.
 
     Raises:
-        JournalError: the system cannot read a file, whose lineage may be the newest.
+        JournalError: the system cannot read a file, and its lineage may be the newest.
     """
     newest = -1
     for path in paths:
@@ -197,10 +204,10 @@ def _next_lineage(paths: Iterable[Path]) -> int:
 
 
 def _lineage(path: Path) -> int | None:
-    """None where the file was cut off before its header was whole.
+    """The lineage in a file's header; None if the header is torn.
 
     Raises:
-        JournalError: the header is damaged, or is none.
+        JournalError: the header is damaged.
         OSError: the file cannot be read.
     """
     header = next(read_lines(path), None)

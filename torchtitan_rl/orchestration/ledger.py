@@ -1,11 +1,11 @@
-"""The account of a whole run: where each sampled token and each admitted group went.
+"""Where each sampled token and each admitted group of a run went.
 
-Tokens are entered twice, from two sources: as their requests end (by the router, see
-`sampling.py`), and as their group leaves (by the batch's own account). The two must agree.
+Tokens are entered from two sources that must agree: when their request ends (`sampled_tokens.py`)
+and when their group leaves the buffer (the token counts of its batch).
 
-Invariants: generated = trained + masked + discarded by cause + buffered, of tokens; admitted =
-trained + discarded by cause + buffered, of groups; at any moment. A group leaves once. A call that
-would break this raises and changes nothing.
+Invariants, at any moment: tokens ``generated = trained + masked + discarded + buffered``; groups
+``admitted = trained + discarded + buffered``. A group leaves once. A call that would break this
+raises and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts
 
 MASKED_CAUSES = frozenset({"nonfinite_logprob", "unseen_turn"})
-"""Of `TokenCounts.discarded`: masked by a rule."""
+"""Causes in `TokenCounts.discarded` that count as masked."""
 
 
 class LedgerError(TorchtitanRLError):
-    """The account does not add up: tokens or groups were lost, or counted twice."""
+    """The ledger does not add up: tokens or groups were lost or counted twice."""
 
 
 class TokenLedger:
-    """Cumulative over the run; `state_dict` goes into the checkpoint."""
+    """Totals since the run began; `state_dict` goes into the checkpoint.
+
+    Every method raises `LedgerError` for a group that is not in the buffer.
+    """
 
     def __init__(self) -> None:
-        self._tokens_of: dict[str, int] = {}  # by group that is admitted and has not left
+        self._tokens_of: dict[str, int] = {}  # of each group in the buffer
         self._generated = self._trained = 0
         self._masked: Counter[str] = Counter()
         self._discarded: Counter[str] = Counter()
@@ -40,23 +43,15 @@ class TokenLedger:
         return group_id in self._tokens_of
 
     def admit(self, group_id: str) -> None:
-        """A group enters the buffer.
-
-        Raises:
-            LedgerError: it is there already.
-        """
+        """A group enters the buffer; LedgerError if it is there already."""
         if group_id in self._tokens_of:
             raise LedgerError(f"group {group_id} is admitted twice")
         self._tokens_of[group_id] = 0
         self._groups_admitted += 1
 
     def generate(self, group_id: str, num_tokens: int) -> None:
-        """Tokens were sampled for a group.
-
-        Raises:
-            LedgerError: the group is not in the buffer.
-        """
-        self._tokens_of[group_id] = self._held(group_id) + num_tokens
+        """Tokens were sampled for a group."""
+        self._tokens_of[group_id] = self.tokens_of(group_id) + num_tokens
         self._generated += num_tokens
 
     def train(
@@ -66,18 +61,17 @@ class TokenLedger:
         *,
         masked_by_loss: Mapping[str, int] | None = None,
     ) -> None:
-        """These groups were trained on, or had nothing to train on, and leave.
+        """The groups of a batch leave.
 
         Args:
-            counts: the batch's account of them.
-            masked_by_loss: of ``counts.trained``, what a rule of the loss left out, by rule.
+            counts: where the tokens of the batch went.
+            masked_by_loss: tokens out of ``counts.trained`` that the loss left out, by rule.
 
         Raises:
-            LedgerError: a group is not in the buffer; the batch's account does not add up, or
-                differs from what was generated for these groups.
+            LedgerError: the counts do not add up, or differ from what was generated.
         """
         group_ids = list(group_ids)
-        held = sum(self._held(group_id) for group_id in group_ids)
+        held = sum(self.tokens_of(group_id) for group_id in group_ids)
         lost = Counter(counts.discarded)
         if len(set(group_ids)) != len(group_ids):
             raise LedgerError(f"a group is trained twice in one batch: {sorted(group_ids)}")
@@ -105,22 +99,18 @@ class TokenLedger:
         self._groups_trained += len(group_ids)
 
     def discard(self, group_id: str, cause: str) -> None:
-        """A group leaves untrained, with all its tokens.
-
-        Raises:
-            LedgerError: the group is not in the buffer.
-        """
-        self._discarded[cause] += self._held(group_id)
+        """A group leaves untrained, with all its tokens."""
+        self._discarded[cause] += self.tokens_of(group_id)
         del self._tokens_of[group_id]
         self._groups_discarded[cause] += 1
 
     def discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
-        """Tokens of a group that stays are thrown away (a turn rolled back, a rollout restarted).
+        """Tokens of a group that stays are dropped (restarted, or recorded but not usable).
 
         Raises:
-            LedgerError: the group is not in the buffer, or has fewer tokens.
+            LedgerError: the group has fewer tokens.
         """
-        held = self._held(group_id)
+        held = self.tokens_of(group_id)
         if num_tokens > held:
             raise LedgerError(
                 f"{num_tokens} tokens of group {group_id} are discarded ({cause}); it has {held}"
@@ -129,41 +119,11 @@ class TokenLedger:
         if num_tokens:
             self._discarded[cause] += num_tokens
 
-    def lose(self, group_id: str, cause: str, num_tokens: int) -> None:
-        """Tokens were sampled for a group and thrown away before they were entered (a turn that
-        was cancelled in the middle, recorded turns that may not be used).
-
-        Raises:
-            LedgerError: the group is not in the buffer.
-        """
-        self.generate(group_id, num_tokens)
-        self.discard_tokens(group_id, cause, num_tokens)
-
-    def check(self, tokens_of: Mapping[str, int]) -> None:
-        """Compare with the buffer itself.
-
-        Args:
-            tokens_of: of each group in the buffer, the tokens that it holds.
-
-        Raises:
-            LedgerError: groups or tokens differ, or the totals do not add up.
-        """
-        differing = sorted(
-            group_id
-            for group_id in self._tokens_of.keys() | tokens_of.keys()
-            if self._tokens_of.get(group_id) != tokens_of.get(group_id)
-        )
-        if differing:
-            pairs = ", ".join(
-                f"{one}: {self._tokens_of.get(one)} in the account, {tokens_of.get(one)} there"
-                for one in differing[:5]
-            )
-            raise LedgerError(f"{len(differing)} groups differ from their account ({pairs})")
-        require_sums(self.totals())
-
     def tokens_of(self, group_id: str) -> int:
-        """Tokens of a group in the buffer."""
-        return self._held(group_id)
+        """Number of tokens of a group in the buffer."""
+        if group_id not in self._tokens_of:
+            raise LedgerError(f"group {group_id} is not in the buffer: not admitted, or has left")
+        return self._tokens_of[group_id]
 
     def totals(self) -> LedgerTotals:
         return LedgerTotals(
@@ -179,11 +139,11 @@ class TokenLedger:
         )
 
     def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """JSON-able.
+        """The totals, JSON-able.
 
         Args:
-            without: groups whose tokens a resumed run will enter again (their rollouts go on from
-                a record); the state has the groups, but not those tokens.
+            without: groups that are saved without their tokens, because a resumed run enters the
+                tokens of their recorded turns again.
         """
         tokens_of = {name: 0 if name in without else n for name, n in self._tokens_of.items()}
         left_out = sum(self._tokens_of.values()) - sum(tokens_of.values())
@@ -199,10 +159,7 @@ class TokenLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            LedgerError: the state does not add up.
-        """
+        """Replace the totals by saved ones; LedgerError if those do not add up."""
         self._tokens_of = dict(state["tokens_of"])
         self._generated, self._trained = state["generated"], state["trained"]
         self._masked, self._discarded = Counter(state["masked"]), Counter(state["discarded"])
@@ -211,17 +168,9 @@ class TokenLedger:
         self._groups_discarded = Counter(state["groups_discarded"])
         require_sums(self.totals())
 
-    def _held(self, group_id: str) -> int:
-        if group_id not in self._tokens_of:
-            raise LedgerError(f"group {group_id} is not in the buffer: not admitted, or has left")
-        return self._tokens_of[group_id]
-
 
 def require_sums(totals: LedgerTotals) -> None:
-    """
-    Raises:
-        LedgerError: tokens or groups do not add up.
-    """
+    """Check both sums; LedgerError names the one that does not add up."""
     masked, discarded = sum(totals.tokens_masked.values()), sum(totals.tokens_discarded.values())
     tokens = totals.tokens_trained + masked + discarded + totals.tokens_buffered
     if totals.tokens_generated != tokens:

@@ -1,4 +1,4 @@
-"""What the controller tells its recorder: one record per optimizer step and per evaluation."""
+"""What the controller records: a row per step, per evaluation and per ledger reconciliation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_rl.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Where a step's sampled tokens went: generated = trained + the sum of ``discarded``."""
+    """Where the tokens of a batch went: ``generated = trained + sum(discarded)``."""
 
     generated: int
     trained: int
@@ -22,21 +22,22 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStates:
-    """Groups of the work buffer by state when a batch was taken; ``capacity`` bounds their sum."""
+    """Number of groups in each state of the work buffer when a batch was taken; ``capacity`` bounds
+    their sum."""
 
-    waiting: int  # admitted, not started
+    waiting: int
     running: int
-    finished: int  # and not in a batch
-    batched: int  # in the batch that is trained now
+    finished: int
+    batched: int
     capacity: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerTotals:
-    """Where everything went since the run began, earlier lives of a resumed run included.
+    """Where all tokens and groups went since the run began, before it was resumed included.
 
-    Tokens: generated = trained + masked + discarded + buffered; groups: admitted = trained +
-    discarded + buffered. The mappings are by cause.
+    Tokens: ``generated = trained + masked + discarded + buffered``; groups: ``admitted = trained +
+    discarded + buffered``. Mappings are by cause.
     """
 
     tokens_generated: int
@@ -52,13 +53,12 @@ class LedgerTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step of the loop. ``version`` is of the weights after it; durations are in seconds.
+    """One finished step; ``version`` is that of the weights after it.
 
-    It is made in the moment in which the step's weights are there. All durations are of the time
-    since the previous step's moment, which ``wall_s`` is the whole of: in ``rollout_s`` the trainer
-    waited for the batch, in ``publish_s`` it published the weights of the step before, in
-    ``trainer_busy_s`` it trained, published or saved. ``syncs`` ended in that time.
-    ``overtaken``: ids of those groups that younger ones were trained before.
+    Durations are seconds since the record of the previous step, ``wall_s`` in all: ``rollout_s`` of
+    waiting for the batch, ``train_s`` of training, ``publish_s`` of publishing the weights of the
+    step before, ``trainer_busy_s`` of training, publishing and saving. ``syncs`` ended in that
+    time. ``overtaken``: ids of the groups in the batch that younger ones were trained before.
     """
 
     step: int
@@ -80,8 +80,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Fixed problems, answered by one version. A rollout with a reward of at least
-    ``success_reward`` has solved its problem."""
+    """One evaluation on one version. A rollout with a reward of at least ``success_reward`` solved
+    its problem."""
 
     step: int
     version: int
@@ -92,10 +92,10 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountRecord:
-    """The account against its source, of this process; all in tokens.
+    """The ledger compared with the replicas, in tokens since this process started.
 
-    ``sampled`` is what the engines of all replicas counted. ``lost``: sampled by a replica that
-    died, and never heard of. ``unaccounted`` is what is missing of the rest, which must be 0.
+    ``sampled``: counted by the engines of all replicas. ``lost``: sampled by replicas that died
+    before they reported it. ``unaccounted``: the tokens missing of the rest, which must be 0.
     """
 
     step: int
@@ -115,9 +115,9 @@ class Recorder(Protocol):
     def record_account(self, record: AccountRecord) -> None: ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Marks what the controller is doing, in the progress display and the trace."""
+        """Show what the controller does in the block, on the console and in the trace."""
         ...
 
     def say(self, message: str) -> None:
-        """Tell the user something, once."""
+        """Show a message to the user."""
         ...

@@ -1,50 +1,85 @@
-"""What the controller's loops share: where the run is, its groups, and how they wake each other.
+"""What the controller's loops share: the parts of the run, its position, its groups and its waits.
 
-All loops run on one event loop, so that between two awaits nothing here changes.
+All loops run on one event loop, so nothing here changes between two awaits of a loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.waits import Waits
+from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.orchestration.retrying_recorder import RetryingRecorder
+from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
+from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.task import Dataset
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.types import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The components of a run. ``sampled`` observes the router; ``identity`` describes the run and
+    is stored in each checkpoint."""
+
+    dataset: Dataset
+    evaluation_problems: Sequence[Problem]
+    rollouter: Rollouter
+    batcher: EpisodeBatcher
+    trainer: Trainer
+    router: GeneratorRouter
+    recorder: Recorder
+    checkpoints: CheckpointDirectory
+    journals: JournalDirectory
+    sampled: SampledTokens
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RunState:
-    """``step`` counts batches that were dealt with, ``version`` those that changed the weights."""
+    """One run in memory. ``step`` counts finished steps, ``version`` those of them that changed the
+    weights; ``num_changes`` grows whenever anything changes."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self.staleness = capacity.staleness
+    def __init__(self, capacity: Capacity, parts: Parts) -> None:
+        self.capacity = capacity
+        self.parts = parts
+        self.recorder = RetryingRecorder(parts.recorder)
         self.buffer = WorkBuffer(capacity)
         self.ledger = TokenLedger()
-        self.waits = Waits()
+        self.waits = WaitRegistry()
         self.step = 0
         self.version = 0
         self.evaluated_step: int | None = None
         self.is_stopping = False
-        self.progress = 0  # moves whenever anything does
+        self.num_changes = 0
         self._changed = asyncio.Event()
+        parts.sampled.bind(self.ledger)
 
-    def changed(self) -> None:
-        """Something moved: everybody who waits looks again."""
-        self.progress += 1
+    def notify(self) -> None:
+        """Something changed: every loop in `wait_until` checks its condition again."""
+        self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(
+    async def wait_until(
         self,
         holds: Callable[[], bool],
-        what: str,
+        name: str,
         *,
         details: Callable[[], str] | None = None,
     ) -> None:
-        """Wait until ``holds``; ``what`` says who waits for what, for the watchdog."""
+        """Return once ``holds()``; the watchdog reports the wait by ``name`` and ``details()``."""
         if holds():
             return
-        with self.waits.on(what, details=details):
+        with self.waits.track(name, details=details):
             while not holds():
                 await self._changed.wait()

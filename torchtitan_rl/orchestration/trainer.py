@@ -1,4 +1,4 @@
-"""What the controller needs of a trainer, wherever its ranks run."""
+"""The interface of a trainer to the controller, wherever its ranks run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 
 class Trainer(Protocol):
-    """All ranks of a policy trainer behind one object; calls come one after another, but for
-    `finish_checkpoint`, which may be awaited alongside any other."""
+    """All ranks of a policy trainer as one object. Calls come one after another; only
+    `finish_checkpoint` may be awaited alongside another one."""
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         """One optimizer step.
@@ -26,12 +26,10 @@ class Trainer(Protocol):
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         """Make the current weights readable by replicas, under the current version.
 
-        Besides, the version published before and those in ``keep`` stay readable; all others are
-        given up.
+        The version published before and those in ``keep`` stay readable; all others are freed.
 
         Raises:
-            WeightSyncError: there is no room; what was readable still is, but for what was given
-                up.
+            WeightSyncError: there is no room. Versions that were not freed stay readable.
         """
         ...
 
@@ -43,50 +41,49 @@ class Trainer(Protocol):
         *,
         version: int,
     ) -> None:
-        """Take a copy of model, optimizer, scheduler and RNG, with the controller's JSON-able
-        state and ``attachments`` (file name to content; `load_attachment` reads them), and write it
-        while training goes on. Returns when the copy is taken.
+        """Copy model, optimizer, scheduler and RNG, and write the copy while training continues.
 
-        Waits for a checkpoint that is still being written.
+        Returns when the copy is taken. Waits for a checkpoint that is still being written.
 
         Args:
-            version: that the caller's state belongs to.
+            state: the controller's state, JSON-able.
+            attachments: file name to content; `load_attachment` reads them.
+            version: the version that ``state`` belongs to.
 
         Raises:
             CheckpointError: the trainer holds another version (a step ended after its deadline), or
-                the checkpoint that was being written failed, and `finish_checkpoint` has not
-                reported it yet. Nothing is written.
+                the previous checkpoint failed and `finish_checkpoint` has not reported it yet.
+                Nothing is written.
         """
         ...
 
     async def finish_checkpoint(self) -> None:
-        """Return when the last saved checkpoint is completely on disk, under its name; at once
-        where none is being written.
+        """Return when the last saved checkpoint is on disk under its final name.
 
         Raises:
-            CheckpointError: it could not be written; no trace of it will be found.
+            CheckpointError: it could not be written; nothing of it is left.
         """
         ...
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore all of it; returns the controller's state.
+        """Restore everything that `save_checkpoint` saved; returns the controller's state.
 
         Raises:
-            CheckpointError: it is torn or damaged; nothing was changed.
+            CheckpointError: the checkpoint is torn or damaged; nothing was changed.
         """
         ...
 
     async def offload(self) -> None:
-        """Give the devices' memory back; all that was in it waits in the host's. Until `onload`
-        only `finish_checkpoint`, `onload` and `close` may be called. Again: no effect."""
+        """Move everything from device to host memory. Until `onload` only `finish_checkpoint`,
+        `onload` and `close` may be called. A second call has no effect."""
         ...
 
     async def onload(self) -> None:
-        """Take the memory back, with what was in it; where it is there already: no effect."""
+        """Move everything back to the devices. A second call has no effect."""
         ...
 
     async def export_hf(self, path: Path) -> None: ...
 
     async def close(self) -> None:
-        """Finish a checkpoint that is being written, then end the trainer."""
+        """Finish the checkpoint that is being written, then end the trainer."""
         ...

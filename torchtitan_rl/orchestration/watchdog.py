@@ -1,41 +1,96 @@
-"""No silent wait: says who waits for whom when nothing moves, and ends the run when it lasts.
+"""No silent wait: what each loop waits for, and a watchdog that reports it when nothing changes.
 
-Invariants: the watchdog only looks, at what `Waits`, rollouts and replicas tell of themselves; a
-quiet period is reported once per ``report_wait_s``; a run that made no progress for ``max_wait_s``,
-or a wait that is over its own limit, ends with the whole chain in the error. Time in which the
-process itself was stopped (Ctrl-Z, a debugger, a sleeping machine) is not quiet time.
+Invariants: a wait is listed exactly while its ``with`` block is open. The watchdog only reads. It
+reports a quiet period once per ``report_wait_s``; a run without a change for ``max_wait_s``, or a
+wait over its own limit, ends with all waits in the error. Time in which the process itself was
+stopped (Ctrl-Z, a debugger, a sleeping machine) does not count as quiet.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.orchestration.waits import Wait, Waits
 from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
 
 _MAX_TICK_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """One open wait; ``since_s`` is on the clock of its registry."""
+
+    name: str
+    since_s: float
+    limit_s: float | None
+    details: Callable[[], str] | None  # called only when the wait is described
+
+    def describe(self, now_s: float) -> str:
+        """``trainer waits for a full batch (90 s): 3 of 16 groups finished``"""
+        text = f"{self.name} ({now_s - self.since_s:.0f} s)"
+        details = self.details() if self.details is not None else ""
+        return f"{text}: {details}" if details else text
+
+
+class WaitRegistry:
+    """The open waits of one event loop. ``clock`` replaces the loop's own in tests."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._open: list[Wait] = []
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time() if self._clock is None else self._clock()
+
+    @contextmanager
+    def track(
+        self,
+        name: str,
+        *,
+        details: Callable[[], str] | None = None,
+        limit_s: float | None = None,
+    ) -> Iterator[None]:
+        """List a wait while the block is open.
+
+        Args:
+            name: a sentence that needs no context, "trainer waits for a full batch".
+            limit_s: how long this wait may take. While it is within its limit the watchdog does not
+                end the run; once it is over, the watchdog does. Where the awaited call has a
+                time-out of its own, give a larger limit.
+        """
+        wait = Wait(name=name, since_s=self.now_s(), limit_s=limit_s, details=details)
+        self._open.append(wait)
+        try:
+            yield
+        finally:
+            self._open.remove(wait)
+
+    def open(self) -> tuple[Wait, ...]:
+        """The open waits, longest first."""
+        return tuple(self._open)
+
+
 class Watchdog:
-    """Run `run` beside the loops, in their task group.
+    """Run `run` alongside the loops.
 
     Args:
-        progress: a number that changes whenever anything moved (groups, steps, pulls ...).
-        activities: what each unfinished rollout does (`Rollouter.activities`); one that begins
-            something new is progress too.
-        notes: further lines for the chain, such as `describe_replicas`.
+        num_changes: a number that grows whenever anything changes (groups, steps, pulls ...).
+        activities: what each unfinished rollout does; a rollout that begins something new is a
+            change too.
+        notes: further lines for the report, such as `describe_replicas`.
         say: shows a message to the user.
     """
 
     def __init__(
         self,
-        waits: Waits,
+        waits: WaitRegistry,
         *,
-        progress: Callable[[], int],
+        num_changes: Callable[[], int],
         report_wait_s: float,
         max_wait_s: float,
         activities: Callable[[], Sequence[RolloutActivity]],
@@ -43,23 +98,23 @@ class Watchdog:
         notes: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._waits = waits
-        self._progress = progress
+        self._num_changes = num_changes
         self._report_wait_s = report_wait_s
         self._max_wait_s = max_wait_s
         self._activities = activities
         self._say = say
         self._notes = notes
         self.tick_s = min(report_wait_s / 10, max_wait_s / 10, _MAX_TICK_S)
-        self._seen_progress: tuple[int, float | None] | None = None
-        self._looked_s = 0.0
+        self._last_seen: tuple[int, float | None] | None = None
+        self._last_look_s = 0.0
         self._quiet_s = 0.0
-        self._reports = 0
+        self._num_reports = 0
 
     async def run(self) -> NoReturn:
         """Look every ``tick_s``, until cancelled.
 
         Raises:
-            DeadlineError: nothing moved for too long; the message is the chain of waits.
+            DeadlineError: nothing changed for too long; the message lists all waits.
         """
         while True:
             self.look()
@@ -72,21 +127,20 @@ class Watchdog:
             DeadlineError: as `run`.
         """
         now_s = self._waits.now_s()
-        self._note_quiet(now_s)
-        waits = self._waits.open()
-        for wait in waits:
-            if wait.is_overdue(now_s):
-                raise DeadlineError(self._with_chain(f"{wait.describe(now_s)}, over its limit"))
-        has_own_limit = any(wait.limit_s is not None for wait in waits)
-        if self._quiet_s >= self._max_wait_s and not has_own_limit:
-            raise DeadlineError(self._with_chain(f"nothing has moved for {self._quiet_s:.0f} s"))
-        if self._quiet_s >= self._report_wait_s * (self._reports + 1):
-            self._reports += 1
-            self._say(self._with_chain(f"nothing has moved for {self._quiet_s:.0f} s"))
+        self._measure_quiet(now_s)
+        limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]
+        for wait, limit_s in limited:
+            if now_s - wait.since_s > limit_s:
+                raise DeadlineError(self._report(f"{wait.describe(now_s)}, over its limit"))
+        headline = f"nothing has moved for {self._quiet_s:.0f} s"
+        if self._quiet_s >= self._max_wait_s and not limited:
+            raise DeadlineError(self._report(headline))
+        if self._quiet_s >= self._report_wait_s * (self._num_reports + 1):
+            self._num_reports += 1
+            self._say(self._report(headline))
 
     def chain(self) -> str:
-        """Who waits for what, one a line: waits (the longest first, of equal ones only the
-        longest), rollouts, notes."""
+        """One line each: waits (longest first, equal names together), rollouts, notes."""
         now_s = self._waits.now_s()
         by_name: dict[str, list[Wait]] = {}
         for wait in self._waits.open():
@@ -98,44 +152,35 @@ class Watchdog:
         lines += [describe_activities(self._activities(), now_s), *self._notes()]
         return "\n".join(f"  {line}" for line in lines if line)
 
-    def _with_chain(self, headline: str) -> str:
-        return f"{headline}:\n{self.chain() or '  nobody says what it waits for'}"
+    def _report(self, headline: str) -> str:
+        return f"{headline}:\n{self.chain() or '  no wait is listed'}"
 
-    def _note_quiet(self, now_s: float) -> None:
+    def _measure_quiet(self, now_s: float) -> None:
         newest_s = max((activity.since_s for activity in self._activities()), default=None)
-        progress = (self._progress(), newest_s)
-        if progress != self._seen_progress:
-            self._seen_progress = progress
-            self._quiet_s, self._reports = 0.0, 0
+        seen = (self._num_changes(), newest_s)
+        if seen != self._last_seen:
+            self._last_seen = seen
+            self._quiet_s, self._num_reports = 0.0, 0
         else:
-            self._quiet_s += min(now_s - self._looked_s, 2 * self.tick_s)
-        self._looked_s = now_s
+            self._quiet_s += min(now_s - self._last_look_s, 2 * self.tick_s)
+        self._last_look_s = now_s
 
 
 def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """What the rollouts do, and the one that has not moved for longest; empty where none runs."""
+    """What the rollouts do, and the longest activity of all; empty without rollouts."""
     if not activities:
         return ""
     counts = Counter(activity.phase.value for activity in activities)
-    doing = ", ".join(f"{number} in {phase}" for phase, number in counts.most_common())
-    longest = min(activities, key=lambda activity: activity.since_s)
-    return f"{len(activities)} rollouts run ({doing}); longest: {describe_activity(longest, now_s)}"
-
-
-def describe_activity(activity: RolloutActivity, now_s: float) -> str:
-    """``e0/p12/r3, turn 2, environment step for 88 s``; turn 0 is before the first."""
-    turn = activity.turn + (activity.phase is Phase.GENERATION)  # `turn` counts complete ones
-    where = f"{activity.rollout_id}, turn {turn}"
-    return f"{where}, {activity.phase.value} {activity.detail} for {now_s - activity.since_s:.0f} s"
+    phases = ", ".join(f"{number} in {phase}" for phase, number in counts.most_common())
+    return f"{len(activities)} rollouts run ({phases}); longest: {_longest(activities, now_s)}"
 
 
 def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """What one group waits for: its rollout that has not moved for longest."""
+    """What one group waits for: its rollout whose current activity has taken longest."""
     own = [one for one in activities if one.rollout_id.startswith(f"{group_id}/")]
     if not own:
         return f"group {group_id} has no running rollout"
-    longest = min(own, key=lambda activity: activity.since_s)
-    return f"group {group_id}: {len(own)} rollouts run; {describe_activity(longest, now_s)}"
+    return f"group {group_id}: {len(own)} rollouts run; {_longest(own, now_s)}"
 
 
 def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str, int]) -> str:
@@ -144,3 +189,11 @@ def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str
         f"{name} {state}, {outstanding_tokens.get(name, 0)} tokens outstanding"
         for name, state in states.items()
     )
+
+
+def _longest(activities: Sequence[RolloutActivity], now_s: float) -> str:
+    """``e0/p12/r3, turn 2, environment step for 88 s``; turn 0 is before the first."""
+    one = min(activities, key=lambda activity: activity.since_s)
+    turn = one.turn + (one.phase is Phase.GENERATION)  # `turn` counts complete ones
+    where = f"{one.rollout_id}, turn {turn}, {one.phase.value} {one.detail}"
+    return f"{where} for {now_s - one.since_s:.0f} s"

@@ -1,10 +1,22 @@
 """The groups between dataset and trainer: a state machine without I/O, tasks or clock.
 
+| state | meaning | next state, by |
+|---|---|---|
+| WAITING | admitted; no replica holds its version yet | RUNNING by `start` |
+| RUNNING | its rollouts run | FINISHED by `finish` |
+| FINISHED | all its rollouts have ended | BATCHED by `take` |
+| BATCHED | in the optimizer step | TRAINED by `finish_batch`, FINISHED by `put_back` |
+| TRAINED | counted only | |
+| DISCARDED | counted by cause only | |
+
+From every live state (the first four) `discard` leads to DISCARDED. From all of them but BATCHED
+`restart` leads to WAITING.
+
 Invariants:
 - every group is in exactly one state, and ``admitted = live + trained + discarded`` at any moment;
-- no group is trained more than S versions after its admission (`capacity.py` proves it; `take`
-  checks it, for each token too);
-- a slot is taken by `admit` and freed by `trained` or `discard`, on every path.
+- no group or token is trained more than S versions after the group's admission (`capacity.py` has
+  the proof; `take` checks it);
+- `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
 """
 
 from __future__ import annotations
@@ -21,23 +33,26 @@ from torchtitan_rl.types import Problem, RolloutGroup
 
 
 class GroupState(StrEnum):
-    """Where a group is; trained and discarded ones are only counted."""
+    """Where a group is; see the table above."""
 
-    WAITING = "waiting"  # admitted; no replica holds its version yet
+    WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-    BATCHED = "batched"  # in the optimizer step
+    BATCHED = "batched"
     TRAINED = "trained"
     DISCARDED = "discarded"
 
 
+LIVE_STATES = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED, GroupState.BATCHED)
+
+
 class StalenessError(TorchtitanRLError):
-    """A group or token is older than the cap: a bug, never a matter of luck."""
+    """A group or token is older than the cap allows, which is a bug."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One live group. ``overtaken``: younger groups that were batched before it."""
+    """One live group. ``overtaken`` counts younger groups that were trained before it."""
 
     group_id: str
     problem: Problem
@@ -45,18 +60,17 @@ class Entry:
     state: GroupState = GroupState.WAITING
     overtaken: int = 0
     restarts: int = 0  # S = 0: rolled out again under newer weights
-    resamples: int = 0  # rolled out again for want of variance
+    resamples: int = 0  # rolled out again because all its rewards were equal
     group: RolloutGroup | None = None  # from FINISHED on
 
 
 class WorkBuffer:
-    """Live groups in order of admission."""
+    """Live groups, oldest first."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._entries: dict[str, Entry] = {}
-        self._num_finished = 0  # and not in a batch
-        self._overtook: dict[str, int] = {}  # what the last `take` added to ``overtaken``
+        self._num_finished = 0
         self.admitted = 0
         self.trained = 0
         self.discarded: Counter[str] = Counter()  # by cause
@@ -78,13 +92,13 @@ class WorkBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Whether `take` would give one."""
+        """Whether `take` would return a batch."""
         return self._next_batch() is not None
 
     def counts(self) -> dict[GroupState, int]:
-        """Groups in each state; trained and discarded ones since the beginning."""
+        """Groups in each state; trained and discarded ones since the run began."""
         live = Counter(entry.state for entry in self._entries.values())
-        return {state: live[state] for state in GroupState} | {
+        return {state: live[state] for state in LIVE_STATES} | {
             GroupState.TRAINED: self.trained,
             GroupState.DISCARDED: self.discarded.total(),
         }
@@ -115,50 +129,37 @@ class WorkBuffer:
         self._num_finished += 1
 
     def discard(self, group_id: str, cause: str) -> None:
-        """Give a group up, in whatever state it is, and free its slot."""
+        """Drop a group in any state and free its slot."""
         entry = self._entries.pop(group_id)
         self._num_finished -= entry.state is GroupState.FINISHED
         self.discarded[cause] += 1
 
     def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
-        """The next batch, to be trained at ``version``: P groups in order of admission.
+        """The next batch, to be trained at ``version``: P groups, oldest first.
 
-        None while there are not enough finished ones, or one of those that are not may not be
-        overtaken any more.
+        None while too few groups are finished, or an unfinished one must not be overtaken again.
 
         Raises:
-            StalenessError: one of them is too old, as a whole or in a token.
+            StalenessError: a group, or one of its tokens, is too old.
         """
         chosen = self._next_batch()
         if chosen is None:
             return None
         self._check_age(chosen, version)
-        ids = {entry.group_id for entry in chosen}
-        younger = 0
-        self._overtook = {}
-        for entry in reversed(self._pending()):
-            if entry.group_id in ids:
-                entry.state = GroupState.BATCHED
-                younger += 1
-            elif younger:
-                entry.overtaken += younger
-                self._overtook[entry.group_id] = younger
+        for entry in chosen:
+            entry.state = GroupState.BATCHED
         self._num_finished -= len(chosen)
         return tuple(entry.group for entry in chosen if entry.group is not None)
 
     def put_back(self) -> None:
-        """Undo the last `take`: its batch was not trained. Without a batch nothing happens."""
+        """Undo the last `take` because its batch was not trained; no effect without a batch."""
         for entry in self._entries.values():
             if entry.state is GroupState.BATCHED:
                 entry.state = GroupState.FINISHED
                 self._num_finished += 1
-        for group_id, younger in self._overtook.items():
-            if group_id in self._entries:
-                self._entries[group_id].overtaken -= younger
-        self._overtook = {}
 
     def overtaken_in_batch(self) -> frozenset[str]:
-        """Ids of those groups in the batch that others were trained before."""
+        """Ids of the groups in the batch that younger groups were trained before."""
         return frozenset(
             entry.group_id
             for entry in self.entries
@@ -166,17 +167,23 @@ class WorkBuffer:
         )
 
     def finish_batch(self) -> tuple[str, ...]:
-        """The batch has been trained: its slots are free. At S = 0 all other groups are too old
-        now; their ids are returned, and `restart` is to be called for each."""
-        self._overtook = {}
-        for entry in self.entries:
+        """The batch has been trained: free its slots.
+
+        Returns:
+            The groups that are too old now: at S = 0 all others. Call `restart` for each.
+        """
+        younger = 0  # groups of the batch
+        for entry in reversed(self.entries):
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
                 self.trained += 1
+                younger += 1
+            else:
+                entry.overtaken += younger
         return tuple(self._entries) if self._capacity.staleness == 0 else ()
 
     def restart(self, group_id: str, *, version: int) -> Entry:
-        """Roll a group out from its beginning, in its old place, as if admitted at ``version``."""
+        """Begin a group again in its place, as if it were admitted at ``version``."""
         entry = self._entries[group_id]
         self._num_finished -= entry.state is GroupState.FINISHED
         entry.admitted_version, entry.group = version, None
@@ -192,12 +199,10 @@ class WorkBuffer:
         trained: int,
         discarded: dict[str, int],
     ) -> None:
-        """Go on from a checkpoint: unfinished groups wait to run again."""
+        """Continue from a checkpoint, whose groups are waiting or finished."""
         for entry in entries:
-            is_finished = entry.group is not None
-            entry.state = GroupState.FINISHED if is_finished else GroupState.WAITING
             self._entries[entry.group_id] = entry
-            self._num_finished += is_finished
+            self._num_finished += entry.state is GroupState.FINISHED
         self.admitted, self.trained = admitted, trained
         self.discarded = Counter(discarded)
 
@@ -211,15 +216,16 @@ class WorkBuffer:
         if self._num_finished < self._capacity.groups_per_step:
             return None
         chosen: list[Entry] = []
-        slowest: Entry | None = None  # whoever overtakes a later one overtakes the first one too
+        # Whatever overtakes an unfinished group overtakes the oldest one, so only that one counts.
+        oldest: Entry | None = None
         overtaking = 0
         for entry in self._pending():
             if entry.state is not GroupState.FINISHED:
-                slowest = slowest or entry
+                oldest = oldest or entry
                 continue
-            if slowest is not None:
+            if oldest is not None:
                 overtaking += 1
-                if slowest.overtaken + overtaking > self._most_overtakes(slowest):
+                if oldest.overtaken + overtaking > self._max_overtaken(oldest):
                     return None
             chosen.append(entry)
             if len(chosen) == self._capacity.groups_per_step:
@@ -229,10 +235,11 @@ class WorkBuffer:
     def _pending(self) -> list[Entry]:
         return [e for e in self._entries.values() if e.state is not GroupState.BATCHED]
 
-    def _most_overtakes(self, entry: Entry) -> float:
+    def _max_overtaken(self, entry: Entry) -> float:
         if self._capacity.staleness > 0:
             return self._capacity.window - 1
-        # Restarted once, a group is in the next batch: short answers are not favoured for ever.
+        # A group that was restarted once is in the next batch; otherwise short answers would
+        # always win.
         return 0 if entry.restarts else math.inf
 
     def _check_age(self, chosen: list[Entry], version: int) -> None:

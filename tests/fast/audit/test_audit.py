@@ -32,7 +32,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import _line, read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
-from torchtitan_rl.orchestration.resume_choice import GROUPS, choose_checkpoint
+from torchtitan_rl.orchestration.recovery import GROUPS, choose_checkpoint
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     read_document,
@@ -96,16 +96,26 @@ class Killed(BaseException):
 
 
 def live(
-    run_dir: Path, plan: Plan, *, resume: bool = False, stop_at: int = 0, kill_at: int = 0
-) -> None:
-    """One life of a run: to its end, to a stop after a step, or to a kill at one."""
+    run_dir: Path,
+    plan: Plan,
+    *,
+    resume: bool = False,
+    stop_at: int = 0,
+    kill_at: int = 0,
+    kill_after: float | None = None,
+) -> Path:
+    """One life of a run: to its end, to a stop after a step, or to a kill at a step or a moment.
 
-    async def run() -> None:
+    Returns where the files are at that moment: a kill after ``kill_after`` leaves a copy.
+    """
+
+    async def run() -> Path:
         found = None
         if resume:
             found = choose_checkpoint(
                 CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
             )
+            assert found.passed_over == ()
         recorder = Files(run_dir, found.step if found is not None else None)
         simulation = Simulation(plan, run_dir, recorder=recorder)
         task = asyncio.create_task(simulation.controller.run(resume_from=found))
@@ -117,23 +127,30 @@ def live(
                 raise Killed
 
         recorder.on_step = on_step
-        await task
+        await asyncio.wait({task}, timeout=kill_after)
+        if not task.done():
+            left = run_dir.with_name(f"{run_dir.name}-killed")
+            shutil.copytree(run_dir, left)
+            task.cancel()
+            await asyncio.wait({task})
+            return left
+        task.result()
+        policy = run_dir / "policy"
+        policy.mkdir()
+        (policy / "config.json").write_text("{}")
+        (policy / "model.safetensors").touch()
+        return run_dir
 
-    if stop_at:
-        with pytest.raises(StopRequested):
-            run_virtually(run())
-    elif kill_at:
-        with pytest.raises(Killed):
-            run_virtually(run())
-    else:
-        run_virtually(run())
-        export(run_dir)
-
-
-def export(run_dir: Path) -> None:
-    (run_dir / "policy").mkdir()
-    (run_dir / "policy" / "config.json").write_text("{}")
-    (run_dir / "policy" / "model.safetensors").touch()
+    try:
+        left: Path = run_virtually(run())
+    except StopRequested:
+        assert stop_at
+        return run_dir
+    except Killed:
+        return run_dir
+    assert not stop_at
+    assert not kill_at
+    return left
 
 
 def begun(run_dir: Path) -> Path:
@@ -155,17 +172,24 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def audited(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = cli.main(["audit", str(run_dir)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+Audited = Callable[[Path], tuple[int, str, str]]
 
 
-def test_a_whole_run_adds_up_with_a_line_for_each_check(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = audited(whole, capsys)
+@pytest.fixture
+def audited(capsys: pytest.CaptureFixture[str]) -> Audited:
+    """Runs the command; returns its exit code, stdout and stderr."""
+
+    def audited(run_dir: Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(["audit", str(run_dir)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return audited
+
+
+def test_a_whole_run_adds_up_with_a_line_for_each_check(whole: Path, audited: Audited) -> None:
+    code, out, err = audited(whole)
     assert (code, err) == (0, "")
     for line in (
         "metrics: steps: ok (4 steps)",
@@ -184,15 +208,15 @@ def test_a_whole_run_adds_up_with_a_line_for_each_check(
 
 
 def test_a_run_that_was_stopped_and_one_that_was_killed_and_both_resumed_add_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, audited: Audited
 ) -> None:
     begun(tmp_path)
     live(tmp_path, PLAN, stop_at=1)
-    assert audited(tmp_path, capsys)[0] == 0
+    assert audited(tmp_path)[0] == 0
     live(tmp_path, PLAN, resume=True, kill_at=3)
-    assert audited(tmp_path, capsys)[::2] == (0, "")
+    assert audited(tmp_path)[::2] == (0, "")
     live(tmp_path, PLAN, resume=True)
-    assert audited(tmp_path, capsys)[::2] == (0, "")
+    assert audited(tmp_path)[::2] == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -206,44 +230,20 @@ def test_a_run_that_was_stopped_and_one_that_was_killed_and_both_resumed_add_up(
 )
 @pytest.mark.parametrize("chance", range(3))
 def test_runs_of_all_kinds_add_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], chance: int
+    tmp_path: Path, audited: Audited, changes: dict[str, Any], chance: int
 ) -> None:
     plan = Plan(**{**vars(PLAN), **changes, "chance": chance})
     identity = IDENTITY | {"schedule.staleness": plan.staleness}
     (tmp_path / "identity.json").write_text(json.dumps(identity))
     live(tmp_path, plan, stop_at=2)
-    assert audited(tmp_path, capsys)[::2] == (0, "")
+    assert audited(tmp_path)[::2] == (0, "")
     live(tmp_path, plan, resume=True)
-    assert audited(tmp_path, capsys)[::2] == (0, "")
-
-
-def until_killed(run_dir: Path, plan: Plan, after_s: float, target: Path) -> bool:
-    """One life, whose files at that moment are what a kill -9 leaves, in ``target``; True where it
-    came to its end before."""
-
-    async def run() -> bool:
-        found = choose_checkpoint(
-            CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
-        )
-        assert found.passed_over == ()
-        recorder = Files(run_dir, found.step)
-        simulation = Simulation(plan, run_dir, recorder=recorder)
-        task = asyncio.create_task(simulation.controller.run(resume_from=found))
-        done, _ = await asyncio.wait({task}, timeout=after_s)
-        if done:
-            task.result()
-            return True
-        shutil.copytree(run_dir, target)
-        task.cancel()
-        await asyncio.wait({task})
-        return False
-
-    return bool(run_virtually(run()))
+    assert audited(tmp_path)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_is_killed_at_any_moments_adds_up_after_each_and_in_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    tmp_path: Path, audited: Audited, seed: int
 ) -> None:
     chance = random.Random(seed)
     changes = {
@@ -257,19 +257,25 @@ def test_a_run_that_is_killed_at_any_moments_adds_up_after_each_and_in_the_end(
     plan = Plan(**{**vars(PLAN), **changes})
     run_dir = tmp_path / "0"
     run_dir.mkdir()
-    identity = IDENTITY | {"schedule.staleness": plan.staleness, "checkpoint.export_hf": False}
+    identity = IDENTITY | {"schedule.staleness": plan.staleness}
     (run_dir / "identity.json").write_text(json.dumps(identity))
-    for life in range(1, 5):
-        target = tmp_path / str(life)
-        if until_killed(run_dir, plan, chance.uniform(1.0, 40.0), target):
+    for _ in range(4):
+        left = live(run_dir, plan, resume=True, kill_after=chance.uniform(1.0, 40.0))
+        if left == run_dir:
             break
-        run_dir = target
-        assert audited(run_dir, capsys)[0] in (0, 2)  # 2: before anything was written
+        run_dir = left
+        assert audited(run_dir)[0] in (0, 2)  # 2: before anything was written
     else:
-        assert until_killed(run_dir, plan, 1e9, tmp_path / "none")
-    code, out, err = audited(run_dir, capsys)
+        live(run_dir, plan, resume=True)
+    code, out, err = audited(run_dir)
     assert (code, err) == (0, "")
     assert "metrics: steps: ok (4 steps)" in out
+
+
+def assert_found(violation: str, result: tuple[int, str, str]) -> None:
+    code, _, err = result
+    assert code == 1
+    assert violation in err
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -345,12 +351,10 @@ def less_trained(rows: list[dict[str, Any]]) -> None:
     ],
 )
 def test_a_fault_in_the_metrics_is_found(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
+    whole: Path, tmp_path: Path, audited: Audited, change: Any, said: str
 ) -> None:
     change_rows(copied(whole, tmp_path), "metrics.jsonl", change)
-    code, _, err = audited(tmp_path, capsys)
-    assert code == 1
-    assert said in err
+    assert_found(said, audited(tmp_path))
 
 
 def longer(rows: list[dict[str, Any]]) -> None:
@@ -389,12 +393,10 @@ def versions(split: str, version: int) -> Callable[[list[dict[str, Any]]], None]
     ],
 )
 def test_a_fault_in_the_rollouts_is_found(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
+    whole: Path, tmp_path: Path, audited: Audited, change: Any, said: str
 ) -> None:
     change_rows(copied(whole, tmp_path), "rollouts.jsonl", change)
-    code, _, err = audited(tmp_path, capsys)
-    assert code == 1
-    assert said in err
+    assert_found(said, audited(tmp_path))
 
 
 def changed_document(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -469,23 +471,19 @@ def without_logprobs(rows: list[dict[str, Any]]) -> None:
     ],
 )
 def test_a_fault_in_a_checkpoint_is_found(
-    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, said: str
+    stopped: Path, tmp_path: Path, audited: Audited, damage: Any, said: str
 ) -> None:
     run_dir = copied(stopped, tmp_path)
     damage(run_dir / "checkpoints" / "step-000003")
-    code, _, err = audited(run_dir, capsys)
-    assert code == 1
-    assert said in err
+    assert_found(said, audited(run_dir))
 
 
 def test_a_checkpoint_without_the_rows_before_it_is_found(
-    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped: Path, tmp_path: Path, audited: Audited
 ) -> None:
     run_dir = copied(stopped, tmp_path)
     change_rows(run_dir, "metrics.jsonl", lambda rows: rows.remove(row_of(rows, 3)))
-    code, _, err = audited(run_dir, capsys)
-    assert code == 1
-    assert "there is no row of step 3" in err
+    assert_found("there is no row of step 3", audited(run_dir))
 
 
 def a_turn(**fields: Any) -> dict[str, Any]:
@@ -529,39 +527,35 @@ def finished_group(run_dir: Path) -> None:
     ],
 )
 def test_a_fault_in_a_journal_is_found(
-    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, said: str
+    stopped: Path, tmp_path: Path, audited: Audited, damage: Any, said: str
 ) -> None:
     run_dir = copied(stopped, tmp_path)
     damage(run_dir)
-    code, _, err = audited(run_dir, capsys)
-    assert code == 1
-    assert said in err
+    assert_found(said, audited(run_dir))
 
 
 def test_a_finished_run_without_its_policy_is_found(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, audited: Audited
 ) -> None:
     run_dir = copied(whole, tmp_path)
     (run_dir / "policy" / "model.safetensors").unlink()
-    code, _, err = audited(run_dir, capsys)
-    assert code == 1
-    assert "holds no policy: resume the run to export it" in err
+    assert_found("holds no policy: resume the run to export it", audited(run_dir))
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint_and_no_fault(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, audited: Audited
 ) -> None:
     run_dir = copied(whole, tmp_path)
     temporary_path(run_dir / "checkpoints" / "step-000009").mkdir()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step":5,"ver')
-    assert audited(run_dir, capsys)[0] == 0
+    assert audited(run_dir)[0] == 0
 
 
 def test_a_folder_that_is_no_run_is_told_apart_from_one_with_faults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, audited: Audited
 ) -> None:
-    assert audited(tmp_path, capsys) == (
+    assert audited(tmp_path) == (
         2,
         "",
         f"error: {tmp_path}: no run (neither metrics.jsonl nor checkpoints)\n",
@@ -580,12 +574,12 @@ def test_an_audit_imports_no_framework() -> None:
 
 
 def test_a_run_that_is_going_on_is_not_audited(
-    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped: Path, tmp_path: Path, audited: Audited
 ) -> None:
     run_dir = copied(stopped, tmp_path)
     with hold_run(run_dir):
-        code, _, err = audited(run_dir, capsys)
+        code, _, err = audited(run_dir)
     assert code == 2
     (line,) = err.splitlines()
     assert line.startswith("error: a run is audited when it has ended: name is ")
-    assert audited(run_dir, capsys)[0] == 0
+    assert audited(run_dir)[0] == 0

@@ -1,4 +1,4 @@
-"""Whole runs, simulated: equal to a plain loop, within the bound, no token lost, no deadlock."""
+"""Simulated whole runs: equal to a plain loop, within the staleness bound, no token lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fast.orchestration.runs import live, run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
@@ -15,15 +16,6 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutStatus
-
-
-def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
-    async def work() -> Simulation:
-        simulation = Simulation(plan, root)
-        await simulation.run(resume=resume)
-        return simulation
-
-    return run_virtually(work())
 
 
 def reference_weights(plan: Plan, root: Path) -> int:
@@ -66,7 +58,7 @@ def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(
     )
 
 
-def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
+def test_evaluation_alongside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
     plan = Plan(num_steps=5)
     evaluated = replace(plan, validate_every=2, evaluation_problems=3)
     simulation = run(evaluated, tmp_path / "evaluated")
@@ -240,9 +232,10 @@ def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) ->
         run_virtually(work())
 
 
-def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("during_step", ["running", "asleep"])
+def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_step: str) -> None:
     async def work() -> None:
-        simulation = Simulation(Plan(checkpoint_every=2), tmp_path)
+        simulation = Simulation(Plan(checkpoint_every=2, during_step=during_step), tmp_path)
         original = simulation.trainer.train_step
 
         async def train_step(batch: TrainingBatch) -> StepOutput:
@@ -273,52 +266,28 @@ def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path)
     run_virtually(work())
 
 
-def stop_after(plan: Plan, root: Path, seconds: float) -> Simulation:
-    async def work() -> Simulation:
-        simulation = Simulation(plan, root)
-        running = asyncio.create_task(simulation.run())
-        await asyncio.sleep(seconds)
-        simulation.controller.request_stop()
-        with pytest.raises(StopRequested):
-            await running
-        return simulation
-
-    return run_virtually(work())
-
-
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, seconds: float
 ) -> None:
     plan = Plan(num_steps=8, checkpoint_every=2)
-    stop_after(plan, tmp_path / "cut", seconds)
+    _, error = live(plan, tmp_path / "cut", stop_after=seconds)
+    assert isinstance(error, StopRequested)
     resumed = run(plan, tmp_path / "cut", resume=True)
     assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
 
 
-def kill_after(plan: Plan, root: Path, seconds: float, *, resume: bool = False) -> Simulation:
-    """As kill -9: nothing gets to know."""
-
-    async def work() -> Simulation:
-        simulation = Simulation(plan, root)
-        running = asyncio.create_task(simulation.run(resume=resume))
-        await asyncio.sleep(seconds)
-        simulation.trainer.save_checkpoint = None  # type: ignore[method-assign, assignment]
-        running.cancel()
-        await asyncio.wait({running})
-        return simulation
-
-    return run_virtually(work())
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("seconds", [(1.5,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
+@pytest.mark.parametrize(
+    ("during_step", "staleness"), [("running", 0), ("running", 2), ("asleep", 0), ("asleep", 1)]
+)
+@pytest.mark.parametrize("seconds", [(0.7,), (1.5,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
 def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, seconds: tuple[float, ...], staleness: int
+    tmp_path: Path, seconds: tuple[float, ...], during_step: str, staleness: int
 ) -> None:
     plan = Plan(num_steps=10, checkpoint_every=3, staleness=staleness, turns=3)
+    plan = replace(plan, during_step=during_step)
     for attempt, after in enumerate(seconds):
-        kill_after(plan, tmp_path / "cut", after, resume=attempt > 0)
+        live(plan, tmp_path / "cut", kill_after=after, resume=attempt > 0)
     resumed = run(plan, tmp_path / "cut", resume=True)
     whole = run(plan, tmp_path / "whole")
     assert resumed.trainer.version == 10
@@ -330,7 +299,7 @@ def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 def test_trap_28_a_turn_that_was_finished_is_not_sampled_again_after_a_kill(tmp_path: Path) -> None:
     plan = Plan(num_steps=4, staleness=1, turns=3)
-    killed = kill_after(plan, tmp_path, 4.0)
+    killed, _ = live(plan, tmp_path, kill_after=4.0)
     finished = {one.request_id for one in killed.answered if set(one.versions) == {0}}
     assert len(finished) > 10
     resumed = run(plan, tmp_path, resume=True)

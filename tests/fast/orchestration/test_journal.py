@@ -233,7 +233,7 @@ def test_a_rollout_that_has_ended_is_not_kept_in_memory(tmp_path):
     journal.append("g/r0", 0, FIRST, STATE)
     journal.append("g/r0", 1, SECOND, over)
     journal.append("g/r1", 0, turn((1,), (2,), versions=[1]), over)
-    assert journal._known == {}
+    assert journal._last_turns == {}
 
 
 def test_a_long_conversation_takes_linear_space(tmp_path):

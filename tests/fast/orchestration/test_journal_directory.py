@@ -29,7 +29,7 @@ def record(*turns) -> dict[str, RecordedRollout]:
 
 def begun(path, step=0) -> JournalDirectory:
     journals = JournalDirectory(path)
-    journals.begin(step)
+    journals.start_lineage(step, {}, {})
     return journals
 
 
@@ -82,7 +82,7 @@ def test_a_turn_that_was_dropped_at_a_resume_does_not_come_back_at_the_next(tmp_
     journals.append("a", 2, sampled(2, 9), None)
 
     second = JournalDirectory(tmp_path)
-    second.restart(0, record(one), {})
+    second.start_lineage(0, record(one), {})
     assert JournalDirectory(tmp_path).restore(0, {}) == record(one)
     second.append("a", 1, new, None)
     assert JournalDirectory(tmp_path).restore(0, {}) == record(one, new)
@@ -98,12 +98,12 @@ def test_a_later_file_of_an_older_lineage_is_not_read(tmp_path):
     journals.begin(5)
     journals.append("a", 1, two, None)
     older = (tmp_path / "step-000005.jsonl").read_bytes()
-    JournalDirectory(tmp_path).restart(0, record(one), {})
+    JournalDirectory(tmp_path).start_lineage(0, record(one), {})
     assert names(tmp_path) == ["step-000000.jsonl"]
     (tmp_path / "step-000005.jsonl").write_bytes(older)
     third = JournalDirectory(tmp_path)
     assert third.restore(0, {}) == record(one)
-    third.restart(0, record(one), {})
+    third.start_lineage(0, record(one), {})
     assert JournalDirectory(tmp_path).restore(0, {}) == record(one)
 
 
@@ -128,7 +128,7 @@ def test_what_the_checkpoint_holds_is_not_written_again(tmp_path):
     one, two = sampled(0, 0), sampled(1, 0)
     base = record(one)
     journals = JournalDirectory(tmp_path)
-    journals.restart(5, record(one, two), base)
+    journals.start_lineage(5, record(one, two), base)
     assert len((tmp_path / "step-000005.jsonl").read_bytes().splitlines()) == 2
     assert JournalDirectory(tmp_path).restore(5, base) == record(one, two)
 
@@ -136,14 +136,14 @@ def test_what_the_checkpoint_holds_is_not_written_again(tmp_path):
 def test_a_rollout_that_began_anew_since_the_checkpoint_is_written_whole(tmp_path):
     base = record(sampled(0, 0), sampled(1, 0))
     anew = record(sampled(0, 1, salt=7), sampled(1, 1, salt=7), sampled(2, 1, salt=7))
-    JournalDirectory(tmp_path).restart(5, anew, base)
+    JournalDirectory(tmp_path).start_lineage(5, anew, base)
     assert JournalDirectory(tmp_path).restore(5, base) == anew
 
 
 def test_what_was_dropped_once_does_not_come_back_from_the_checkpoint(tmp_path):
     base = record(sampled(0, 0))
     dropped = {"a": RecordedRollout(rollout_id="a")}
-    JournalDirectory(tmp_path).restart(5, dropped, base)
+    JournalDirectory(tmp_path).start_lineage(5, dropped, base)
     assert JournalDirectory(tmp_path).restore(5, base) == {}
 
 
@@ -151,7 +151,7 @@ def test_a_running_turn_of_the_checkpoint_that_was_dropped_does_not_come_back(tm
     kept = record(sampled(0, 0))
     running = sampled(1, 0).completion
     base = {name: replace(one, partial=running) for name, one in kept.items()}
-    JournalDirectory(tmp_path).restart(5, kept, base)
+    JournalDirectory(tmp_path).start_lineage(5, kept, base)
     assert JournalDirectory(tmp_path).restore(5, base) == kept
 
 
@@ -204,7 +204,7 @@ def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_
     may be what is found; never a mixture."""
     with tempfile.TemporaryDirectory() as folder:
         journals = JournalDirectory(Path(folder))
-        journals.begin(0, version=0)
+        journals.start_lineage(0, {}, {}, version=0)
         step, live = 0, {}
         saved_step, saved = 0, {}
         attempts = {}
@@ -234,7 +234,7 @@ def test_any_history_resumes_with_exactly_the_usable_turns_of_the_moment_of_the_
                         assert usable[name] == turns
                 for name, kept in usable.items():
                     assert any(kept.turns == turns[: len(kept.turns)] for turns in attempts[name])
-                journals.restart(saved_step, usable, saved, version=saved_step)
+                journals.start_lineage(saved_step, usable, saved, version=saved_step)
                 step, live = saved_step, {k: v for k, v in usable.items() if v.turns}
                 attempts = {name: [one.turns] for name, one in usable.items()}
 
@@ -250,7 +250,7 @@ def test_a_rollout_that_began_anew_in_a_file_that_left_it_out_is_not_mixed_with_
     """Its turns of before are of the checkpoint's version, those after are not, but one that came
     from a replica that lags behind is."""
     journals = JournalDirectory(tmp_path)
-    journals.begin(5, version=5)
+    journals.start_lineage(5, {}, {}, version=5)
     first, second = sampled(0, 5), sampled(1, 5)
     journals.append("a", 0, first, None)
     journals.append("a", 1, second, None)
@@ -263,7 +263,7 @@ def test_a_rollout_that_began_anew_in_a_file_that_left_it_out_is_not_mixed_with_
 
 def test_without_checkpoints_a_journal_is_never_longer_than_what_one_version_sampled(tmp_path):
     journals = JournalDirectory(tmp_path)
-    journals.begin(0, version=0)
+    journals.start_lineage(0, {}, {}, version=0)
     for version in range(50):
         journals.append(f"g{version}/r0", 0, sampled(0, version), None)
         if version == 0:
@@ -294,7 +294,7 @@ def test_a_second_checkpoint_of_one_step_goes_on_from_its_own_mark(tmp_path):
     assert after.restore(5, first)["finished"].turns == (one, two)
     assert after.restore(5, first)["running"].turns == (one, two)
 
-    after.restart(5, found, base, mark=mark)
+    after.start_lineage(5, found, base, mark=mark)
     assert JournalDirectory(tmp_path).restore(5, base, mark=mark) == found
     third = after.begin(5)
     assert third > mark
@@ -397,7 +397,7 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
     second = JournalDirectory(tmp_path)
     found = second.restore(5, record(one))
     assert found["a"] == record(one)["a"]
-    second.restart(5, record(one, two), record(one))
+    second.start_lineage(5, record(one, two), record(one))
     assert JournalDirectory(tmp_path).restore(5, record(one)) == record(one, two)
     second.begin(10)
     second.append("a", 1, new, None)
@@ -405,7 +405,7 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
     second.close()
 
     third = JournalDirectory(tmp_path)
-    third.begin(10)
+    third.start_lineage(10, {}, {})
     third.close()
 
 
@@ -422,6 +422,4 @@ def test_a_file_that_the_system_cannot_read_may_be_of_the_newest_lineage(
 
     monkeypatch.setattr(Path, "open", broken)
     with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
-        JournalDirectory(tmp_path).restart(5, {}, {})
-    with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
-        JournalDirectory(tmp_path).begin(5)
+        JournalDirectory(tmp_path).start_lineage(5, {}, {})

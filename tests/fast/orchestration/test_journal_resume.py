@@ -16,10 +16,7 @@ from torchtitan_rl.rollout.recorded import usable_turns
 
 def _roll_out_and_die(path, maker, num_turns, recorded, base) -> None:
     journals = JournalDirectory(path)
-    if base is None:
-        journals.begin(0)
-    else:
-        journals.restart(0, recorded, base)
+    journals.start_lineage(0, recorded or {}, base or {})
     turns = 0
 
     def on_turn(*record) -> None:

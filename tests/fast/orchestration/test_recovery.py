@@ -77,7 +77,7 @@ def test_a_restored_group_goes_on_with_its_turns_once() -> None:
     groups = RecordedGroups(
         recorded("g", version=3), restored_version=5, admitted_versions={"g": 3}
     )
-    assert len(groups.waiting("g")) == 1
+    assert len(groups.of_group("g")) == 1
     usable, rolled_back = groups.take("g", admitted_version=3)
     assert [len(one.turns) for one in usable.values()] == [1]
     assert rolled_back == 0

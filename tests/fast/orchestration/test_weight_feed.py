@@ -6,12 +6,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from tests.support.simulation import Plan, Simulation, settings
+from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.orchestration.device_sharing import DeviceSharing, DuringStep
-from torchtitan_rl.orchestration.evaluation import Evaluator
-from torchtitan_rl.orchestration.rows import Rows
-from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
@@ -22,35 +18,10 @@ def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
 
 
 def make_feed(root: Path) -> tuple[Simulation, WeightFeed]:
-    """A feed over simulated parts, of which nothing evaluates; version 1 to 3 are readable."""
-    plan = Plan()
-    parts = Simulation(plan, root)
-    parts.trainer.readable |= {1, 2, 3}
-    state = RunState(settings(plan).capacity)
-    evaluator = Evaluator(
-        settings(plan).evaluation,
-        state,
-        problems=(),
-        rollouter=parts.rollouter,
-        router=parts.router,
-        rows=Rows(parts.recorder),
-        recorder=parts.recorder,
-    )
-    feed = WeightFeed(
-        settings(plan).feed,
-        state,
-        router=parts.router,
-        evaluator=evaluator,
-        devices=DeviceSharing(
-            DuringStep.RUNNING,
-            state,
-            router=parts.router,
-            trainer=parts.trainer,
-            recorder=parts.recorder,
-        ),
-        recorder=parts.recorder,
-    )
-    return parts, feed
+    """A feed without evaluations; versions 1 to 3 are readable."""
+    simulation = Simulation(Plan(), root)
+    simulation.trainer.readable |= {1, 2, 3}
+    return simulation, simulation.controller._feed
 
 
 def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.fast.orchestration.runs import live, run
 from tests.support.simulation import Plan, Simulation
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     CheckpointError,
     DeadlineError,
@@ -32,37 +31,6 @@ from torchtitan_rl.types import RolloutGroup
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
 
 
-def live(
-    plan: Plan,
-    root: Path,
-    *,
-    resume: bool = False,
-    prepare: Any = None,
-    stop_after: float | None = None,
-) -> tuple[Simulation, BaseException | None]:
-    """One life of a run: to its end, its error, or a stop request."""
-
-    async def work() -> tuple[Simulation, BaseException | None]:
-        simulation = Simulation(plan, root)
-        if prepare is not None:
-            prepare(simulation)
-        running = asyncio.create_task(simulation.run(resume=resume))
-        if stop_after is not None:
-            await asyncio.wait({running}, timeout=stop_after)
-            simulation.controller.request_stop()
-        await asyncio.wait({running})
-        return simulation, running.exception()
-
-    result: tuple[Simulation, BaseException | None] = run_virtually(work())
-    return result
-
-
-def undisturbed_weights(plan: Plan, root: Path) -> int:
-    simulation, error = live(plan, root)
-    assert error is None
-    return simulation.trainer.weights
-
-
 def newest(simulation: Simulation) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document and the groups of the newest checkpoint."""
     path = simulation.checkpoints.newest().path
@@ -71,25 +39,27 @@ def newest(simulation: Simulation) -> tuple[dict[str, Any], list[dict[str, Any]]
     return read_document(path), [json.loads(row) for row in rows]
 
 
-def raise_in_call(number: int, error: BaseException, *, after: bool = False) -> Any:
-    """A wrapper of an async method whose call ``number`` (from 1) raises."""
+def failing(
+    method: str, number: int, error: BaseException, *, after: bool = False
+) -> Callable[[Simulation], None]:
+    """Let call ``number`` (from 1) of a method of the trainer raise, or raise after its work."""
 
-    def wrap(method: Any) -> Any:
-        calls = 0
+    def prepare(simulation: Simulation) -> None:
+        original, calls = getattr(simulation.trainer, method), 0
 
         async def wrapped(*args: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == number and not after:
                 raise error
-            answer = await method(*args, **options)
+            answer = await original(*args, **options)
             if calls == number:
                 raise error
             return answer
 
-        return wrapped
+        setattr(simulation.trainer, method, wrapped)
 
-    return wrap
+    return prepare
 
 
 def end_dataset(simulation: Simulation, *, after: int) -> None:
@@ -105,6 +75,13 @@ def end_dataset(simulation: Simulation, *, after: int) -> None:
     simulation.dataset.next = ends  # type: ignore[method-assign]
 
 
+def fail_every_save(simulation: Simulation) -> None:
+    async def fails(*args: Any, **options: Any) -> None:
+        raise CheckpointError("no space")
+
+    simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("chance", range(8))
 def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
@@ -113,8 +90,7 @@ def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
     plan = replace(PLAN, staleness=staleness, chance=chance)
     first, stopped = live(plan, tmp_path, stop_after=1.0 + 1.7 * chance)
     assert isinstance(stopped, StopRequested)
-    second, error = live(plan, tmp_path, resume=True)
-    assert error is None
+    second = run(plan, tmp_path, resume=True)
     rows = [record.step for record in (*first.recorder.steps, *second.recorder.steps)]
     assert rows == [1, 2, 3, 4, 5, 6]
 
@@ -122,21 +98,16 @@ def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_groups_of_a_step_that_failed_are_saved(tmp_path: Path, staleness: int) -> None:
     plan = replace(PLAN, staleness=staleness, window=0.0)
-
-    def prepare(simulation: Simulation) -> None:
-        fault = raise_in_call(3, GenerationError("the step failed"))
-        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
-
+    prepare = failing("train_step", 3, GenerationError("the step failed"))
     first, error = live(plan, tmp_path, prepare=prepare)
     assert isinstance(error, GenerationError)
     document, groups = newest(first)
     assert document["step"] == 2
     assert sum(group["group"] is not None for group in groups) >= plan.groups_per_step
     assert {group["group_id"] for group in groups} == document["ledger"]["tokens_of"].keys()
-    second, error = live(plan, tmp_path, resume=True)
-    assert error is None
+    second = run(plan, tmp_path, resume=True)
     if staleness == 0:
-        assert second.trainer.weights == undisturbed_weights(plan, tmp_path / "other")
+        assert second.trainer.weights == run(plan, tmp_path / "other").trainer.weights
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -144,16 +115,11 @@ def test_weights_that_were_not_published_are_saved_with_their_own_step(
     tmp_path: Path, staleness: int
 ) -> None:
     plan = replace(PLAN, staleness=staleness)
-
-    def prepare(simulation: Simulation) -> None:
-        fault = raise_in_call(3, WeightSyncError("no space"))
-        simulation.trainer.publish = fault(simulation.trainer.publish)  # type: ignore[method-assign]
-
+    prepare = failing("publish", 3, WeightSyncError("no space"))
     first, error = live(plan, tmp_path, prepare=prepare)
     assert isinstance(error, WeightSyncError)
     assert newest(first)[0]["step"] == 3
-    second, error = live(plan, tmp_path, resume=True)
-    assert error is None
+    second = run(plan, tmp_path, resume=True)
     assert second.trainer.version == plan.num_steps
     assert len(first.trainer.batches) + len(second.trainer.batches) == plan.num_steps
 
@@ -163,20 +129,16 @@ def test_a_step_that_ends_after_its_deadline_is_not_saved_with_the_state_before_
     tmp_path: Path, staleness: int
 ) -> None:
     plan = replace(PLAN, staleness=staleness)
-
-    def prepare(simulation: Simulation) -> None:
-        fault = raise_in_call(4, DeadlineError("the step took too long"), after=True)
-        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
-
+    late = DeadlineError("the step took too long")
+    prepare = failing("train_step", 4, late, after=True)
     first, error = live(plan, tmp_path, prepare=prepare)
     assert isinstance(error, DeadlineError)
     assert any("no checkpoint" in text for text in first.recorder.said)
     assert newest(first)[0]["step"] == 2
-    second, error = live(plan, tmp_path, resume=True)
-    assert error is None
+    second = run(plan, tmp_path, resume=True)
     assert second.trainer.version == plan.num_steps
     if staleness == 0:
-        assert second.trainer.weights == undisturbed_weights(plan, tmp_path / "other")
+        assert second.trainer.weights == run(plan, tmp_path / "other").trainer.weights
 
 
 def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None:
@@ -185,8 +147,7 @@ def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None
     assert isinstance(error, TorchtitanRLError)
     assert "the dataset ended" in str(error)
     assert any(group["rollouts"] for group in newest(first)[1])
-    _, error = live(plan, tmp_path, resume=True)
-    assert error is None
+    run(plan, tmp_path, resume=True)
 
 
 def test_a_run_goes_on_without_its_journal_and_says_so(
@@ -201,8 +162,7 @@ def test_a_run_goes_on_without_its_journal_and_says_so(
         original(journal, *line)
 
     monkeypatch.setattr(Journal, "append", full)
-    simulation, error = live(replace(PLAN, staleness=1), tmp_path)
-    assert error is None
+    simulation = run(replace(PLAN, staleness=1), tmp_path)
     assert sum("NO JOURNAL" in text for text in simulation.recorder.said) == 1
 
 
@@ -249,8 +209,7 @@ def test_a_checkpoint_that_is_due_after_a_step_without_an_update_waits_for_share
     tmp_path: Path,
 ) -> None:
     plan = replace(PLAN, during_step="asleep", checkpoint_every=1, env_fails=0.4, chance=2)
-    simulation, error = live(plan, tmp_path)
-    assert error is None
+    simulation = run(plan, tmp_path)
     assert any("has no token to train on" in text for text in simulation.recorder.said)
 
 
@@ -258,10 +217,7 @@ def test_a_checkpoint_that_is_due_after_a_step_without_an_update_waits_for_share
 def test_one_checkpoint_that_cannot_be_written_is_reported_and_the_run_goes_on(
     tmp_path: Path, method: str
 ) -> None:
-    def prepare(simulation: Simulation) -> None:
-        fault = raise_in_call(2, CheckpointError("no space"))
-        setattr(simulation.trainer, method, fault(getattr(simulation.trainer, method)))
-
+    prepare = failing(method, 2, CheckpointError("no space"))
     simulation, error = live(replace(PLAN, num_steps=8), tmp_path, prepare=prepare)
     assert error is None
     assert any("NO CHECKPOINT of step 4" in text for text in simulation.recorder.said)
@@ -269,28 +225,16 @@ def test_one_checkpoint_that_cannot_be_written_is_reported_and_the_run_goes_on(
 
 
 def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:
-    def prepare(simulation: Simulation) -> None:
-        async def fails(*args: Any, **options: Any) -> None:
-            raise CheckpointError("no space")
-
-        simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
-
     plan = replace(PLAN, num_steps=20, checkpoint_every=1)
-    simulation, error = live(plan, tmp_path, prepare=prepare)
+    simulation, error = live(plan, tmp_path, prepare=fail_every_save)
     assert isinstance(error, CheckpointError)
     assert "3 checkpoints in a row" in str(error)
     assert simulation.controller.step == 3
 
 
 def test_a_stop_whose_checkpoint_fails_is_a_failure(tmp_path: Path) -> None:
-    def prepare(simulation: Simulation) -> None:
-        async def fails(*args: Any, **options: Any) -> None:
-            raise CheckpointError("no space")
-
-        simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
-
     plan = replace(PLAN, checkpoint_every=0)
-    _, error = live(plan, tmp_path, prepare=prepare, stop_after=8.0)
+    _, error = live(plan, tmp_path, prepare=fail_every_save, stop_after=8.0)
     assert isinstance(error, CheckpointError)
 
 
@@ -308,15 +252,7 @@ def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_
     tmp_path: Path,
 ) -> None:
     plan = replace(PLAN, staleness=2, checkpoint_every=0)
-
-    async def killed() -> None:
-        simulation = Simulation(plan, tmp_path)
-        running = asyncio.create_task(simulation.run())
-        await asyncio.wait({running}, timeout=6.0)
-        running.cancel()
-        await asyncio.wait({running})
-
-    run_virtually(killed())
+    live(plan, tmp_path, kill_after=6.0)
     journals = JournalDirectory(tmp_path / "journal")
     before = journals.restore(0, {})
     # The next life admits three groups only, and saves at the same step.
@@ -344,12 +280,8 @@ def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_onc
     tmp_path: Path,
 ) -> None:
     plan = replace(PLAN, window=0.67, checkpoint_every=0)
-
-    def fails(simulation: Simulation) -> None:
-        fault = raise_in_call(1, GenerationError("the step failed"))
-        simulation.trainer.train_step = fault(simulation.trainer.train_step)  # type: ignore[method-assign]
-
-    live(plan, tmp_path, prepare=fails)  # leaves a finished batch behind
+    fails = failing("train_step", 1, GenerationError("the step failed"))
+    live(plan, tmp_path, prepare=fails)  # leaves a finished batch
 
     def empties(simulation: Simulation) -> None:
         object.__setattr__(simulation.controller._parts, "batcher", NothingToTrain())
@@ -363,8 +295,7 @@ def test_the_last_rows_and_the_last_evaluation_are_in_the_files_or_the_run_fails
     tmp_path: Path,
 ) -> None:
     plan = replace(PLAN, checkpoint_every=1, validate_every=3, evaluation_problems=2)
-    simulation, error = live(plan, tmp_path / "sound")
-    assert error is None
+    simulation = run(plan, tmp_path / "sound")
     assert newest(simulation)[0]["evaluated_step"] == plan.num_steps
 
     def prepare(simulation: Simulation) -> None:

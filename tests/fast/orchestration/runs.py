@@ -1,0 +1,54 @@
+"""Simulated lives of a run: to its end, to its error, to a stop request or to a kill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
+
+
+def live(
+    plan: Plan,
+    root: Path,
+    *,
+    resume: bool = False,
+    prepare: Callable[[Simulation], object] | None = None,
+    stop_after: float | None = None,
+    kill_after: float | None = None,
+) -> tuple[Simulation, BaseException | None]:
+    """One life and its error; a kill has none.
+
+    Args:
+        prepare: changes the simulation before it begins.
+        stop_after: seconds after which a stop is requested.
+        kill_after: seconds after which nothing is saved any more, as with kill -9.
+    """
+
+    async def work() -> tuple[Simulation, BaseException | None]:
+        simulation = Simulation(plan, root)
+        if prepare is not None:
+            prepare(simulation)
+        running = asyncio.create_task(simulation.run(resume=resume))
+        if stop_after is not None:
+            await asyncio.wait({running}, timeout=stop_after)
+            simulation.controller.request_stop()
+        if kill_after is not None:
+            await asyncio.wait({running}, timeout=kill_after)
+            simulation.trainer.save_checkpoint = None  # type: ignore[method-assign, assignment]
+            running.cancel()
+        await asyncio.wait({running})
+        return simulation, None if running.cancelled() else running.exception()
+
+    result: tuple[Simulation, BaseException | None] = run_virtually(work())
+    return result
+
+
+def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
+    """A life that ends without an error."""
+    simulation, error = live(plan, root, resume=resume)
+    if error is not None:
+        raise error
+    return simulation
