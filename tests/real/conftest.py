@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.real.models import tiny_qwen3
 from tests.real.runs import ROOT, require_audit, train
 
 HERE = Path(__file__).parent
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny policy with a tied head."""
+    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
 
 
 @pytest.fixture(scope="session")

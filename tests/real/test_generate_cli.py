@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.models import hf_logprobs, tiny_qwen3, tiny_tokenizer
+from tests.real.models import hf_logprobs, tiny_tokenizer
 from tests.real.runs import run_module
 from torchtitan_rl.commands.generate import main
 
@@ -18,11 +18,6 @@ GOOD = [
     {"prompt": "again", "seed": 5, "id": "greedy"},
 ]
 BAD = ["not json", {"prompt": "x", "max_tokens": 9000, "id": "long"}, {"text": "x"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
 def generate(
@@ -43,11 +38,11 @@ def generate(
 
 
 def test_two_ranks_answer_as_one_process_does_and_bad_lines_fail_alone(
-    model: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    answers = generate(model, tmp_path, GOOD, ranks=2)
+    answers = generate(checkpoint, tmp_path, GOOD, ranks=2)
     mixed = [GOOD[0], BAD[0], GOOD[1], BAD[1], GOOD[2], BAD[2]]
-    alone = generate(model, tmp_path, mixed, code=1)
+    alone = generate(checkpoint, tmp_path, mixed, code=1)
     assert [answer["id"] for answer in alone] == ["greedy", 2, 3, "long", "greedy", 6]
     assert "not JSON" in alone[1]["error"]
     assert "set it to at most 511" in alone[3]["error"]
@@ -57,7 +52,7 @@ def test_two_ranks_answer_as_one_process_does_and_bad_lines_fail_alone(
         assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-5)
     greedy = answers[0]
     prompt = tuple(tiny_tokenizer().encode(GOOD[0]["prompt"]))
-    expected = hf_logprobs(model, (*prompt, *greedy["token_ids"]), num_prompt=len(prompt))
+    expected = hf_logprobs(checkpoint, (*prompt, *greedy["token_ids"]), num_prompt=len(prompt))
     assert greedy["logprobs"] == pytest.approx(expected, abs=1e-5)
     assert greedy["text"] == tiny_tokenizer().decode(greedy["token_ids"])
     assert greedy["versions"] == [0] * len(greedy["token_ids"])

@@ -25,11 +25,6 @@ LLAMA3 = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
-
-
 def tiny_llama(path: Path, **rope: object) -> Path:
     """Llama with an odd number of heads, as SmolLM2-135M has."""
     from transformers import LlamaConfig, LlamaForCausalLM
