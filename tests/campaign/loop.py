@@ -80,7 +80,7 @@ class CampaignLoop(VirtualLoop):
         self.set_exception_handler(self._hear)
 
     def discard(self) -> None:
-        """Drop all tasks where they are; nobody is told."""
+        """Drop all tasks where they are, without a word to any of them."""
         for task, counted in self._counted:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):

@@ -15,7 +15,7 @@ class CampaignPlan(Plan):
 
     rubric: str = "none"
     lives: int = 1
-    parks_alone: bool = True
+    checks_idleness: bool = True
 
     @property
     def buffer(self) -> int:

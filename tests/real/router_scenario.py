@@ -59,8 +59,7 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def no_caller_waits_for(number: int) -> GenerationRequest:
-    """A request that is cancelled."""
+def request_to_cancel(number: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"cancelled{number}",
         prompt_token_ids=(40, 41, number),
@@ -69,7 +68,7 @@ def no_caller_waits_for(number: int) -> GenerationRequest:
 
 
 class Ended:
-    """How many tokens ended requests had, and of how many of them nobody got any."""
+    """How many tokens ended requests had, and how many of them were returned to no caller."""
 
     def __init__(self) -> None:
         self.tokens = self.not_returned = 0
@@ -118,11 +117,11 @@ async def disturbed(
     lagging = 0
     unaccounted: list[int | None] = []
     for version in range(1, NUM_PULLS + 1):
-        nobodys = asyncio.create_task(router.generate(no_caller_waits_for(version)))
+        cancelled = asyncio.create_task(router.generate(request_to_cancel(version)))
         await asyncio.sleep(0.05)
         handle = await asyncio.to_thread(publisher.publish, version, tensors)
         partials |= await router.partials()
-        nobodys.cancel()
+        cancelled.cancel()
         unaccounted += [account.unaccounted for account in (await router.account()).values()]
         if version % 2:
             await router.pause(mode="abort")

@@ -117,7 +117,7 @@ def test_tools_were_called(own, ours) -> None:
 @pytest.mark.parametrize(
     "case", ["stop strings", "an included stop string", "a special token as stop string"]
 )
-def test_the_engine_samples_no_token_behind_a_stop_string(urls, ours, case: str) -> None:
+def test_the_engine_samples_no_token_after_a_stop_string(urls, ours, case: str) -> None:
     sampled = gauge(urls, "sampled")
     answer = plain(in_session(ours, "counted", **CHATS[case]))
     (choice,) = answer["choices"]
@@ -146,7 +146,7 @@ def test_reasoning_is_parsed_as_by_vllms_own_server(urls, stream: dict[str, Any]
 
 @pytest.mark.parametrize("stream", [{}, STREAMED])
 @pytest.mark.parametrize("name", ["s", "cut"])
-def test_structured_output_binds_behind_the_reasoning_alone(urls, name: str, stream) -> None:
+def test_structured_output_binds_only_after_the_reasoning(urls, name: str, stream) -> None:
     """However often the request is cut."""
     bound = extra(
         structured_outputs={"choice": ["red", "green"]},

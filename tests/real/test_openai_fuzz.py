@@ -1,5 +1,5 @@
 """``torchtitan-rl serve`` under requests that its OpenAPI document describes, and under ones that
-have broken servers: no 5xx, no hang, no stack trace, and nobody else notices."""
+have broken servers: no 5xx, no hang, no stack trace, and no other client notices."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_the_official_client_chats_streams_and_takes_several_choices(server: Ser
     ]
 
 
-def test_trap_35_a_prompt_longer_than_the_context_is_a_400_and_disturbs_nobody(
+def test_trap_35_a_prompt_longer_than_the_context_is_a_400_and_disturbs_no_other_request(
     server: Served,
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="context length"):

@@ -28,7 +28,7 @@ from tests.real.resume_scenarios import (
     cut_everywhere,
     greedy,
     progress,
-    refused_beside_a_neighbour,
+    refused_alongside_a_neighbour,
     run_all,
     sensitive_requests,
 )
@@ -324,7 +324,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["progress"] = progress(tied, greedy("read", num_logprobs=2))
     both = [greedy("with"), greedy("without", with_logprobs=False)]
     seen["without-logprobs"] = run_all(tied, both)
-    seen["refused"] = refused_beside_a_neighbour(tied)
+    seen["refused"] = refused_alongside_a_neighbour(tied)
     seen["kept"] = kept_kv(tied)
     seen["idle-report"] = idle_pull(tied, 0)
     seen["mixed"] = mixed(tied)

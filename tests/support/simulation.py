@@ -31,10 +31,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
-from torchtitan_rl.types import (
-    Completion,
-    Problem,
-)
+from torchtitan_rl.types import Completion, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +67,7 @@ class Plan(Habits):
     rollout_timeout_s: float = 2_000.0
     env_timeout_s: float = 100.0
     trainer_timeout_s: float = 1_000.0
-    parks_alone: bool = (
-        False  # complain of tokens sampled while a run that aborts its groups takes a step
-    )
+    checks_idleness: bool = False  # of replicas, in the steps of a run that aborts its groups
 
 
 class Simulation:
@@ -96,7 +91,7 @@ class Simulation:
             shares=plan.during_step == "asleep",
             write_s=plan.checkpoint_s,
             timeout_s=plan.trainer_timeout_s,
-            waits_alone=plan.parks_alone and plan.during_step == "aborted",
+            waits_alone=plan.checks_idleness and plan.during_step == "aborted",
             fate=fate,
         )
         self.replicas = [
@@ -148,7 +143,7 @@ class Simulation:
                 batcher=self.batcher,
                 trainer=self.trainer,
                 router=self.router,
-                recorder=recorder or self.recorder,
+                recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
                 sampled=self.sampled,
