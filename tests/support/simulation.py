@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.simulated_faults import Fate, Undisturbed
-from tests.support.simulated_parts import (
-    ENVIRONMENTS,
-    Habits,
-    Memory,
-    SimDataset,
-    SimReplica,
-    SimTrainer,
-)
+from tests.support.simulated_parts import ENVIRONMENTS, Habits, Memory, SimDataset
+from tests.support.simulated_replica import SimReplica
+from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings
