@@ -1,6 +1,6 @@
-"""Property tests draw the same cases each time, so that a red test is red for everybody; with
-``HYPOTHESIS_PROFILE=explore``, as in `make soak`, they draw new ones. No test fails for the time it
-takes on a busy machine."""
+"""Property tests draw the same cases each time, so that a failure is the same on every machine;
+with ``HYPOTHESIS_PROFILE=explore``, as in `make soak`, they draw new ones. No test fails for the
+time it takes on a busy machine."""
 
 from __future__ import annotations
 

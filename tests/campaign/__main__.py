@@ -10,10 +10,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 from tests.campaign.case import Case, run_case
 
@@ -23,7 +23,7 @@ _LIMIT_S = 60.0  # of real time, for one case
 
 
 class _TooLong(BaseException):
-    """A case that takes for ever: a loop without an await, or one that spins."""
+    """A case that does not end: a loop without an await, or one that spins."""
 
 
 def _give_up(number: int, frame: object) -> None:
@@ -57,47 +57,37 @@ def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
 
 def run_many(first: int, cases: int, seconds: float, jobs: int, out: Path | None) -> int:
     started = time.monotonic()
-    kinds: Counter[str] = Counter()
-    examples: dict[str, list[int]] = {}
+    seeds_of: dict[str, list[int]] = {}  # by kind of violation
     num_run = num_failed = 0
     file = out.open("w") if out is not None else sys.stdout
-    chunks = (range(s, min(s + _CHUNK, first + cases)) for s in range(first, first + cases, _CHUNK))
-    with ProcessPoolExecutor(jobs, initializer=prepare_process) as pool:
-        pending = []
-        for chunk in chunks:
-            if time.monotonic() - started > seconds:
-                break
-            pending.append(pool.submit(_run_chunk, chunk))
-            if len(pending) < 2 * jobs:
-                continue
-            for seed, found, text in pending.pop(0).result():
-                num_run, num_failed = num_run + 1, num_failed + bool(found)
-                _note(seed, found, text, kinds, examples, file)
-        for future in pending:
-            for seed, found, text in future.result():
-                num_run, num_failed = num_run + 1, num_failed + bool(found)
-                _note(seed, found, text, kinds, examples, file)
+    for seed, kinds, text in _results(range(first, first + cases), started + seconds, jobs):
+        num_run += 1
+        for kind in kinds:
+            seeds_of.setdefault(kind, []).append(seed)
+        if kinds:
+            num_failed += 1
+            print(text, "\n", file=file, flush=True)
     took = time.monotonic() - started
     print(f"{num_run} cases in {took:.0f} s, {num_failed} with violations")
-    for kind, number in kinds.most_common():
-        print(f"  {number:6} {kind}: seeds {examples[kind]}")
+    for kind, seeds in sorted(seeds_of.items(), key=lambda pair: -len(pair[1])):
+        print(f"  {len(seeds):6} {kind}: seeds {seeds[:12]}")
     return 1 if num_failed else 0
 
 
-def _note(
-    seed: int,
-    found: tuple[str, ...],
-    text: str,
-    kinds: Counter[str],
-    examples: dict[str, list[int]],
-    file: TextIO,
-) -> None:
-    for kind in found:
-        kinds[kind] += 1
-        if len(examples.setdefault(kind, [])) < 12:
-            examples[kind].append(seed)
-    if found:
-        print(text, "\n", file=file, flush=True)
+def _results(
+    seeds: range, deadline: float, jobs: int
+) -> Iterator[tuple[int, tuple[str, ...], str]]:
+    """Of as many cases as can be started before ``deadline``, in order."""
+    pending: deque[Future[list[tuple[int, tuple[str, ...], str]]]] = deque()
+    with ProcessPoolExecutor(jobs, initializer=prepare_process) as pool:
+        for start in range(0, len(seeds), _CHUNK):
+            if time.monotonic() > deadline:
+                break
+            pending.append(pool.submit(_run_chunk, seeds[start : start + _CHUNK]))
+            if len(pending) == 2 * jobs:
+                yield from pending.popleft().result()
+        for future in pending:
+            yield from future.result()
 
 
 def main() -> int:

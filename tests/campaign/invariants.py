@@ -261,7 +261,7 @@ def can_be_resumed(life: Life) -> Iterator[str]:
 
 
 def saves_what_it_has(life: Life) -> Iterator[str]:
-    """A run that ends in order leaves a checkpoint of where it was."""
+    """A run that ends cleanly leaves a checkpoint of where it was."""
     if life.simulation is None or life.ending not in (
         Ending.STOPPED,
         Ending.SUCCESS,

@@ -146,7 +146,6 @@ async def _main(life: Life, resume: bool) -> None:
     rows = Rows(root, resume_step=found.step if found else None)
     fate = life.machine
     simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
-    simulation.recorder = rows
     life.simulation = simulation
     try:
         await simulation.controller.run(resume_from=found)

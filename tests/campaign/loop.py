@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
-from tests.campaign.machine import Killed, Machine, in_package
+from tests.campaign.machine import Killed, Machine, place_in
+from tests.support.package_frames import suspended_frames
 from tests.support.virtual_clock import VirtualLoop
 
 OF_THE_MACHINE = "machine: "  # tasks that stand for other processes
@@ -79,7 +80,7 @@ class CampaignLoop(VirtualLoop):
         self.set_exception_handler(self._hear)
 
     def discard(self) -> None:
-        """Drop all tasks where they are; nobody is told."""
+        """Drop all tasks where they are, without a word to any of them."""
         for task, counted in self._counted:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):
@@ -124,12 +125,5 @@ class CampaignLoop(VirtualLoop):
 
 def place_of(coroutine: Any) -> str:
     """The innermost line of the package that a suspended coroutine stands at."""
-    place = ""
-    while coroutine is not None:
-        if isinstance(coroutine, _Counted):
-            coroutine = coroutine.inner
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is not None:
-            place = in_package(frame) or place
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return place or "elsewhere"
+    frames = list(suspended_frames(coroutine))
+    return place_in(frames[-1]) if frames else "elsewhere"

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from tests.support.package_frames import file_and_line, is_of_package
 from tests.support.simulated_faults import Strike
 
 Zone = Literal["await", "call", "disk"]
 
-_PACKAGE = "/torchtitan_rl/"
 MAX_AWAITS = 300_000  # of one life; more is a run that spins
 
 
@@ -154,19 +154,15 @@ class Machine:
         self.fired.append(Fired(fault=fault, task=self.task_name, place=place, time_s=self.now_s()))
 
 
-def in_package(frame: FrameType) -> str:
-    """The line of the package that a frame stands at; empty for other code."""
-    path = frame.f_code.co_filename
-    if _PACKAGE not in path:
-        return ""
-    return f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+def place_in(frame: FrameType) -> str:
+    return f"{file_and_line(frame)} {frame.f_code.co_name}"
 
 
 def _innermost() -> str:
-    """Where the code that runs now is."""
+    """Where the code of the package that runs now is."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if place := in_package(frame):
-            return place
+        if is_of_package(frame):
+            return place_in(frame)
         frame = frame.f_back
     return "elsewhere"

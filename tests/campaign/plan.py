@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from tests.support.simulation import Plan
 
@@ -15,7 +15,7 @@ class CampaignPlan(Plan):
 
     rubric: str = "none"
     lives: int = 1
-    parks_alone: bool = True
+    checks_idleness: bool = True
 
     @property
     def buffer(self) -> int:
@@ -90,7 +90,3 @@ def draw(seed: int) -> CampaignPlan:
         chance=rng.randrange(10**6),
         lives=rng.choice([1, 1, 2, 2, 3]),
     )
-
-
-def as_text(plan: CampaignPlan) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in asdict(plan).items())

@@ -25,7 +25,7 @@ def _rows_are_whole(life: Life) -> bool:
 
 
 def writes_every_row_once(life: Life) -> Iterator[str]:
-    """Up to the newest checkpoint, or to the end where the run ended in order."""
+    """Up to the newest checkpoint, or to the end where the run ended cleanly."""
     rows = [row["step"] for row in read_rows(life.root)]
     steps = CheckpointDirectory(life.root / "checkpoints").steps()
     least = steps[-1] if steps else 0

@@ -1,47 +1,31 @@
-"""Agents with the official client, through HTTP and a vLLM engine, in one process:
-``python -m tests.real.agent_scenario DIR`` prints one JSON object, from each agent's name to what
-it saw (``said``) and to what its rollout has."""
+"""Agents with the official client, through HTTP and a vLLM engine: part of `openai_scenario`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-from torchtitan_rl.backends.vllm.cpu import engine_environment
-
-os.environ.update(engine_environment(1))
 
 import httpx
 import openai
 
-from tests.real.models import tiny_qwen3
-from tests.real.openai_scenario import MAX_MODEL_LEN, TEMPLATE, LocalEndpoint, build_engine
-from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.running import AgentThread
 from torchtitan_rl.backends.monarch.http_server import HttpServer
+from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai import build_application
-from torchtitan_rl.generation.lockstep import SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.messages import FromEndpoint, SystemStatus, ToEndpoint
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, Rollout
-from torchtitan_rl.weights.staging import WeightStaging
 
 API_KEY = "secret"
 CONTROLLER: list[tuple[asyncio.AbstractEventLoop, GeneratorRouter]] = []  # of this process
@@ -63,6 +47,19 @@ completion = client.completions.create(
     extra_body={"return_token_ids": True})
 print(json.dumps({"reward": len(completion.choices[0].token_ids)}))
 """
+
+
+class LocalEndpoint:
+    """An `Endpoint` whose link is in this process."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    async def poll(self) -> FromEndpoint:
+        return await self._link.poll()
+
+    async def deliver(self, batch: ToEndpoint) -> None:
+        self._link.deliver(batch)
 
 
 def client(call: AgentCall, **options: Any) -> openai.AsyncOpenAI:
@@ -239,22 +236,15 @@ async def roll_out_all(router: GeneratorRouter, host: AgentHost, decode: Any) ->
     return dict(await asyncio.gather(*running))
 
 
-async def main(root: Path) -> None:
-    model, template = tiny_qwen3(root / "model"), root / "template.jinja"
-    template.write_text(TEMPLATE)
-    loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
-    loop.start()
-    router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+async def play_agents(spec: EndpointSpec, router: GeneratorRouter) -> dict[str, Any]:
+    """From each agent's name to what it saw (``said``) and to what its rollout has."""
     CONTROLLER.append((asyncio.get_running_loop(), router))
     sessions, link = Sessions(router), ControllerLink()
 
     async def build() -> Any:
         link.attach()
-        spec = endpoint_spec(model, max_model_len=MAX_MODEL_LEN, chat_template=str(template))
-        spec = replace(spec, generation_config="vllm", keys=Keys(api=API_KEY))
-        return EndpointApp(
-            build_application(spec, link), spec.endpoint, keys=spec.keys, commands=link
-        )
+        application = build_application(spec, link)
+        return EndpointApp(application, spec.endpoint, keys=Keys(api=API_KEY), commands=link)
 
     server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
     await asyncio.to_thread(server.start)
@@ -268,7 +258,7 @@ async def main(root: Path) -> None:
     serving = asyncio.create_task(bridge.run())
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(spec.model)
     with AgentThread() as agents:
         host = AgentHost(
             base_url=f"http://127.0.0.1:{server.port}/v1",
@@ -279,13 +269,8 @@ async def main(root: Path) -> None:
         )
         results = await roll_out_all(router, host, tokenizer.decode)
     results["counts"] = dict(sessions.counts())
-    print(json.dumps(results), flush=True)
     await asyncio.to_thread(server.close, 1.0)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await sessions.aclose()
-    await router.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    return results

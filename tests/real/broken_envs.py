@@ -18,7 +18,7 @@ from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 
 class Cycle:
-    """Problems of one kind after another, for ever."""
+    """Problems of one kind after another, indefinitely."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self._kinds = kinds
@@ -81,6 +81,7 @@ config = replace(
     tiny,
     task=BrokenTask(),
     num_steps=2,
-    rollout=replace(tiny.rollout, groups_per_step=5, group_size=4, step_timeout_s=2.0),
+    generator=replace(tiny.generator, replicas=1),
+    rollout=replace(tiny.rollout, groups_per_step=5, group_size=4, step_timeout_s=4.0),
     evaluation=replace(tiny.evaluation, num_problems=0),
 )

@@ -1,6 +1,5 @@
-"""64 concurrent chats by the official client, half of them streaming, over a real endpoint and two
-replicas, all in processes of their own, while weights are pulled 20 times and every replica is
-emptied 10 times. ``python -m tests.real.endpoint_pulls_scenario DIR`` prints one JSON object.
+"""64 concurrent chats by the official client, half of them streaming, over a real endpoint, while
+weights are pulled 20 times and every replica is emptied 10 times: part of `replicas_scenario`.
 
 Each chat is a session of two turns, the second of which has the first one's answer in its prompt.
 They run twice: undisturbed, and disturbed; the pulled weights are the same, and sampling is greedy.
@@ -9,8 +8,6 @@ They run twice: undisturbed, and disturbed; the pulled weights are the same, and
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,10 +17,8 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from tests.real.models import hf_tensors, tiny_qwen3
-from tests.real.router_scenario import NUM_PULLS, spawn
+from tests.real.router_scenario import MAX_MODEL_LEN, NUM_PULLS
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
-from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -126,13 +121,13 @@ async def all_chats(client: AsyncOpenAI, prefix: str) -> list[tuple[Answer, ...]
 
 
 async def disturb(
-    router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any, url: str
+    router: GeneratorRouter, publisher: SharedMemoryPublisher, tensors: Any, url: str, first: int
 ) -> list[int]:
     """Pull and, every other time, pause by the admin route; returns the statuses."""
     statuses = []
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0) as admin:
-        for version in range(1, NUM_PULLS + 1):
+        for version in range(first, first + NUM_PULLS):
             await asyncio.sleep(0.01)
             handle = await asyncio.to_thread(publisher.publish, version, tensors)
             if version % 2:
@@ -164,38 +159,44 @@ async def recorded(sessions: Sessions, prefix: str, chats: list[tuple[Answer, ..
     return exact
 
 
-async def scenario(root: Path) -> dict[str, Any]:
-    supervise()
-    model = tiny_qwen3(root / "model", tied=True, seed=0)
-    publisher = SharedMemoryPublisher("endpoint-pulls", root)
+async def spawn_endpoint(root: Path) -> MonarchEndpoint:
     spec = EndpointSpec(
-        model=model,
+        model=root / "model",
         device="cpu",
         dtype="float32",
-        max_model_len=1024,
+        max_model_len=MAX_MODEL_LEN,
         generation_config="vllm",
         endpoint=EndpointConfig(start_timeout_s=600.0),
         keys=Keys(admin=ADMIN_KEY),
         log_dir=root,
     )
-    endpoint = await MonarchEndpoint.spawn(ProcessGroup(name="endpoint", ranks=1, threads=1), spec)
-    replicas = [await spawn(root, index, max_model_len=1024) for index in range(2)]
-    router = GeneratorRouter(replicas, request_timeout_s=300.0)
+    return await MonarchEndpoint.spawn(ProcessGroup(name="endpoint", ranks=1, threads=1), spec)
+
+
+async def pulled_endpoint(
+    endpoint: MonarchEndpoint,
+    router: GeneratorRouter,
+    publisher: SharedMemoryPublisher,
+    tensors: Any,
+    *,
+    first: int,
+) -> dict[str, Any]:
+    """All chats, twice; ``first`` is the version of the first pull."""
     sessions = Sessions(router)
+    before = await num_sampled(router)
     try:
-        await asyncio.gather(endpoint.start(), *(replica.start() for replica in replicas))
-        async with EndpointService(endpoint, router, sessions, interval_s=0.02) as service:
-            url = endpoint.base_url
-            async with AsyncOpenAI(
-                base_url=url, api_key="any", max_retries=0, timeout=300.0
-            ) as client:
-                alone = await all_chats(client, "alone")
-                chats = asyncio.create_task(all_chats(client, "cut"))
-                statuses = await disturb(
-                    router, publisher, hf_tensors(model), url.removesuffix("/v1")
-                )
-                was_over = chats.done()
-                cut = await chats
+        async with (
+            EndpointService(endpoint, router, sessions, interval_s=0.02) as service,
+            AsyncOpenAI(
+                base_url=endpoint.base_url, api_key="any", max_retries=0, timeout=300.0
+            ) as client,
+        ):
+            url = endpoint.base_url.removesuffix("/v1")
+            alone = await all_chats(client, "alone")
+            chats = asyncio.create_task(all_chats(client, "cut"))
+            statuses = await disturb(router, publisher, tensors, url, first)
+            was_over = chats.done()
+            cut = await chats
             return {
                 "statuses": sorted(set(statuses)),
                 "pauses": len(statuses) // 2,
@@ -209,16 +210,18 @@ async def scenario(root: Path) -> dict[str, Any]:
                 "completed": service.counts.completed,
                 "refused": service.counts.by_refusal,
                 "aborted": service.counts.aborted,
-                "sampled": sum(one.generated_tokens for one in (await router.stats()).values()),
+                "sampled": await num_sampled(router) - before,
                 "answered": sum(len(one.token_ids) for each in (*alone, *cut) for one in each),
                 "states": sorted(router.states().values()),
                 "outstanding": sum(router.outstanding_tokens().values()),
-                "versions": sorted(router.versions().values()),
+                "pulled": sorted(version - first + 1 for version in router.versions().values()),
             }
     finally:
         await sessions.aclose()
-        await asyncio.gather(endpoint.close(), router.close())
-        publisher.close()
+
+
+async def num_sampled(router: GeneratorRouter) -> int:
+    return sum(one.generated_tokens for one in (await router.stats()).values())
 
 
 def is_complete(answers: tuple[Answer, ...]) -> bool:
@@ -236,7 +239,3 @@ def is_equal(alone: tuple[Answer, ...], cut: tuple[Answer, ...]) -> bool:
         (a.text, a.token_ids, a.prompt_token_ids) == (b.text, b.token_ids, b.prompt_token_ids)
         for a, b in zip(alone, cut, strict=True)
     )
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(scenario(Path(sys.argv[1])))))

@@ -18,7 +18,7 @@ from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def submit(
@@ -39,7 +39,7 @@ def lead(scenario: str, loop: EngineLoop, timeout_s: float) -> str:
     big.result(WAIT_S)
     small.result(WAIT_S)
     if scenario == "idle":
-        time.sleep(2.5 * timeout_s)
+        time.sleep(1.5 * timeout_s)
     try:
         # Long enough for the loss of a peer to show in what is sent to it.
         submit(loop, "late", max_tokens=2000).result(WAIT_S)

@@ -1,10 +1,10 @@
 """vLLM's own server and our endpoint's application over one tiny model, in one process each way:
 ``python -m tests.real.openai_scenario DIR`` serves until its standard input is closed.
 
-It prints one JSON object with four base URLs: ``own`` and ``ours`` parse tool calls, and
-``own_reasoning`` and ``ours_reasoning`` reasoning, too. Ours is one engine behind a router, and a
-bridge and a link for each application, all in this process; vLLM's engine core has one of its own.
-What happens to a request of ours depends on its session, see `Happenings`.
+It prints one JSON object with what `play_agents` returned and with four base URLs: ``own`` and
+``ours`` parse tool calls, ``own_reasoning`` and ``ours_reasoning`` also parse reasoning. Ours is
+one engine under a router, with a bridge and a link for each application. What happens to a request
+of ours depends on its session, see `Happenings`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ os.environ.update(engine_environment(1))
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from tests.real.agent_scenario import LocalEndpoint, play_agents
 from tests.real.models import tiny_qwen3
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.monarch.http_server import HttpServer
@@ -36,13 +37,7 @@ from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import (
-    FromEndpoint,
-    Refusal,
-    RefusedError,
-    SystemStatus,
-    ToEndpoint,
-)
+from torchtitan_rl.serving.messages import Refusal, RefusedError, SystemStatus
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -113,19 +108,6 @@ class Happenings:
             await self._router.resume()
             await asyncio.sleep(0.03)
         return await completing
-
-
-class LocalEndpoint:
-    """An `Endpoint` whose link is in this process."""
-
-    def __init__(self, link: ControllerLink) -> None:
-        self._link = link
-
-    async def poll(self) -> FromEndpoint:
-        return await self._link.poll()
-
-    async def deliver(self, batch: ToEndpoint) -> None:
-        self._link.deliver(batch)
 
 
 def build_engine(model: Path) -> VllmEngine:
@@ -226,6 +208,8 @@ async def main(root: Path) -> None:
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
     router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    spec = endpoint_spec(model, max_model_len=MAX_MODEL_LEN, chat_template=str(template))
+    agents = await play_agents(replace(spec, generation_config="vllm"), router)
     await starting  # vLLM's metrics are those of the front end that was made last
     urls = {
         name: f"http://127.0.0.1:{own.port}/{path}"
@@ -237,7 +221,7 @@ async def main(root: Path) -> None:
         servers.append(server)
         tasks.append(asyncio.create_task(bridged(router, link).run()))
         urls[name] = f"http://127.0.0.1:{server.port}"
-    print(json.dumps(urls), flush=True)
+    print(json.dumps({"urls": urls, "agents": agents}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     for server in servers:
         await asyncio.to_thread(server.close, 1.0)

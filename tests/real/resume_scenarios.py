@@ -106,7 +106,7 @@ def _looping() -> dict[str, Any]:
 def cut_everywhere(
     engine: Any, requests: list[GenerationRequest], stride: int = 1
 ) -> dict[str, list[Completion]]:
-    """Each request undisturbed, then cut behind 0, ``stride``, ... tokens and gone on with."""
+    """Each request undisturbed, then cut after 0, ``stride``, ... tokens and continued."""
     seen = {name: [done] for name, done in run_all(engine, requests).items()}
     pieces: dict[str, GenerationRequest] = {}
     cuts: dict[str, int] = {}
@@ -149,7 +149,7 @@ def progress(engine: Any, request: GenerationRequest) -> dict[str, Any]:
             assert engine.sampled_since({request.request_id: size}) == []
 
 
-def refused_beside_a_neighbour(engine: Any) -> dict[str, Any]:
+def refused_alongside_a_neighbour(engine: Any) -> dict[str, Any]:
     """A neighbour's completion, and what each request that came while it ran was told."""
     neighbour = greedy("neighbour")
     engine.add_request(Admission(request=neighbour, arrival_s=0.0))

@@ -1,22 +1,16 @@
-"""64 greedy requests on two replicas in processes of their own, while weights are pulled 20 times
-and all replicas are emptied 10 times; a pin; then one replica is killed.
-
-``python -m tests.real.router_scenario DIR`` prints one JSON object."""
+"""64 greedy requests on two replicas, while weights are pulled 20 times and all replicas are
+emptied 10 times; a pin; a killed replica: parts of `replicas_scenario`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.runs import printing_to
 from torchtitan_rl.backends.monarch.generator import MonarchReplica
-from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
@@ -33,16 +27,18 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 NUM_PULLS = 20
+MAX_MODEL_LEN = 1024
+WAIT_S = 300.0
 
 
-async def spawn(root: Path, index: int, *, max_model_len: int = 512) -> MonarchReplica:
+async def spawn(root: Path, index: int) -> MonarchReplica:
     spec = GeneratorSpec(
         name=f"replica{index}",
         model=root / "model",
         device="cpu",
         dtype="float32",
         seed=index,
-        generator=GeneratorConfig(max_model_len=max_model_len, kv_cache_bytes=32 << 20),
+        generator=GeneratorConfig(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=32 << 20),
         weight_sync=WeightSyncConfig(),
         log_dir=root,
         trace_dir=None,
@@ -63,8 +59,7 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def no_caller_waits_for(number: int) -> GenerationRequest:
-    """A request that is cancelled."""
+def request_to_cancel(number: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"cancelled{number}",
         prompt_token_ids=(40, 41, number),
@@ -73,7 +68,7 @@ def no_caller_waits_for(number: int) -> GenerationRequest:
 
 
 class Ended:
-    """How many tokens ended requests had, and of how many of them nobody got any."""
+    """How many tokens ended requests had, and how many of them were returned to no caller."""
 
     def __init__(self) -> None:
         self.tokens = self.not_returned = 0
@@ -122,16 +117,16 @@ async def disturbed(
     lagging = 0
     unaccounted: list[int | None] = []
     for version in range(1, NUM_PULLS + 1):
-        nobodys = asyncio.create_task(router.generate(no_caller_waits_for(version)))
+        cancelled = asyncio.create_task(router.generate(request_to_cancel(version)))
         await asyncio.sleep(0.05)
         handle = await asyncio.to_thread(publisher.publish, version, tensors)
         partials |= await router.partials()
-        nobodys.cancel()
+        cancelled.cancel()
         unaccounted += [account.unaccounted for account in (await router.account()).values()]
         if version % 2:
             await router.pause(mode="abort")
         report = await router.sync_weights(
-            handle, mode="hot_swap", order="one_by_one", lag_timeout_s=30.0
+            handle, mode="hot_swap", order="one_by_one", lag_timeout_s=120.0
         )
         lagging += len(report.lagging)
         await router.resume()
@@ -169,12 +164,14 @@ async def pinned(
             "is_held": report.held == (pin.replica,),
             "others": sorted(router.versions().values()),
         }
-    await asyncio.sleep(1.0)
+    async with asyncio.timeout(WAIT_S):
+        while set(router.versions().values()) != {NUM_PULLS + 1}:
+            await asyncio.sleep(0.05)
     return seen | {"after": sorted(router.versions().values())}
 
 
 async def killed(router: GeneratorRouter, alone: list[Completion]) -> dict[str, Any]:
-    """Streams whose replica dies in mid-flight."""
+    """Streams whose replica is killed halfway."""
     heard = Heard()
     calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()[:16]]
     while min(len(heard.tokens.get(one.request_id, ())) for one in alone[:16]) < 10:
@@ -190,42 +187,3 @@ async def killed(router: GeneratorRouter, alone: list[Completion]) -> dict[str, 
         "replicas": sorted({one.replica for one in done.values()}),
         "states": router.states(),
     }
-
-
-async def scenario(root: Path) -> dict[str, Any]:
-    supervise()
-    tiny_qwen3(root / "model", tied=True, seed=0)
-    tensors = dict(hf_tensors(root / "model"))
-    publisher = SharedMemoryPublisher("router-scenario", root)
-    replicas = [await spawn(root, index) for index in range(2)]
-    ended = Ended()
-    router = GeneratorRouter(replicas, request_timeout_s=120.0, on_ended=ended)
-    try:
-        await asyncio.gather(*(replica.start() for replica in replicas))
-        alone = await asyncio.gather(*(router.generate(item) for item in requests()))
-        seen = await disturbed(router, publisher, tensors)
-        done = seen.pop("done")
-        pin = await pinned(router, publisher, tensors)
-        accounts = (await router.account()).values()
-        states = sorted(router.states().values())
-        outstanding = sum(router.outstanding_tokens().values())
-        return {
-            **seen,
-            "num_done": len(done),
-            "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone),
-            "replicas": sorted({one.replica for one in done.values()}),
-            "states": states,
-            "outstanding": outstanding,
-            "sampled": sum(account.sampled for account in accounts),
-            "known": ended.tokens,
-            "not_returned": ended.not_returned,
-            "pin": pin,
-            "killed": await killed(router, list(alone)),
-        }
-    finally:
-        await router.close()
-        publisher.close()
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(scenario(Path(sys.argv[1])))))

@@ -20,7 +20,7 @@ from torchtitan_rl.commands import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "alphabet_sort_tiny.py"
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0  # of a run or scenario that takes a minute on a quiet machine
 
 # The embedded job, made small: 4 groups of 4 rollouts a step.
 SMALL = (
@@ -83,6 +83,10 @@ class Run:
                 raise AssertionError(f"never came: {what}\n{self.log.read_text()[-3000:]}")
             time.sleep(0.1)
 
+    def require_success(self) -> None:
+        assert self.wait() == 0, self.log.read_text()[-3000:]
+        assert self.left_behind() == []
+
     def processes(self) -> list[psutil.Process]:
         """Those of the run that are alive, wherever they were re-parented."""
         found = []
@@ -100,7 +104,7 @@ class Run:
                 return process
         raise LookupError(f"no process of the run prints to {rank}.log")
 
-    def left_behind(self, grace_s: float = 20.0) -> list[str]:
+    def left_behind(self, grace_s: float = 60.0) -> list[str]:
         """Command lines of processes that are still alive after ``grace_s``."""
         deadline = time.monotonic() + grace_s
         while self.processes() and time.monotonic() < deadline:
@@ -111,6 +115,37 @@ class Run:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def train(root: Path, name: str, *more: str) -> Path:
+    """The directory of a small run that ended well and left no process behind."""
+    Run(options(root, name, *more), log=root / f"{name}.log").require_success()
+    return root / name
+
+
+def run_module(
+    module: str, *arguments: str, ranks: int = 1, code: int = 0, **environment: str
+) -> str:
+    """What ``python -m module`` prints before it ends with ``code``; several ``ranks`` are started
+    by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def play(scenario: str, *arguments: object) -> Any:
+    """What a module of this folder prints, as JSON in its last line."""
+    printed = run_module(f"tests.real.{scenario}", *map(str, arguments))
+    return json.loads(printed.splitlines()[-1])
 
 
 def printing_to(process: psutil.Process) -> str:
@@ -124,6 +159,15 @@ def printing_to(process: psutil.Process) -> str:
 def require_audit(run_dir: Path) -> None:
     """Everything that the run wrote adds up; run by hand, it says what does not."""
     assert cli.main(["audit", str(run_dir)]) == 0, f"torchtitan-rl audit {run_dir}"
+
+
+def weights(run_dir: Path) -> bytes:
+    """The exported policy, bit for bit."""
+    return (run_dir / "policy" / "model.safetensors").read_bytes()
+
+
+def read_rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -4,34 +4,20 @@ did the same work. Nothing here looks at a time."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.real.runs import ROOT
+from tests.real.runs import run_module
 
-TIMEOUT_S = 400.0
 STEPS = 8
+MODES = ("synchronous", "over-admit restart", "over-admit aborted", "async S=1")
 
 
 def bench(script: str, *options: str) -> str:
-    """Run it; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{script}", *options],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
-    return done.stdout
+    return run_module(f"benchmarks.{script}", *options, OMP_NUM_THREADS="1")
 
 
 def report_of(path: Path, picture: Path | None = None) -> dict[str, Any]:
@@ -188,3 +174,57 @@ def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
         assert len(ours) == 2
         assert report["medians"][mode].keys() == sides.keys()
         assert report["ratios"][f"{mode}, over vLLM's own server"]["tokens_per_second"] > 0
+
+
+def test_long_tail_trains_the_same_answers_in_all_modes_and_only_restarts_throw_tokens_away(
+    tmp_path,
+):
+    path = tmp_path / "long_tail.json"
+    bench(
+        "long_tail",
+        *("--groups", "4", "--group-size", "2", "--median", "6", "--long-share", "0.12"),
+        *("--steps", "4", "--repeats", "1", "--replicas", "1", "--train-s", "0.0"),
+        *("--modes", *MODES, "--output", str(path)),
+    )
+    report = report_of(path)
+    assert report["answers"]["long_per_step"] == 1
+    assert tuple(report["modes"]) == tuple(report["ratios"]) == MODES
+    assert report["ratios"]["synchronous"] == {"rollout_phase": 1.0, "groups_per_second": 1.0}
+    modes = report["modes"]
+    # Each answer has the length that was drawn for it: the benchmark itself fails otherwise.
+    for name in ("synchronous", "async S=1"):  # no group overtakes another: the same, in order
+        assert modes[name]["tokens_trained"] == modes["synchronous"]["tokens_trained"]
+        assert modes[name]["long_per_step"] == 1
+    assert [modes[name]["age_max"] for name in MODES] == [0, 0, 1, 1]
+    thrown_away = {name for name, row in modes.items() if row["tokens_thrown_away"]}
+    assert thrown_away == {"over-admit restart"}
+    assert set(modes["over-admit restart"]["causes"]) <= {"restarted", "cut"}
+    [repeat] = report["repeats"]["async S=1"]
+    assert len(repeat["rollout_s_of_steps"]) == 2 + 4 + 1
+    assert repeat["groups_per_second"] == pytest.approx(modes["async S=1"]["groups_per_second"])
+
+
+def test_weight_sync_brings_the_same_weights_to_a_decoding_replica_by_both_transports(tmp_path):
+    """Two FSDP ranks, one replica."""
+    path = tmp_path / "weight_sync.json"
+    bench(
+        "weight_sync",
+        *("--policies", "tiny", "--ranks", "2x1", "--repeats", "1", "--running", "2"),
+        *("--output", str(path)),
+    )
+    shared, remote = report_of(path)["results"]
+    assert shared["setting"]["transport"] == "shared_memory"
+    assert remote["setting"]["transport"] == "rdma"
+    for result in (shared, remote):
+        assert result["last_version"] == 4  # two steps a repeat, and an unmeasured repeat first
+        assert result["running_at_pulls"] == [2, 2]
+        assert result["num_bytes"] > 4_000_000
+        (repeat,) = result["repeats"]
+        zero = [name for name, seconds in repeat.items() if seconds <= 0]
+        assert zero == (["gather_s"] if result is shared else [])
+        assert repeat["standstill_s"] >= repeat["stall_s"]
+        assert set(result["medians"]) == set(repeat)
+        assert len(result["ratios"]) == 3
+    assert shared["num_bytes"] == remote["num_bytes"]
+    assert len(shared["probe_token_ids"]) == 8
+    assert shared["probe_token_ids"] == remote["probe_token_ids"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.real.runs import ROOT, Run, read_metrics
 
 CONFIG = ROOT / "tests" / "real" / "broken_envs.py"
@@ -14,12 +16,11 @@ def start(root: Path, *options: str) -> Run:
     return Run([str(CONFIG), *place, *options], log=root / "log")
 
 
-def test_a_run_goes_on_beside_environments_that_hang_raise_or_return_garbage(
+def test_a_run_goes_on_alongside_environments_that_hang_raise_or_return_garbage(
     tmp_path: Path,
 ) -> None:
     run = start(tmp_path, "--schedule.staleness", "1")
-    assert run.wait() == 0, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
+    run.require_success()
     rows = [row for row in read_metrics(tmp_path / "run") if "train/reward_mean" in row]
     assert len(rows) == 2
     for row in rows:
@@ -30,9 +31,11 @@ def test_a_run_goes_on_beside_environments_that_hang_raise_or_return_garbage(
         assert row["tokens/discarded/env_error"] > 0
 
 
+@pytest.mark.soak
 def test_trap_19_a_run_whose_problems_are_all_solved_ends_with_a_message_where_they_are_skipped(
     tmp_path: Path,
 ) -> None:
+    """As tests/fast/orchestration/test_controller.py shows with simulated parts."""
     run = start(tmp_path, "--task.kinds", "solved", "--schedule.zero-variance", "skip")
     assert run.wait() == 1
     assert "rewards that do not differ" in run.log.read_text()

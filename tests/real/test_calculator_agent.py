@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.real.runs import ROOT, SMALL, Run, read_metrics
+from tests.real.runs import ROOT, SMALL, Run, read_metrics, read_rollouts
 from torchtitan_rl.experiments.calculator_agent.agent import SYSTEM_PROMPT
 
 CONFIG = ROOT / "configs" / "calculator_agent_tiny.py"
@@ -22,8 +21,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = [str(CONFIG), *SMALL, "--output-dir", str(root), "--name", "agent"]
     more = ("--num-steps", str(NUM_STEPS), "--endpoint.start-timeout-s", "300")
     run = Run([*arguments, *more], log=root / "agent.log")
-    assert run.wait(500) == 0, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
+    run.require_success()
     return root / "agent"
 
 
@@ -70,8 +68,7 @@ def test_trap_17_a_conversation_with_calls_stays_one_episode(rows: list[dict[str
 
 
 def test_records_show_the_agents_conversation(run_dir: Path) -> None:
-    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
-    rollouts = [json.loads(line) for line in lines]
+    rollouts = read_rollouts(run_dir)
     assert all(rollout["messages"][0]["content"] == SYSTEM_PROMPT for rollout in rollouts)
     roles = [[message["role"] for message in rollout["messages"]] for rollout in rollouts]
     assert ["system", "user", "assistant", "tool", "assistant"] in roles

@@ -4,10 +4,7 @@ optimizer steps."""
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.real.reference import float64_logprobs
-from tests.real.runs import ROOT, TIMEOUT_S
+from tests.real.runs import play
 from tests.real.trainer_helpers import trainer
 from torchtitan_rl.configs.alphabet_sort_tiny import config
 from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
@@ -76,15 +73,7 @@ def policies(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def rollouts(policies) -> dict[str, list[dict[str, Any]]]:
     """Those of each policy, as `episode_scenario` prints them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.real.episode_scenario", *map(str, policies.values())],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = play("episode_scenario", *policies.values())
     return {name: found[str(path)] for name, path in policies.items()}
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.real.models import hf_logprobs, tiny_qwen3, tiny_tokenizer
-from torchtitan_rl.commands.cli import main
+from tests.real.models import hf_logprobs, tiny_tokenizer
+from tests.real.runs import run_module
+from torchtitan_rl.commands.generate import main
 
-ROOT = Path(__file__).parents[2]
 GOOD = [
     {"prompt": "sort these names: ", "temperature": 0, "id": "greedy"},
     {"prompt_token_ids": [40, 41, 42], "seed": 4, "ignore_eos": True, "max_tokens": 40},
@@ -24,45 +20,29 @@ GOOD = [
 BAD = ["not json", {"prompt": "x", "max_tokens": 9000, "id": "long"}, {"text": "x"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("model"))
-
-
 def generate(
-    model: Path, folder: Path, lines: list[Any], launcher: list[str]
-) -> tuple[int, list[dict[str, Any]]]:
+    model: Path, folder: Path, lines: list[Any], *, ranks: int = 1, code: int = 0
+) -> list[dict[str, Any]]:
+    """The answers in the output file."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "in.jsonl").write_text("\n".join(texts) + "\n\n")
-    command = [sys.executable, *launcher, "-m", "torchtitan_rl.commands.generate"]
-    files = ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
-    done = subprocess.run(
-        [*command, "--model", str(model), *files, "--kv-cache-bytes", str(32 << 20)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    run_module(
+        "torchtitan_rl.commands.generate",
+        *("--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")),
+        *("--model", str(model), "--kv-cache-bytes", str(32 << 20)),
+        ranks=ranks,
+        code=code,
+        OMP_NUM_THREADS="1",
     )
-    assert (folder / "out.jsonl").exists(), done.stderr[-4000:]
-    if not launcher:  # nothing of vLLM's is on the console
-        (line,) = done.stderr.splitlines()
-        assert re.match(r"\d+ completions, \d+ errors, \d+ tokens in ", line)
-        assert done.stdout == ""
-    return done.returncode, [
-        json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
 def test_two_ranks_answer_as_one_process_does_and_bad_lines_fail_alone(
-    model: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    code, answers = generate(model, tmp_path, GOOD, torchrun)
-    assert code == 0
+    answers = generate(checkpoint, tmp_path, GOOD, ranks=2)
     mixed = [GOOD[0], BAD[0], GOOD[1], BAD[1], GOOD[2], BAD[2]]
-    code, alone = generate(model, tmp_path, mixed, [])
-    assert code == 1
+    alone = generate(checkpoint, tmp_path, mixed, code=1)
     assert [answer["id"] for answer in alone] == ["greedy", 2, 3, "long", "greedy", 6]
     assert "not JSON" in alone[1]["error"]
     assert "set it to at most 511" in alone[3]["error"]
@@ -72,7 +52,7 @@ def test_two_ranks_answer_as_one_process_does_and_bad_lines_fail_alone(
         assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-5)
     greedy = answers[0]
     prompt = tuple(tiny_tokenizer().encode(GOOD[0]["prompt"]))
-    expected = hf_logprobs(model, (*prompt, *greedy["token_ids"]), num_prompt=len(prompt))
+    expected = hf_logprobs(checkpoint, (*prompt, *greedy["token_ids"]), num_prompt=len(prompt))
     assert greedy["logprobs"] == pytest.approx(expected, abs=1e-5)
     assert greedy["text"] == tiny_tokenizer().decode(greedy["token_ids"])
     assert greedy["versions"] == [0] * len(greedy["token_ids"])

@@ -79,4 +79,4 @@ def one_rank(rank: int, port: int, root: Path) -> None:
 def test_versions_are_whole_and_one_that_a_rank_cannot_write_is_never_visible(
     tmp_path: Path,
 ) -> None:
-    run_ranks(one_rank, 2, free_ports(1)[0], tmp_path, timeout_s=60.0)
+    run_ranks(one_rank, 2, free_ports(1)[0], tmp_path)

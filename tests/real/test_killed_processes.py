@@ -1,25 +1,26 @@
-"""What a whole run does when one of its processes is killed."""
+"""What a whole run does when one of its processes is killed; see test_main_job for the trainer and
+the controller."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.real.runs import Run, options, read_metrics, require_audit
+from tests.real.served import require_end_by_loss_of_endpoint
 
 
-def kill_after_the_first_step(run: Run, run_dir: Path, rank: str) -> None:
+def await_first_step(run: Run, run_dir: Path) -> None:
     run.wait_until(lambda: len(read_metrics(run_dir)) >= 2, "the first step")
-    run.process_of(rank).kill()
 
 
-def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_in_order(tmp_path):
+def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_cleanly(tmp_path):
     """The one that is stopped (SIGSTOP) answers nothing, at the end neither."""
     more = ("--generator.replicas", "3", "--generator.stall-timeout-s", "15")
     run = Run(options(tmp_path, "run", "--num-steps", "4", *more), log=tmp_path / "log")
-    kill_after_the_first_step(run, tmp_path / "run", "replica1-rank0")
+    await_first_step(run, tmp_path / "run")
+    run.process_of("replica1-rank0").kill()
     run.process_of("replica2-rank0").suspend()
-    assert run.wait() == 0, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
+    run.require_success()
     said = run.log.read_text()
     assert "Traceback" not in said
     assert "replica1" in said
@@ -36,21 +37,8 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_i
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
 
 
-def test_a_killed_trainer_ends_the_run_with_1_and_leaves_no_process(tmp_path):
-    run = Run(
-        options(tmp_path, "run", "--num-steps", "50", "--generator.replicas", "1"),
-        log=tmp_path / "log",
-    )
-    kill_after_the_first_step(run, tmp_path / "run", "trainer-rank0")
-    assert run.wait() == 1, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
-    assert "error: TrainerLostError: trainer" in run.log.read_text()
-
-
 def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):
     more = ("--num-steps", "50", "--generator.replicas", "1", "--endpoint.enabled")
     run = Run(options(tmp_path, "run", *more), log=tmp_path / "log")
-    kill_after_the_first_step(run, tmp_path / "run", "endpoint-rank0")
-    assert run.wait() == 1, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
-    assert "error: EndpointLostError: the endpoint's process is lost" in run.log.read_text()
+    await_first_step(run, tmp_path / "run")
+    require_end_by_loss_of_endpoint(run)

@@ -1,4 +1,4 @@
-"""The trainer as the controller sees it: two ranks in processes of their own, behind Monarch."""
+"""The trainer as the controller sees it: two ranks as Monarch actors, each in a process."""
 
 from __future__ import annotations
 

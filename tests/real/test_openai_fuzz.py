@@ -1,11 +1,10 @@
 """``torchtitan-rl serve`` under requests that its OpenAPI document describes, and under ones that
-have broken servers: no 5xx, no hang, no stack trace, and nobody else notices."""
+have broken servers: no 5xx, no hang, no stack trace, and no other client notices."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +15,7 @@ import requests
 from tests.real.models import tiny_qwen3
 from tests.real.openai_fuzz import CHAT, TEXT, TIMEOUT_S, Target, fuzz
 from tests.real.openai_hard_requests import HARD_CHAT, HARD_FOR_BOTH, HARD_TEXT, MAX_MODEL_LEN
-from tests.real.runs import Run
+from tests.real.served import Served, require_end_by_loss_of_endpoint, serve
 
 MAX_TOKENS = 64
 
@@ -39,50 +38,36 @@ ROUTES = [
 ]
 
 
-def gauge(target: Target, name: str) -> float:
-    text = requests.get(f"{target.url}/metrics", headers=target.headers(), timeout=TIMEOUT_S).text
-    values = re.findall(rf"^torchtitan_rl_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, values))
-
-
-def settled(target: Target, name: str) -> float:
+def settled(server: Served, name: str) -> float:
     """What the controller counts comes with a delay."""
     while True:
-        value = gauge(target, name)
+        value = server.gauge(name)
         time.sleep(2.5)
-        if gauge(target, name) == value:
+        if server.gauge(name) == value:
             return value
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("fuzz")
-    output = folder / "url"
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TORCHTITAN_RL_API_KEY", "secret")
-        environment.setenv("TORCHTITAN_RL_ADMIN_KEY", "chief")
-        run = Run(
-            [
-                str(tiny_qwen3(folder / "model")),
-                "--generator.replicas", "1",
-                "--generator.max-model-len", str(MAX_MODEL_LEN),
-                "--generator.kv-cache-bytes", str(32 << 20),
-                "--generator.start-timeout-s", "600",
-                "--endpoint.port", "0",
-                "--endpoint.start-timeout-s", "600",
-                "--endpoint.max-tokens", str(MAX_TOKENS),
-                "--endpoint.tool-call-parser", "hermes",
-                "--log-dir", str(folder / "logs"),
-            ],
-            command="serve",
-            log=folder / "log",
-            output=output,
-        )  # fmt: skip
+    served = serve(
+        folder,
+        tiny_qwen3(folder / "model"),
+        *("--generator.replicas", "1", "--generator.max-model-len", str(MAX_MODEL_LEN)),
+        *("--generator.kv-cache-bytes", str(32 << 20)),
+        *("--endpoint.max-tokens", str(MAX_TOKENS), "--endpoint.tool-call-parser", "hermes"),
+        key="secret",
+        environment={"TORCHTITAN_RL_API_KEY": "secret", "TORCHTITAN_RL_ADMIN_KEY": "chief"},
+    )
     try:
-        run.wait_until(lambda: output.read_text().endswith("\n"), "the endpoint's URL")
-        yield Target(output.read_text().strip().removesuffix("/v1"), "secret", "chief")
+        yield served
     finally:
-        run.kill_all()
+        served.run.kill_all()
+
+
+@pytest.fixture(scope="module")
+def target(server: Served) -> Target:
+    return Target(server.url, "secret", "chief")
 
 
 def greedy_answers(target: Target) -> list[list[int]]:
@@ -167,39 +152,36 @@ def test_trap_35_a_prompt_over_the_context_is_a_400_while_others_run_undisturbed
         assert running.result() == expected
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_trap_10_an_official_client_that_times_out_and_retries_gets_its_first_run(
-    target: Target,
+    target: Target, server: Served
 ) -> None:
     client = openai.OpenAI(
         base_url=f"{target.url}/v1", api_key="secret:retried", timeout=1.0, max_retries=100
     )
     asked: dict[str, Any] = CHAT | {"temperature": 1.0, "max_tokens": 8}
-    num_run = settled(target, "requests_total")
-    num_replayed = gauge(target, "http_requests_replayed_total")
+    num_run = settled(server, "requests_total")
+    num_replayed = server.gauge("http_requests_replayed_total")
     with ThreadPoolExecutor(2) as pool:
         target.post("/admin/pause", None)
         try:
             whole = pool.submit(client.chat.completions.create, **asked)
             stream = pool.submit(client.chat.completions.create, **asked, stream=True)
-            wait_until(lambda: gauge(target, "http_requests_replayed_total") >= num_replayed + 4)
+            server.wait_until(
+                lambda: server.gauge("http_requests_replayed_total") >= num_replayed + 4, "retries"
+            )
             assert not whole.done()
             assert not stream.done()
         finally:
             target.post("/admin/resume", None)
         assert whole.result().choices[0].message.content
         assert len([chunk for chunk in stream.result() if chunk.choices]) > 1
-    assert settled(target, "requests_total") == num_run + 2
+    assert settled(server, "requests_total") == num_run + 2
 
 
-def test_a_client_that_leaves_and_does_not_come_back_is_aborted(target: Target) -> None:
-    num_aborted = settled(target, "requests_aborted_total")
+def test_a_client_that_leaves_and_does_not_come_back_is_aborted(
+    target: Target, server: Served
+) -> None:
+    num_aborted = settled(server, "requests_aborted_total")
     url = f"{target.url}/v1"
     target.post("/admin/pause", None)
     try:
@@ -210,8 +192,10 @@ def test_a_client_that_leaves_and_does_not_come_back_is_aborted(target: Target) 
         client = openai.OpenAI(base_url=url, api_key="secret", timeout=0.5, max_retries=0)
         with pytest.raises(openai.APITimeoutError):  # it is waited for, for a few seconds
             client.chat.completions.create(**CHAT)
-        wait_until(lambda: gauge(target, "requests_aborted_total") == num_aborted + 2)
-        wait_until(lambda: gauge(target, "http_requests_running") == 0)
+        server.wait_until(
+            lambda: server.gauge("requests_aborted_total") == num_aborted + 2, "two aborts"
+        )
+        server.wait_until(lambda: server.gauge("http_requests_running") == 0, "no request")
     finally:
         target.post("/admin/resume", None)
 
@@ -237,3 +221,8 @@ def test_each_key_opens_its_own_routes(target: Target) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         answer = requests.get(target.url + path, headers=headers, timeout=TIMEOUT_S)
         assert answer.status_code == status, path
+
+
+@pytest.mark.parametrize("undisturbed", [None])  # not after this one, which comes last
+def test_a_killed_endpoint_ends_the_command_with_1_and_leaves_no_process(server: Served) -> None:
+    require_end_by_loss_of_endpoint(server.run)

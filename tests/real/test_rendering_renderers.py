@@ -160,7 +160,7 @@ def test_chatml_does_not_extend_where_the_template_does_more_than_append(templat
     assert renderer.extend(prompt, encode(tokenizer, "ok"), MORE) is None
 
 
-def test_tokens_sampled_behind_a_turns_end_are_not_silently_cut():
+def test_tokens_sampled_after_a_turns_end_are_not_silently_cut():
     tokenizer = build_tokenizer(QWEN3)
     renderer = make_renderer(tokenizer)
     prompt = renderer.initial_prompt(FIRST)

@@ -1,48 +1,71 @@
-"""The router over replicas in processes of their own."""
+"""Router and endpoint over replicas in processes of their own: what callers and clients notice of
+pulls, pauses and a killed replica."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+from tests.real.runs import play
 
 
-def test_no_pull_no_pause_and_no_kill_changes_loses_or_repeats_a_streamed_greedy_request(
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = play("replicas_scenario", tmp_path_factory.mktemp("replicas"))
+    return found
+
+
+def test_no_pull_and_no_pause_changes_loses_or_repeats_a_streamed_greedy_request(
+    seen: dict[str, Any],
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.real.router_scenario", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert (seen["num_done"], seen["num_equal"]) == (64, 64)
-    assert seen["partials_fit"]
-    assert seen["partial_tokens"] > 64
-    assert seen["heard_fits"]  # what was streamed is the beginning of each completion
-    assert seen["gaps"] == 0
-    assert seen["messages"] > 10 * 64
-    assert seen["unheard"] < 64 * 20  # the last of them come with the completions
-    assert seen["num_boundaries"] > 64
-    assert seen["replicas"] == ["replica0", "replica1"]
-    assert seen["states"] == ["serving", "serving"]
-    assert (seen["outstanding"], seen["lagging"]) == (0, 0)
-    assert set(seen["unaccounted"]) == {0}  # aborts, cancels and pulls lose no sampled token
-    assert seen["known"] == seen["sampled"] > 64 * 100
-    assert seen["not_returned"] == 20
+    found = seen["disturbed"]
+    assert (found["num_done"], found["num_equal"]) == (64, 64)
+    assert found["partials_fit"]
+    assert found["partial_tokens"] > 64
+    assert found["heard_fits"]  # what was streamed is the beginning of each completion
+    assert found["gaps"] == 0
+    assert found["messages"] > 5 * 64
+    assert found["unheard"] < 64 * 50  # the last of them come with the completions
+    assert found["num_boundaries"] > 64
+    assert found["replicas"] == ["replica0", "replica1"]
+    assert found["states"] == ["serving", "serving"]
+    assert (found["outstanding"], found["lagging"]) == (0, 0)
+    assert set(found["unaccounted"]) == {0}  # aborts, cancels and pulls lose no sampled token
+    assert found["known"] == found["sampled"] > 64 * 100
+    assert found["not_returned"] == 20
+
+
+def test_a_pinned_replica_keeps_its_version_until_it_is_released(seen: dict[str, Any]) -> None:
     pin = seen["pin"]
     assert pin["sampled_under"] == [pin["version"]]
     assert pin["is_held"]
     assert pin["others"] == [pin["version"], pin["version"] + 1]
     assert pin["after"] == [pin["version"] + 1] * 2
-    killed = seen["killed"]
-    assert killed["num_equal"] == 16  # streams go on where their replica died
-    assert killed["heard_fits"]
-    assert killed["gaps"] == 0
-    assert killed["states"] == {"replica0": "dead", "replica1": "serving"}
+
+
+def test_no_pull_and_no_pause_changes_loses_or_repeats_a_chat_of_the_official_client(
+    seen: dict[str, Any],
+) -> None:
+    found = seen["endpoint"]
+    assert (found["pauses"], found["statuses"]) == (10, [200])
+    assert found["pulled"] == [20, 20]
+    assert not found["was_over"]  # the chats outlasted the last pull
+    assert found["cuts_heard"] > 64  # versions changed within answers
+    # 64 chats twice, of two turns each.
+    assert found["complete"] == 128
+    assert found["equal"] == 64
+    assert found["recorded"] == 128
+    assert (found["polled"], found["completed"]) == (256, 256)
+    assert (found["refused"], found["aborted"], found["outstanding"]) == ({}, 0, 0)
+    # Each token was sampled once, and each that was sampled was answered.
+    assert found["sampled"] == found["answered"]
+    assert found["states"] == ["serving", "serving"]
+
+
+def test_streams_go_on_where_their_replica_is_killed(seen: dict[str, Any]) -> None:
+    found = seen["killed"]
+    assert found["num_equal"] == 16
+    assert found["heard_fits"]
+    assert found["gaps"] == 0
+    assert found["states"] == {"replica0": "dead", "replica1": "serving"}

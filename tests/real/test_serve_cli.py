@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 import torch
 
 from tests.real.runs import ROOT, Run
+from tests.real.served import Served, serve
 
 POLICY = ROOT / "experiments" / "alphabet_sort" / "policy"
 PROMPTS = [[7 + index, 20, 31 + index, 44, 5, 60 + index] for index in range(12)]
@@ -28,64 +26,32 @@ LONG = 700  # tokens
 OPENMP = list((Path(torch.__file__).parent / "lib").glob("libgomp*"))
 
 
-@dataclass
-class Server:
-    run: Run
-    url: str  # without /v1
-    folder: Path
-
-    def client(self, key: str = "any") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
-
-    def gauge(self, name: str) -> float:
-        """A metric, summed over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        values = re.findall(rf"^torchtitan_rl_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, values))
-
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}\n{self.run.log.read_text()[-2000:]}"
-            time.sleep(0.1)
-
-    def is_idle(self) -> bool:
-        return self.gauge("engine_running_requests") + self.gauge("engine_waiting_requests") == 0
-
-
-def start(folder: Path, *options: str) -> Server:
-    output = folder / "url"
-    run = Run(
-        [
-            str(POLICY),
-            "--endpoint.port", "0",
-            "--endpoint.start-timeout-s", "600",
-            "--generator.start-timeout-s", "600",
-            "--generator.max-model-len", "1024",
-            "--log-dir", str(folder / "logs"),
-            *options,
-        ],
-        command="serve",
-        log=folder / "log",
-        output=output,
-        environment={"LD_PRELOAD": " ".join(map(str, OPENMP)), "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    run.wait_until(lambda: output.read_text().endswith("\n"), "the endpoint's URL")
-    url = output.read_text().strip()
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
-    return Server(run, url.removesuffix("/v1"), folder)
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
-    served = start(
-        folder, "--generator.replicas", "2", "--episodes-file", str(folder / "episodes.jsonl")
+    served = serve(
+        folder,
+        POLICY,
+        *("--generator.replicas", "2", "--generator.max-model-len", "1024"),
+        *("--episodes-file", str(folder / "episodes.jsonl")),
+        environment={"LD_PRELOAD": " ".join(map(str, OPENMP)), "OMP_NUM_THREADS": "2"},
     )
     try:
         yield served
     finally:
         served.run.kill_all()
+
+
+def client_of(server: Served, key: str = "any") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=300)
+
+
+def await_idle(server: Served) -> None:
+    def is_idle() -> bool:
+        running = server.gauge("engine_running_requests")
+        return running + server.gauge("engine_waiting_requests") == 0
+
+    server.wait_until(is_idle, "idle engines")
 
 
 def greedy(prompt: list[int], max_tokens: int = LONG) -> dict[str, Any]:
@@ -98,7 +64,7 @@ def greedy(prompt: list[int], max_tokens: int = LONG) -> dict[str, Any]:
     }
 
 
-async def complete_all(server: Server, on_sent: Callable[[], Any]) -> list[list[int]]:
+async def complete_all(server: Served, on_sent: Callable[[], Any]) -> list[list[int]]:
     """All prompts at once; ``on_sent`` runs in a thread once they are on their way."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=300
@@ -109,8 +75,8 @@ async def complete_all(server: Server, on_sent: Callable[[], Any]) -> list[list[
     return [answer.choices[0].token_ids for answer in answers]
 
 
-def test_the_official_client_chats_streams_and_takes_several_choices(server: Server) -> None:
-    client = server.client()
+def test_the_official_client_chats_streams_and_takes_several_choices(server: Served) -> None:
+    client = client_of(server)
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     assert [model.id for model in client.models.list()] == ["policy"]
     asked: dict[str, Any] = {
@@ -134,34 +100,34 @@ def test_the_official_client_chats_streams_and_takes_several_choices(server: Ser
     ]
 
 
-def test_trap_35_a_prompt_longer_than_the_context_is_a_400_and_disturbs_nobody(
-    server: Server,
+def test_trap_35_a_prompt_longer_than_the_context_is_a_400_and_disturbs_no_other_request(
+    server: Served,
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="context length"):
-        server.client().completions.create(model="policy", prompt=[5] * 2000, max_tokens=4)
-    answer = server.client().completions.create(**greedy(PROMPTS[0], 8))
+        client_of(server).completions.create(model="policy", prompt=[5] * 2000, max_tokens=4)
+    answer = client_of(server).completions.create(**greedy(PROMPTS[0], 8))
     assert len(answer.choices[0].token_ids) == 8
 
 
-def test_a_client_that_leaves_has_its_requests_aborted_on_the_engines(server: Server) -> None:
-    server.wait_until(server.is_idle, "idle engines")
+def test_a_client_that_leaves_has_its_requests_aborted_on_the_engines(server: Served) -> None:
+    await_idle(server)
     aborted = server.gauge("requests_aborted_total")
     sampled = server.gauge("engine_generated_tokens")
     asked = greedy(PROMPTS[0], 1000) | {"temperature": 1.0, "n": 8}
-    stream = server.client().completions.create(**asked, stream=True)
+    stream = client_of(server).completions.create(**asked, stream=True)
     next(iter(stream))
     stream.close()
     server.wait_until(lambda: server.gauge("requests_aborted_total") == aborted + 8, "8 aborts")
     # The engines are read about once a second: only a reading after the beginning counts.
     server.wait_until(lambda: server.gauge("engine_generated_tokens") > sampled, "a reading")
-    server.wait_until(server.is_idle, "idle engines")
+    await_idle(server)
     assert server.gauge("engine_generated_tokens") - sampled < 4000
 
 
 def test_a_session_with_a_reward_leaves_its_exact_tokens_in_the_episodes_file(
-    server: Server,
+    server: Served,
 ) -> None:
-    client = server.client("any:game-1")
+    client = client_of(server, "any:game-1")
     first = client.completions.create(**greedy(PROMPTS[1], 6)).choices[0].token_ids
     history = [*PROMPTS[1], *first, 9, 9]
     second = client.completions.create(**greedy(history, 5)).choices[0].token_ids
@@ -178,7 +144,7 @@ def test_a_session_with_a_reward_leaves_its_exact_tokens_in_the_episodes_file(
 
 
 def test_trap_11_answers_are_whole_and_greedy_ones_right_when_a_replica_is_killed(
-    server: Server,
+    server: Served,
 ) -> None:
     undisturbed = asyncio.run(complete_all(server, lambda: None))
     assert {len(tokens) for tokens in undisturbed} == {LONG}
@@ -196,8 +162,8 @@ def test_trap_11_answers_are_whole_and_greedy_ones_right_when_a_replica_is_kille
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
-def test_sigterm_lets_running_requests_end_and_leaves_no_process(server: Server) -> None:
-    stream = server.client().completions.create(**greedy(PROMPTS[2], 40), stream=True)
+def test_sigterm_lets_running_requests_end_and_leaves_no_process(server: Served) -> None:
+    stream = client_of(server).completions.create(**greedy(PROMPTS[2], 40), stream=True)
     chunks = [next(iter(stream))]
     server.run.process.terminate()
     chunks += list(stream)
@@ -206,19 +172,6 @@ def test_sigterm_lets_running_requests_end_and_leaves_no_process(server: Server)
     assert server.run.wait() == 128 + signal.SIGTERM, server.run.log.read_text()[-2000:]
     assert server.run.left_behind() == []
     assert "Traceback" not in server.run.log.read_text()
-
-
-def test_a_killed_endpoint_ends_the_command_with_1_and_leaves_no_process(tmp_path: Path) -> None:
-    server = start(tmp_path, "--generator.replicas", "1")
-    try:
-        server.run.process_of("endpoint-rank0").kill()
-        assert server.run.wait() == 1, server.run.log.read_text()[-2000:]
-        assert "error: EndpointLostError: the endpoint's process is lost" in (
-            server.run.log.read_text()
-        )
-        assert server.run.left_behind() == []
-    finally:
-        server.run.kill_all()
 
 
 def test_a_taken_port_is_one_error_before_anything_starts(tmp_path: Path) -> None:

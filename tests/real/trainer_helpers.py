@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROW_LEN = 48
 MAX_STEPS = 4
+TIMEOUT_S = 600.0  # of ranks
 CONFIG = TrainerConfig(
     row_len=ROW_LEN,
     rows_per_microbatch=2,
@@ -77,17 +78,17 @@ def trainer(
         policy_trainer.close()
 
 
-def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any, timeout_s: float) -> None:
+def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> None:
     """Run ``function(rank, *args)`` in processes of its own, with torchrun's variables but for
     MASTER_PORT; ends them all when one fails or time is up."""
     context = torch.multiprocessing.spawn(
         _with_environment, (function, num_ranks, args), nprocs=num_ranks, join=False
     )
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     try:
         while not context.join(timeout=1.0):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{function.__name__} on {num_ranks} ranks: {timeout_s} s")
+                raise TimeoutError(f"{function.__name__} on {num_ranks} ranks: {TIMEOUT_S} s")
     finally:
         for process in context.processes:
             if process.is_alive():

@@ -28,7 +28,7 @@ from tests.real.resume_scenarios import (
     cut_everywhere,
     greedy,
     progress,
-    refused_beside_a_neighbour,
+    refused_alongside_a_neighbour,
     run_all,
     sensitive_requests,
 )
@@ -43,23 +43,20 @@ PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix blocks
 PULL_STEP, ABORT_STEP = 20, 30
 WAIT_S = 120.0
+INCOMPLETE = 1000  # a version
 
 
 class Checkpoints:
-    """Staged weights: version v is the checkpoint at ``paths[v % len(paths)]``."""
+    """Staged weights: version v is the checkpoint at ``paths[v % len(paths)]``; `INCOMPLETE` lacks
+    most tensors."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
+        if version == INCOMPLETE:
+            return {"model.norm.weight": torch.ones(64)}
         return hf_tensors(self._paths[version % len(self._paths)])
-
-
-class Partial:
-    """Staged weights that lack a tensor."""
-
-    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        return {"model.norm.weight": torch.ones(64)}
 
 
 class TriggeredEngine:
@@ -269,11 +266,11 @@ def paused(engine: TriggeredEngine) -> dict[str, Any]:
     return seen
 
 
-def broken_pull(path: Path) -> Any:
-    loop = make_loop(build(path, Partial()))
+def incomplete_pull(engine: TriggeredEngine) -> Any:
+    loop = make_loop(engine)
     loop.start()
     try:
-        loop.pull(1).result(WAIT_S)
+        loop.pull(INCOMPLETE).result(WAIT_S)
     except LoopFailedError as error:
         return str(error.__cause__)
     return None
@@ -327,7 +324,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["progress"] = progress(tied, greedy("read", num_logprobs=2))
     both = [greedy("with"), greedy("without", with_logprobs=False)]
     seen["without-logprobs"] = run_all(tied, both)
-    seen["refused"] = refused_beside_a_neighbour(tied)
+    seen["refused"] = refused_alongside_a_neighbour(tied)
     seen["kept"] = kept_kv(tied)
     seen["idle-report"] = idle_pull(tied, 0)
     seen["mixed"] = mixed(tied)
@@ -340,8 +337,8 @@ def solo(root: Path) -> dict[str, Any]:
     seen["untied-before"] = probes(untied)
     idle_pull(untied, 1)
     seen["updated-untied"] = probes(untied)
+    seen["incomplete-pull"] = incomplete_pull(untied)
     seen["fresh-untied"] = probes(build(paths["untied-new"], None))
-    seen["broken-pull"] = broken_pull(paths["tied-old"])
     return seen
 
 

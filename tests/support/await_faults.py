@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from tests.support.package_frames import file_and_line, suspended_frames
+
 Site = tuple[str, ...]
 
 
@@ -101,13 +103,7 @@ class _Driven:
 
 def _site(work: Any, watches: Callable[[str], bool]) -> Site:
     """Empty where the innermost line of ours is in no watched file."""
-    lines: list[tuple[str, str]] = []
-    while work is not None:
-        frame = getattr(work, "cr_frame", None) or getattr(work, "ag_frame", None)
-        if frame is not None and "torchtitan_rl" in frame.f_code.co_filename:
-            file = frame.f_code.co_filename
-            lines.append((file, f"{file.rsplit('/', 1)[1]}:{frame.f_lineno}"))
-        work = getattr(work, "cr_await", None) or getattr(work, "ag_await", None)
-    if not lines or not watches(lines[-1][0]):
+    frames = list(suspended_frames(work))
+    if not frames or not watches(frames[-1].f_code.co_filename):
         return ()
-    return tuple(line for _, line in lines)
+    return tuple(map(file_and_line, frames))

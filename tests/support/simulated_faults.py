@@ -1,4 +1,4 @@
-"""What may go wrong with a simulated part, and who says when: nobody, unless a campaign does."""
+"""What may go wrong with a simulated part, and when; nothing does unless a campaign says so."""
 
 from __future__ import annotations
 

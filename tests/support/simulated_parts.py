@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.simulated_faults import Fate, Strike, Undisturbed
-from tests.support.simulated_replica import VOCAB, SimReplica
-from tests.support.simulated_trainer import SimTrainer
+from tests.support.simulated_replica import VOCAB
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
-
-__all__ = ["Habits", "Memory", "SimDataset", "SimEnv", "SimReplica", "SimTrainer"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class _Call:
 
 
 class SimReplica:
-    """Samples `scripted_token`; each takes ``token_s`` times the chance's whim.
+    """Samples `scripted_token`; each takes ``token_s`` times a random factor.
 
     ``sampled`` counts every token, evaluation's included.
     """
@@ -122,7 +122,7 @@ class SimReplica:
 
     @property
     def lost(self) -> int:
-        """Tokens that nobody was told of, and nobody asks for any more: those of a dead replica, or
+        """Tokens that were never reported and are no longer asked for: those of a dead replica, or
         of one that its callers have left."""
         unheard = [*self._given_up, *self._calls.values()]
         return self._num_lost + sum(call.num_unheard for call in dict.fromkeys(unheard))
@@ -182,8 +182,8 @@ class SimReplica:
         reason = FinishReason.LENGTH
         sampling, prompt = call.request.sampling, call.request.prompt_token_ids
         while len(call.tokens) < sampling.max_tokens:
-            whim = self._chance.uniform(0.1, 2.0)
-            await asyncio.sleep(self._token_s * self._slowness * whim)
+            factor = self._chance.uniform(0.1, 2.0)
+            await asyncio.sleep(self._token_s * self._slowness * factor)
             while not (self._is_open.is_set() or call.is_aborted):
                 await self._is_open.wait()
             if self._is_frozen or self._is_wedged:
@@ -248,7 +248,7 @@ class SimReplica:
             if on_reading is not None and not self.is_dead:
                 on_reading(reading)
 
-        # Behind the ends of calls that had ended by now, before those of later ones.
+        # After the ends of calls that had ended by now, before those of later ones.
         asyncio.get_running_loop().call_soon(hear)
         await self._pass(0.3)  # the answer travels, and sampling goes on
         return reading

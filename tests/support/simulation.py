@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.simulated_faults import Fate, Undisturbed
-from tests.support.simulated_parts import (
-    ENVIRONMENTS,
-    Habits,
-    Memory,
-    SimDataset,
-    SimReplica,
-    SimTrainer,
-)
+from tests.support.simulated_parts import ENVIRONMENTS, Habits, Memory, SimDataset
+from tests.support.simulated_replica import SimReplica
+from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.consumer import ConsumerSettings
@@ -32,10 +27,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
-from torchtitan_rl.types import (
-    Completion,
-    Problem,
-)
+from torchtitan_rl.types import Completion, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +63,7 @@ class Plan(Habits):
     rollout_timeout_s: float = 2_000.0
     env_timeout_s: float = 100.0
     trainer_timeout_s: float = 1_000.0
-    parks_alone: bool = (
-        False  # complain of tokens sampled while a run that aborts its groups takes a step
-    )
+    checks_idleness: bool = False  # of replicas, in the steps of a run that aborts its groups
 
 
 class Simulation:
@@ -97,7 +87,7 @@ class Simulation:
             shares=plan.during_step == "asleep",
             write_s=plan.checkpoint_s,
             timeout_s=plan.trainer_timeout_s,
-            waits_alone=plan.parks_alone and plan.during_step == "aborted",
+            waits_alone=plan.checks_idleness and plan.during_step == "aborted",
             fate=fate,
         )
         self.replicas = [
@@ -149,7 +139,7 @@ class Simulation:
                 batcher=self.batcher,
                 trainer=self.trainer,
                 router=self.router,
-                recorder=recorder or self.recorder,
+                recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
                 sampled=self.sampled,

@@ -75,8 +75,9 @@ def test_whatever_happens_the_bound_holds_the_account_adds_up_and_the_run_ends(
     check(plan, dies_after)
 
 
-@pytest.mark.slow
-@hypothesis_settings(max_examples=1000, deadline=None)
+@pytest.mark.soak
+@hypothesis_settings(max_examples=1000, deadline=None, derandomize=False)
 @given(plan=PLANS, dies_after=DEATHS)
 def test_the_same_a_thousand_times(plan: Plan, dies_after: float | None) -> None:
+    """Other cases each time."""
     check(plan, dies_after)

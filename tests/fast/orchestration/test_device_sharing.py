@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fast.orchestration.runs import run
-from tests.support.simulated_parts import SimReplica
+from tests.support.simulated_replica import SimReplica
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
