@@ -122,7 +122,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path):
 
 def test_a_missing_turn_is_an_error_with_file_and_line(tmp_path):
     write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 2, THIRD, None))
-    with pytest.raises(JournalError, match=r"j, line 3: .*turn 2 comes behind turn 0"):
+    with pytest.raises(JournalError, match=r"j, line 3: .*turn 2 follows turn 0"):
         read_journals([tmp_path / "j"])
 
 
