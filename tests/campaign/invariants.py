@@ -303,7 +303,7 @@ def validates_undisturbed(life: Life) -> Iterator[str]:
     simulation = life.simulation
     if simulation is None or any(not replica.is_sound for replica in simulation.replicas):
         return
-    cut = [name for name in simulation.requested if name.startswith("evaluation/") and "#" in name]
+    cut = [name for name in simulation.requested if name.startswith("validation/") and "#" in name]
     if cut:
         yield f"cut and continued: {cut[:3]}"
 

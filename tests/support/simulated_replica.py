@@ -55,7 +55,7 @@ class _Call:
 
     @property
     def num_unheard(self) -> int:
-        if self.request.request_id.startswith("evaluation/"):
+        if self.request.request_id.startswith("validation/"):
             return 0
         return len(self.tokens) - self.num_told
 
@@ -207,7 +207,7 @@ class SimReplica:
         call.logprobs.append(logprob)
         self._steps += 1
         self.sampled += 1
-        if call.request.request_id.startswith("evaluation/"):
+        if call.request.request_id.startswith("validation/"):
             self.sampled_for_evaluation += 1
         elif self._trainer.is_alone:
             self._trainer.complaints.append(f"{self._name} samples while the trainer is alone")

@@ -113,7 +113,7 @@ class Evaluator:
             running = [
                 tasks.create_task(
                     self._state.parts.rollouter.run_group(
-                        f"evaluation/{problem.problem_id}",
+                        f"validation/{problem.problem_id}",
                         problem,
                         size=self._settings.samples,
                         seed=self._settings.seed,

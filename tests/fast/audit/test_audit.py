@@ -52,7 +52,7 @@ PLAN = Plan(
     evaluation_problems=3,
     reserves=True,
     train_s=1.0,
-    chance=1,
+    chance=2,
 )
 IDENTITY = {
     "num_steps": 4,

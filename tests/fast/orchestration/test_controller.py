@@ -90,8 +90,8 @@ def test_a_reserved_replica_answers_evaluations_alone_at_their_versions(tmp_path
     assert [record.step for record in validated] == [0, 2, 4, 6]
     assert [record.version for record in validated] == [0, 2, 4, 6]
     training, reserved = simulation.replicas
-    assert all(name.startswith("evaluation/") for name in reserved.requested)
-    assert not any(name.startswith("evaluation/") for name in training.requested)
+    assert all(name.startswith("validation/") for name in reserved.requested)
+    assert not any(name.startswith("validation/") for name in training.requested)
 
 
 def test_generation_overlaps_training_from_staleness_1_on(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_pa
             for turn in rollout.turns
         ]
         assert {version for one in completions for version in one.versions} == {record.version}
-        assert not any("#" in name for name in simulation.requested if "evaluation" in name)
+        assert not any("#" in name for name in simulation.requested if "validation" in name)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
@@ -224,7 +224,7 @@ def test_evaluation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: i
     plan = replace(plan, validate_every=1, evaluation_problems=8, train_s=4.0)
     simulation = run(plan, tmp_path)
     assert len(simulation.recorder.evaluations) == 7
-    assert not any("#" in name for name in simulation.requested if "evaluation" in name)
+    assert not any("#" in name for name in simulation.requested if "validation" in name)
 
 
 def test_a_pin_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path: Path) -> None:
