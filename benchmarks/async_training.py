@@ -63,7 +63,7 @@ def main() -> None:
     folder = given.output_dir or Path(mkdtemp(prefix="async-training-"))
     fixed = (
         "--num-steps", str(given.steps),
-        "--validation.num-problems", "0",
+        "--evaluation.num-problems", "0",
         "--checkpoint.every", "0",
         "--trainer.optimizer.decay-steps", "0",
     )  # fmt: skip

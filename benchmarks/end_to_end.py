@@ -81,7 +81,7 @@ def train_words(options: argparse.Namespace) -> list[str]:
         *("--generator.max-model-len", length),
         *("--trainer.row-len", length),
         *("--trainer.optimizer.decay-steps", "0"),
-        *("--validation.num-problems", "0"),
+        *("--evaluation.num-problems", "0"),
         *("--checkpoint.every", "0"),
         "--checkpoint.no-export-hf",
     ]

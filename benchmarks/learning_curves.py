@@ -18,10 +18,10 @@ CONFIG = ROOT / "configs" / "alphabet_sort_tiny.py"
 
 
 def curve(run: FinishedRun) -> list[tuple[int, float, float]]:
-    """(step, seconds since the first validation ended, reward) of each validation."""
-    rows = [row for row in run.rows if "validation/reward_mean" in row]
+    """(step, seconds since the first evaluation ended, reward) of each evaluation."""
+    rows = [row for row in run.rows if "evaluation/reward_mean" in row]
     start = rows[0]["wall_time_s"]
-    return [(r["step"], r["wall_time_s"] - start, r["validation/reward_mean"]) for r in rows]
+    return [(r["step"], r["wall_time_s"] - start, r["evaluation/reward_mean"]) for r in rows]
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def draw(runs: dict[tuple[int, int], FinishedRun], path: Path) -> None:
         over_steps.plot(steps, rewards, color=colours[staleness], alpha=0.7, label=label)
         over_seconds.plot(seconds, rewards, color=colours[staleness], alpha=0.7)
     over_steps.set(xlabel="optimizer steps", ylabel="validation reward")
-    over_seconds.set(xlabel="seconds after the first validation")
+    over_seconds.set(xlabel="seconds after the first evaluation")
     over_steps.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
 from torchtitan_rl.weights.handle import SharedMemoryHandle
@@ -76,7 +76,7 @@ class StepLog:
     def record_step(self, record: StepRecord) -> None:
         self.steps.append(record)
 
-    def record_validation(self, record: ValidationRecord) -> None: ...
+    def record_evaluation(self, record: EvaluationRecord) -> None: ...
 
     def record_account(self, record: AccountRecord) -> None: ...
 

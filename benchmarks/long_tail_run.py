@@ -24,7 +24,7 @@ from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
-from torchtitan_rl.orchestration.config import CheckpointConfig, ScheduleConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller, Parts
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import StepRecord
@@ -182,7 +182,7 @@ def run_config(setting: Setting, schedule: ScheduleConfig, *, num_steps: int) ->
         ),
         weight_sync=WeightSyncConfig(recompute_running_on_pull=not setting.keeps_kv),
         trainer=TrainerConfig(row_len=longest),
-        validation=ValidationConfig(every=0, num_problems=0),
+        evaluation=EvaluationConfig(every=0, num_problems=0),
         checkpoint=CheckpointConfig(every=0),
     )
 
@@ -214,7 +214,7 @@ def _controller(
         settings,
         Parts(
             dataset=task.dataset("train", seed=0),
-            validation_problems=(),
+            evaluation_problems=(),
             rollouter=Rollouter(
                 generate=with_lengths(router.generate, task.tail),
                 environment=lambda problem: task.environment(

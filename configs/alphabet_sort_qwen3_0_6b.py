@@ -10,7 +10,7 @@ from __future__ import annotations
 from experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import CheckpointConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
@@ -36,6 +36,6 @@ config = RunConfig(
         activation_checkpointing="selective",
         optimizer=OptimizerConfig(learning_rate=2e-6, warmup_steps=5),
     ),
-    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
     checkpoint=CheckpointConfig(every=25),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
+from torchtitan_rl.orchestration.config import EvaluationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
@@ -36,5 +36,5 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=5e-6),
     ),
-    validation=ValidationConfig(every=0, num_problems=8, temperature=1.0),
+    evaluation=EvaluationConfig(every=0, num_problems=8, temperature=1.0),
 )

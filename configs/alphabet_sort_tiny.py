@@ -8,7 +8,7 @@ from __future__ import annotations
 from experiments.alphabet_sort.task import POLICY_DIR, AlphabetSortTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
+from torchtitan_rl.orchestration.config import EvaluationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 
@@ -33,5 +33,5 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=60, min_lr_factor=0.1),
     ),
-    validation=ValidationConfig(every=20, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=20, num_problems=128, temperature=1.0),
 )

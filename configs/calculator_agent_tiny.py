@@ -9,7 +9,7 @@ from __future__ import annotations
 from experiments.calculator_agent.task import POLICY_DIR, CalculatorAgentTask
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ValidationConfig
+from torchtitan_rl.orchestration.config import EvaluationConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
@@ -33,6 +33,6 @@ config = RunConfig(
         threads=2,
         optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=40, min_lr_factor=0.1),
     ),
-    validation=ValidationConfig(every=10, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
     endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes", max_concurrent_requests=512),
 )

@@ -161,7 +161,7 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     most = sum(n for name, n in life.start.recorded.items() if name in asked)
     asked -= {entry.group_id for entry in entries if entry.group is not None}
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
-    sampled = sum(r.sampled - r.sampled_for_validation for r in simulation.replicas)
+    sampled = sum(r.sampled - r.sampled_for_evaluation for r in simulation.replicas)
     states = simulation.router.states()
     lost = sum(r.lost for r in simulation.replicas if states[r.name] is ReplicaState.DEAD)
     # At S = 0 groups that are left over at the end are not begun again.
@@ -291,7 +291,7 @@ def lets_no_rollout_wait(life: Life) -> Iterator[str]:
         return
     recorder = life.simulation.recorder
     groups = [group for record in recorder.steps for group in record.groups]
-    groups += [group for record in recorder.validations for group in record.groups]
+    groups += [group for record in recorder.evaluations for group in record.groups]
     usual = {RolloutStatus.COMPLETED, RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS}
     strange = [r for group in groups for r in group.rollouts if r.status not in usual]
     if strange:

@@ -70,7 +70,7 @@ def draw(seed: int) -> CampaignPlan:
         order=rng.choice(["together", "one_by_one"]),
         mode=rng.choice(["hot_swap", "hot_swap", "drain"]),
         validate_every=rng.randint(0, 2) if validates else 0,
-        validation_problems=rng.randint(1, 2) if validates else 0,
+        evaluation_problems=rng.randint(1, 2) if validates else 0,
         checkpoint_every=rng.choice([0, 1, 1, 2, 3]),
         train_s=rng.choice([0.0, 1.0, 5.0]),
         checkpoint_s=rng.choice([0.0, 0.5, 5.0]),

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.simulated_parts import Memory
 from torchtitan_rl.observability.jsonl import JsonLines
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 
 _NAME = "rows.jsonl"
 
@@ -41,9 +41,9 @@ class Rows(Memory):
             }
         )
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        super().record_validation(record)
-        self._lines.append({"kind": "validation", "step": record.step, "version": record.version})
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        super().record_evaluation(record)
+        self._lines.append({"kind": "evaluation", "step": record.step, "version": record.version})
 
     def record_account(self, record: AccountRecord) -> None:
         super().record_account(record)

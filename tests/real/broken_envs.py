@@ -82,5 +82,5 @@ config = replace(
     task=BrokenTask(),
     num_steps=2,
     rollout=replace(tiny.rollout, groups_per_step=5, group_size=4, step_timeout_s=2.0),
-    validation=replace(tiny.validation, num_problems=0),
+    evaluation=replace(tiny.evaluation, num_problems=0),
 )

@@ -26,8 +26,8 @@ TIMEOUT_S = 300.0
 SMALL = (
     "--rollout.groups-per-step", "4",
     "--rollout.group-size", "4",
-    "--validation.num-problems", "4",
-    "--validation.every", "0",
+    "--evaluation.num-problems", "4",
+    "--evaluation.every", "0",
     "--metrics.progress", "plain",
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ def require_success(run: Run) -> None:
 
 
 def test_trap_26_staleness_0_equals_a_plain_loop_bit_for_bit_on_real_vllm(tmp_path: Path) -> None:
-    few = ("--num-steps", "3", "--validation.num-problems", "0")
+    few = ("--num-steps", "3", "--evaluation.num-problems", "0")
     script = ROOT / "tests" / "real" / "plain_loop.py"
     arguments = options(tmp_path, "plain", *few)
     subprocess.run(
@@ -59,7 +59,7 @@ def test_a_run_within_a_bound_keeps_it_throws_nothing_away_and_evaluates_one_ver
 ) -> None:
     more = ("--num-steps", "6", "--schedule.staleness", "2", "--schedule.window", "0.5")
     run = Run(
-        options(tmp_path, "bounded", *more, *ALL_ROLLOUTS, "--validation.every", "2"),
+        options(tmp_path, "bounded", *more, *ALL_ROLLOUTS, "--evaluation.every", "2"),
         log=tmp_path / "log",
     )
     require_success(run)
@@ -70,13 +70,13 @@ def test_a_run_within_a_bound_keeps_it_throws_nothing_away_and_evaluates_one_ver
     assert rows[-1]["total/tokens_discarded"] == 0
     for line in (tmp_path / "bounded" / "rollouts.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["split"] == "validation":
+        if row["split"] == "evaluation":
             versions = {version for turn in row["turns"] for version in turn["versions"]}
             assert versions == {row["version"]}
 
 
 def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path: Path) -> None:
-    more = ("--num-steps", "4", "--validation.num-problems", "0", "--schedule.window", "0.5")
+    more = ("--num-steps", "4", "--evaluation.num-problems", "0", "--schedule.window", "0.5")
     run = Run(options(tmp_path, "late", *more), log=tmp_path / "log")
     require_success(run)
     rows = read_metrics(tmp_path / "late")
@@ -85,7 +85,7 @@ def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path
 
 
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
-    more = ("--num-steps", "5", "--validation.num-problems", "0", *ALL_ROLLOUTS)
+    more = ("--num-steps", "5", "--evaluation.num-problems", "0", *ALL_ROLLOUTS)
     schedule = ("--schedule.staleness", "1", "--schedule.window", "0.5")
     run = Run(
         options(tmp_path, "cut", *more, *schedule, "--schedule.in_flight", "aborted"),

@@ -115,7 +115,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "end_to_end",
         *("--groups", "2", "--group-size", "2", "--steps", str(STEPS), "--repeats", "1"),
         *("--max-tokens", "24", "--max-length", "128"),
-        *("--options", "--validation.num-problems 2 --validation.every 4 --generator.replicas 1"),
+        *("--options", "--evaluation.num-problems 2 --evaluation.every 4 --generator.replicas 1"),
         *("--output-dir", str(root), "--output", str(root / "end_to_end.json")),
     )
     (root / "printed").write_text(printed)

@@ -43,8 +43,8 @@ def test_every_rollout_of_the_agent_is_completed_rewarded_and_accounted_for(
         assert row["train/turns_max"] >= 2  # it called the calculator
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
         assert row["tokens/trained"] == row["trainer/trained_tokens"] > 0
-    assert "validation/reward_mean" in rows[0]
-    assert "validation/reward_mean" in rows[-1]
+    assert "evaluation/reward_mean" in rows[0]
+    assert "evaluation/reward_mean" in rows[-1]
 
 
 def test_the_tokens_that_the_client_was_sent_are_those_of_the_recorded_turns(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.real.runs import Run, options, read_metrics
 
-FEW = ("--num-steps", "3", "--validation.num-problems", "0")
+FEW = ("--num-steps", "3", "--evaluation.num-problems", "0")
 COLOCATED = ("--placement", "colocated")
 
 
@@ -39,7 +39,7 @@ def test_a_colocated_run_within_a_bound_is_killed_and_goes_on(tmp_path: Path) ->
     more = (
         *COLOCATED,
         *("--num-steps", "6", "--schedule.staleness", "1", "--schedule.window", "0.5"),
-        *("--validation.every", "2", "--checkpoint.every", "1"),
+        *("--evaluation.every", "2", "--checkpoint.every", "1"),
         *("--metrics.rollouts-per-step", "100000"),
     )
     killed = Run(options(tmp_path, "run", *more), log=tmp_path / "killed.log")

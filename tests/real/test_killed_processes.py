@@ -31,7 +31,7 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_i
     # A row has the syncs since the row before it: the last one need not have any.
     assert max(row.get("sync/lost_replicas", 0) for row in rows) >= 1
     assert rows[-1]["policy/version"] == 4
-    assert "validation/reward_mean" in rows[-1]
+    assert "evaluation/reward_mean" in rows[-1]
     for row in rows[1:]:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
 

@@ -41,8 +41,8 @@ def whole(root) -> Path:
 def test_a_run_trains_validates_and_accounts_for_every_token(whole):
     rows = read_metrics(whole)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert "validation/reward_mean" in rows[0]
-    assert "validation/reward_mean" in rows[3]
+    assert "evaluation/reward_mean" in rows[0]
+    assert "evaluation/reward_mean" in rows[3]
     for row in rows[1:]:
         assert row["policy/version"] == row["step"]
         assert row["policy/staleness_max"] == 0
@@ -115,7 +115,7 @@ def test_trap_29_a_diverging_run_ends_with_1_and_keeps_its_last_good_checkpoint(
 
 def test_a_killed_controller_leaves_no_process(root):
     run = Run(options(root, "killed", "--num-steps", "50"), log=root / "killed.log")
-    run.wait_until(lambda: len(read_metrics(root / "killed")) >= 1, "the first validation")
+    run.wait_until(lambda: len(read_metrics(root / "killed")) >= 1, "the first evaluation")
     run.process.kill()
     run.wait()
     assert run.left_behind() == []

@@ -17,7 +17,7 @@ def test_trainer_and_generator_agree_on_the_logprobs_of_a_real_model(tmp_path):
     """Unpacks the model first where nobody has."""
     reduced = (
         *("--num-steps", "1"),
-        *("--validation.num-problems", "0"),
+        *("--evaluation.num-problems", "0"),
         *("--rollout.groups-per-step", "1"),
         *("--rollout.sampling.max-tokens-per-turn", "32"),
         *("--metrics.progress", "plain"),

@@ -26,7 +26,7 @@ def test_the_demo_learns_whatever_the_seed(tmp_path, capsys, seed):
     minutes = (time.monotonic() - started) / 60
     assert run.left_behind() == []
     rows = read_metrics(tmp_path / "demo")
-    rewards = [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row]
+    rewards = [row["evaluation/reward_mean"] for row in rows if "evaluation/reward_mean" in row]
     diff = max(row.get("trainer/logprob_diff_max", 0.0) for row in rows)
     with capsys.disabled():
         print(

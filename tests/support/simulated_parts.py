@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.simulated_faults import Fate, Strike, Undisturbed
 from tests.support.simulated_replica import VOCAB, SimReplica
 from tests.support.simulated_trainer import SimTrainer
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
@@ -155,15 +155,15 @@ class Memory:
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
-        self.validations: list[ValidationRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
         self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
 
     def record_step(self, record: StepRecord) -> None:
         self.steps.append(record)
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        self.validations.append(record)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record)
 
     def record_account(self, record: AccountRecord) -> None:
         self.accounts.append(record)

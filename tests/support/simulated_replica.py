@@ -72,7 +72,7 @@ class _Call:
 class SimReplica:
     """Samples `scripted_token`; each takes ``token_s`` times the chance's whim.
 
-    ``sampled`` counts every token, validation's included.
+    ``sampled`` counts every token, evaluation's included.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SimReplica:
         self.version = 0
         self.pull_s = 0.05
         self.sampled = 0
-        self.sampled_for_validation = 0
+        self.sampled_for_evaluation = 0
         self._num_lost = 0
         self._given_up: list[_Call] = []
         self.requested: list[str] = []
@@ -208,7 +208,7 @@ class SimReplica:
         self._steps += 1
         self.sampled += 1
         if call.request.request_id.startswith("validation/"):
-            self.sampled_for_validation += 1
+            self.sampled_for_evaluation += 1
         elif self._trainer.is_alone:
             self._trainer.complaints.append(f"{self._name} samples while the trainer is alone")
         now = asyncio.get_running_loop().time()

@@ -52,8 +52,8 @@ class Plan(Habits):
     train_s: float = 1.0
     order: str = "together"
     validate_every: int = 0
-    validation_problems: int = 0
-    reserves: bool = False  # the last replica, for validation
+    evaluation_problems: int = 0
+    reserves: bool = False  # the last replica, for evaluation
     checkpoint_every: int = 0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
@@ -140,9 +140,9 @@ class Simulation:
             settings(plan),
             Parts(
                 dataset=self.dataset,
-                validation_problems=[
+                evaluation_problems=[
                     Problem(problem_id=f"v{i}", data={"seed": i})
-                    for i in range(plan.validation_problems)
+                    for i in range(plan.evaluation_problems)
                 ],
                 rollouter=self.rollouter,
                 batcher=self.batcher,

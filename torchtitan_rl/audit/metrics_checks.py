@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
-from torchtitan_rl.observability.sinks import is_step_row, is_validation_row
+from torchtitan_rl.observability.sinks import is_evaluation_row, is_step_row
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals
 
@@ -28,13 +28,13 @@ class MetricsChecks:
         self._steps = Check(name="metrics: tokens and groups of a step", what="steps")
         self._ages = Check(name="metrics: ages", what="rows with ages")
         self._account = Check(name="metrics: account against replicas", what="rows with it")
-        self._validations = Check(name="metrics: validations", what="validations")
+        self._evaluations = Check(name="metrics: evaluations", what="evaluations")
         self._last: Row | None = None
         self.validated: set[int] = set()  # steps
         self.totals: dict[int, LedgerTotals] = {}  # by step
         self.versions: dict[int, int] = {}
         self.last_step = 0
-        self.problems: int | None = None  # of the largest validation
+        self.problems: int | None = None  # of the largest evaluation
 
     def take(self, where: str, row: Row) -> None:
         if not isinstance(row.get("step"), int) or not isinstance(row.get("version"), int):
@@ -46,8 +46,8 @@ class MetricsChecks:
                 row[_UNACCOUNTED] == 0,
                 f"{where}: {row[_UNACCOUNTED]} tokens were sampled and are in no account",
             )
-        if is_validation_row(row):
-            self._take_validation(where, row)
+        if is_evaluation_row(row):
+            self._take_evaluation(where, row)
         if is_step_row(row):
             self._take_step(where, row)
 
@@ -59,19 +59,19 @@ class MetricsChecks:
             self._steps,
             self._ages,
             self._account,
-            self._validations,
+            self._evaluations,
         ]
 
-    def _take_validation(self, where: str, row: Row) -> None:
-        check, step = self._validations, row["step"]
+    def _take_evaluation(self, where: str, row: Row) -> None:
+        check, step = self._evaluations, row["step"]
         check.looked_at += 1
         check.require(step not in self.validated, f"{where}: step {step} is validated again")
         check.require(
             step <= self.last_step + is_step_row(row),
-            f"{where}: a validation of step {step} before that step",
+            f"{where}: an evaluation of step {step} before that step",
         )
         self.validated.add(step)
-        groups = row.get("validation/groups")
+        groups = row.get("evaluation/groups")
         if groups is not None:
             self.problems = max(self.problems or 0, int(groups))
 

@@ -18,7 +18,7 @@ def check_log(
 
     Args:
         last_step: of the metrics; rollouts are logged after them.
-        num_problems: of a validation, which has the same ones each time.
+        num_problems: of an evaluation, which has the same ones each time.
     """
     ids = Check(name="rollouts: ids", what="rollouts")
     tokens = Check(name="rollouts: tokens", what="turns")

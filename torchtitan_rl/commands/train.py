@@ -191,7 +191,7 @@ def _parts(
     )
     return Parts(
         dataset=config.task.dataset("train", seed=config.seed),
-        validation_problems=run.prepared.validation_problems,
+        evaluation_problems=run.prepared.evaluation_problems,
         rollouter=Rollouter(
             generate=router.generate,
             environment=environment,
@@ -240,10 +240,10 @@ def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSett
             step_timeout_s=config.trainer.step_timeout_s,
         ),
         evaluation=EvaluationSettings(
-            every=config.validation.every,
+            every=config.evaluation.every,
             num_steps=config.num_steps,
-            samples=config.validation.samples_per_problem,
-            temperature=config.validation.temperature,
+            samples=config.evaluation.samples_per_problem,
+            temperature=config.evaluation.temperature,
             seed=config.seed,
             success_reward=config.task.success_reward(),
         ),
@@ -267,6 +267,6 @@ def _load_tokenizer(prepared: PreparedRun) -> Any:
 
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
-    """The last replica, where validation keeps one for itself."""
-    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    """The last replica, where evaluation keeps one for itself."""
+    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
     return (replica_name(config.generator.replicas - 1),) if is_reserved else ()

@@ -2,7 +2,7 @@
 
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import CheckpointConfig, ScheduleConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import LossConfig, OptimizerConfig, TrainerConfig
@@ -11,6 +11,7 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 __all__ = [
     "CheckpointConfig",
     "EndpointConfig",
+    "EvaluationConfig",
     "GeneratorConfig",
     "LossConfig",
     "MetricsConfig",
@@ -21,6 +22,5 @@ __all__ = [
     "SamplingConfig",
     "ScheduleConfig",
     "TrainerConfig",
-    "ValidationConfig",
     "WeightSyncConfig",
 ]

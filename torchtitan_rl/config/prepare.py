@@ -20,7 +20,7 @@ from torchtitan_rl.config.checks.machine import (
     num_published_versions,
 )
 from torchtitan_rl.config.checks.paths import path_errors
-from torchtitan_rl.config.checks.problems import ProblemsError, training_errors, validation_problems
+from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems, training_errors
 from torchtitan_rl.config.checks.resume import (
     resume_changes,
     resume_errors,
@@ -50,7 +50,7 @@ class PreparedRun:
     plan: ProcessPlan
     capacity: Capacity
     keys: Keys
-    validation_problems: tuple[Problem, ...] = ()
+    evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
     is_resumed: bool = False
@@ -127,7 +127,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
             window=config.schedule.window,
         ),
         keys=keys,
-        validation_problems=problems,
+        evaluation_problems=problems,
         notes=(*notes, *resumed.notes),
         identity=resumed.identity,
         is_resumed=resumed.is_resumed,
@@ -180,7 +180,7 @@ def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
     errors: list[str] = []
     problems: tuple[Problem, ...] = ()
     try:
-        problems = validation_problems(config)
+        problems = evaluation_problems(config)
     except ProblemsError as error:
         errors.append(str(error))
     return problems, errors + training_errors(config)

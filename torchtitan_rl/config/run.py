@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import CheckpointConfig, ScheduleConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
@@ -68,7 +68,7 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)

@@ -74,11 +74,11 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def is_complete(saved: SavedRun, config: RunConfig) -> bool:
-    """Whether nothing is left to do: all steps, the last validation, and the export."""
+    """Whether nothing is left to do: all steps, the last evaluation, and the export."""
     if saved.checkpoint is None or saved.step < config.num_steps:
         return False
     if not config.checkpoint.export_hf:
-        return config.validation.num_problems == 0 or saved.evaluated_step == saved.step
+        return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
     exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
     return exported.is_file() and (
         exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime

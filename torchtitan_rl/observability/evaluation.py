@@ -69,10 +69,10 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def evaluation_metrics(
+def evaluation_statistics(
     groups: Sequence[RolloutGroup], *, success_reward: float
 ) -> dict[str, float]:
-    """Of one validation; without the prefix ``validation/``.
+    """Of one evaluation; without the prefix ``evaluation/``.
 
     A failed rollout has no reward: it is left out of its problem's mean, but counts as a sample
     that did not solve it. pass@k is given for the powers of two up to the smallest number of

@@ -41,7 +41,7 @@ class JsonLines:
     Args:
         resume_step: None starts the file anew; a number keeps the lines up to this step.
         is_step: tells lines that come in the order of their steps from those that may come later
-            (a validation's); where one is found at or before ``resume_step``, all before it stay.
+            (an evaluation's); where one is found at or before ``resume_step``, all before it stay.
         max_bytes: of a file, but for its last line.
 
     Raises:

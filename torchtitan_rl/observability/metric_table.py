@@ -18,7 +18,7 @@ class Split(StrEnum):
     """Whose rollouts a metric describes; part of the name."""
 
     TRAIN = "train"
-    VALIDATION = "validation"
+    EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ _STATISTICS = [
 
 
 def _of_rollouts(split: Split) -> list[Metric]:
-    """Of the rollouts of one step (train) or of one validation."""
+    """Of the rollouts of one step (train) or of one evaluation."""
     rows = [
         _row("groups", "count", "sum", "groups of sibling rollouts"),
         _row("rollouts", "count", "sum", "rollouts, failed ones included"),
@@ -124,7 +124,7 @@ def _of_rollouts(split: Split) -> list[Metric]:
         _row("generation/cached_share", "share", "ratio of sums", "cached of all prompt tokens"),
         _row("task/*", "task's own", "mean", "numbers that the environment or rubric reports"),
     ]
-    if split is Split.VALIDATION:
+    if split is Split.EVALUATION:
         rows += _STATISTICS
     return [_row(f"{split.value}/{row.name}", row.unit, row.reduction, row.meaning) for row in rows]
 
@@ -237,7 +237,7 @@ _RUN = [
     _row("time/train_s", "s", "last", "phase: batch packed, optimizer step"),
     _row("time/sync_s", "s", "sum", "weights published, fetched and pulled since the previous row"),
     _row("time/switch_s", "s", "last", "neither part had the shared devices (colocated runs)"),
-    _row("time/validation_s", "s", "last", "phase: the fixed problems are answered"),
+    _row("time/evaluation_s", "s", "last", "phase: the fixed problems are answered"),
     _row("time/step_s", "s", "last", "wall time since the previous step was done"),
     _row("overlap/trainer_idle_share", "share", "ratio", "of the step's time the trainer waits"),
     _row("overlap/generator_idle_share", "share", "mean", "of replica time without any request"),
@@ -282,7 +282,7 @@ METRICS: dict[str, Metric] = {
     row.name: row
     for row in [
         *_of_rollouts(Split.TRAIN),
-        *_of_rollouts(Split.VALIDATION),
+        *_of_rollouts(Split.EVALUATION),
         *(_row(f"trainer/{row.name}", row.unit, row.reduction, row.meaning) for row in _TRAINER),
         *_RUN,
     ]
@@ -322,8 +322,8 @@ def to_markdown() -> str:
         "Each line of `metrics.jsonl` is an object of one step: `step`, `wall_time_s` (Unix "
         "seconds), `version` (of the weights after the step), and metrics of this table; "
         "TensorBoard has the same names. A value that is not finite is `null`. `train/` "
-        "describes the rollouts of a step, `validation/` those of the fixed problems, `trainer/` "
-        "the optimizer step. A name that had nothing to describe is left out. A validation that "
+        "describes the rollouts of a step, `evaluation/` those of the fixed problems, `trainer/` "
+        "the optimizer step. A name that had nothing to describe is left out. An evaluation that "
         "ended after later steps has a line of its own, with the step whose weights it used.",
         "",
         "A line is written at the moment in which its optimizer step has ended. `sync/*` are "
@@ -332,7 +332,7 @@ def to_markdown() -> str:
         "`time/train_s`, publishing and saving add up to `time/step_s`; `time/sync_s` runs "
         "alongside them. `tokens/*` are of the groups in the step's batch; what was thrown away "
         "elsewhere (restarted groups, cut requests) is in `total/*`. `account/*` is there at "
-        "checkpoints and at the end, and starts anew with each process: validation and clients of "
+        "checkpoints and at the end, and starts anew with each process: evaluation and clients of "
         "the endpoint count, too.",
         "",
         "| name | unit | reduction | meaning |",

@@ -29,8 +29,8 @@ class ProgressState:
         self.step = step
         self.phase = "start"
         self.reward: float | None = None
-        self.validation_step = 0
-        self.validation_reward: float | None = None
+        self.evaluation_step = 0
+        self.evaluation_reward: float | None = None
         self.tokens_per_second: float | None = None
         self.staleness: float | None = None
         self.buffer: BufferStates | None = None
@@ -45,7 +45,7 @@ class ProgressState:
 
     @property
     def eta_s(self) -> float | None:
-        """From the median of the last steps, validations and checkpoints between them included."""
+        """From the median of the last steps, evaluations and checkpoints between them included."""
         if not self._durations:
             return None
         in_this_step = self._clock() - self._last_step_end
@@ -77,8 +77,8 @@ class ProgressState:
         self.buffer = buffer
         self.overlap = overlap
 
-    def end_validation(self, step: int, reward: float | None) -> None:
-        self.validation_step, self.validation_reward = step, reward
+    def end_evaluation(self, step: int, reward: float | None) -> None:
+        self.evaluation_step, self.evaluation_reward = step, reward
 
 
 class Progress(Protocol):
@@ -196,8 +196,8 @@ def describe_step(state: ProgressState) -> str:
     parts = [f"step {state.step}/{state.num_steps}"]
     if state.reward is not None:
         parts.append(f"reward {_number(state.reward)}")
-    if state.validation_reward is not None:
-        parts.append(f"val {_number(state.validation_reward)}")
+    if state.evaluation_reward is not None:
+        parts.append(f"val {_number(state.evaluation_reward)}")
     if state.tokens_per_second is not None:
         parts.append(f"{state.tokens_per_second:,.0f} tok/s")
     if state.staleness is not None:
@@ -212,9 +212,9 @@ def describe_step(state: ProgressState) -> str:
     return "  ".join(parts)
 
 
-def describe_validation(state: ProgressState) -> str:
-    reward = _number(state.validation_reward)
-    return f"validation after step {state.validation_step}: reward {reward}"
+def describe_evaluation(state: ProgressState) -> str:
+    reward = _number(state.evaluation_reward)
+    return f"evaluation after step {state.evaluation_step}: reward {reward}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -18,8 +18,8 @@ from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.progress import (
     ProgressState,
+    describe_evaluation,
     describe_step,
-    describe_validation,
     format_seconds,
     make_progress,
 )
@@ -27,12 +27,12 @@ from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
+    evaluation_metrics,
     step_metrics,
-    validation_metrics,
 )
 from torchtitan_rl.observability.summary import describe_run
 from torchtitan_rl.observability.trace import Tracer, merge_traces
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
 
 logger = logging.getLogger(__name__)
@@ -154,12 +154,12 @@ class RunRecorder:
         )
         self._progress.update(describe_step(self._state))
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        metrics = validation_metrics(record)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        metrics = evaluation_metrics(record)
         self._metrics.record(record.step, record.version, metrics)
-        self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
-        self._state.end_validation(record.step, metrics.get("validation/reward_mean"))
-        self._progress.say(describe_validation(self._state))
+        self._rollouts.record(record.step, record.version, record.groups, Split.EVALUATION)
+        self._state.end_evaluation(record.step, metrics.get("evaluation/reward_mean"))
+        self._progress.say(describe_evaluation(self._state))
 
     def record_account(self, record: AccountRecord) -> None:
         self._metrics.record(record.step, record.version, account_metrics(record))

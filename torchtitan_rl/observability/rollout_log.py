@@ -27,13 +27,13 @@ class RolloutLog:
         self._seed = seed
 
     def record(self, step: int, version: int, groups: Sequence[RolloutGroup], split: Split) -> None:
-        """Write up to ``per_step`` rollouts of these groups; of a validation that a run before
+        """Write up to ``per_step`` rollouts of these groups; of an evaluation that a run before
         this one recorded, none.
 
         Raises:
             OutputError: they cannot be written.
         """
-        if split is Split.VALIDATION and self._lines.has(step, lambda row: not _is_trained(row)):
+        if split is Split.EVALUATION and self._lines.has(step, lambda row: not _is_trained(row)):
             return
         rng = random.Random(f"{self._seed}/{split.value}/{step}")
         head = {"step": step, "version": version, "split": split.value}

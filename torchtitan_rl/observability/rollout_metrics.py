@@ -12,8 +12,8 @@ from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, float]:
-    """All metrics of one step's (or one validation's) rollouts, under ``train/`` or
-    ``validation/``."""
+    """All metrics of one step's (or one evaluation's) rollouts, under ``train/`` or
+    ``evaluation/``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
     metrics: dict[str, float] = {"groups": len(groups), "rollouts": len(rollouts)}

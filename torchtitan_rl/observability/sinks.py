@@ -1,10 +1,10 @@
 """Where metrics go: ``metrics.jsonl``, one object per step, and TensorBoard with the same names.
 
 Invariants: only names of the metric table are written; what is recorded twice for one step (a
-training step and the validation after it) becomes one object, but a validation that ended after
+training step and the evaluation after it) becomes one object, but an evaluation that ended after
 later steps has an object of its own; both survive a crash, and a resumed run continues them from
-its step. ``metrics.jsonl`` has every row; what the disk does not take of TensorBoard's files is left
-out of them, which is logged once.
+its step. ``metrics.jsonl`` has every row; what the disk does not take of TensorBoard's files is
+left out of them, which is logged once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MetricsLog:
         self._tensorboard = _TensorBoard(run_dir, resume_step) if tensorboard else None
 
     def record(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Write now. A validation that a run before this one recorded stays as it was: a resumed
+        """Write now. An evaluation that a run before this one recorded stays as it was: a resumed
         run may validate a step again.
 
         Raises:
@@ -44,7 +44,7 @@ class MetricsLog:
             OutputError: ``metrics.jsonl`` cannot be written.
         """
         check_names(metrics)
-        if is_validation_row(metrics) and self._lines.has(step, is_validation_row):
+        if is_evaluation_row(metrics) and self._lines.has(step, is_evaluation_row):
             return
         row: dict[str, Any] = {"step": step, "wall_time_s": time.time(), "version": version}
         row |= {name: float(value) for name, value in metrics.items()}
@@ -63,13 +63,13 @@ class MetricsLog:
 
 
 def is_step_row(row: Mapping[str, Any]) -> bool:
-    """Does it tell of a training step, alone or with the validation after it?"""
+    """Does it tell of a training step, alone or with the evaluation after it?"""
     return "time/step_s" in row or any(name.startswith(("train/", "trainer/")) for name in row)
 
 
-def is_validation_row(row: Mapping[str, Any]) -> bool:
-    """Does it tell of a validation, alone or with the training step before it?"""
-    return any(name.startswith("validation/") for name in row)
+def is_evaluation_row(row: Mapping[str, Any]) -> bool:
+    """Does it tell of an evaluation, alone or with the training step before it?"""
+    return any(name.startswith("evaluation/") for name in row)
 
 
 class _TensorBoard:

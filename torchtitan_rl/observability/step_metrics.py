@@ -7,16 +7,16 @@ from dataclasses import fields
 from statistics import fmean
 
 from torchtitan_rl.observability.asynchrony import TRAINER_IDLE, idle_share
-from torchtitan_rl.observability.evaluation import evaluation_metrics
+from torchtitan_rl.observability.evaluation import evaluation_statistics
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
     BufferStates,
+    EvaluationRecord,
     LedgerTotals,
     StepRecord,
     TokenCounts,
-    ValidationRecord,
 )
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import RolloutGroup
@@ -51,12 +51,12 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     }
 
 
-def validation_metrics(record: ValidationRecord) -> dict[str, float]:
-    statistics = evaluation_metrics(record.groups, success_reward=record.success_reward)
-    metrics = rollout_metrics(record.groups, Split.VALIDATION)
-    metrics |= {f"{Split.VALIDATION.value}/{name}": value for name, value in statistics.items()}
+def evaluation_metrics(record: EvaluationRecord) -> dict[str, float]:
+    statistics = evaluation_statistics(record.groups, success_reward=record.success_reward)
+    metrics = rollout_metrics(record.groups, Split.EVALUATION)
+    metrics |= {f"{Split.EVALUATION.value}/{name}": value for name, value in statistics.items()}
     return metrics | {
-        "time/validation_s": record.seconds,
+        "time/evaluation_s": record.seconds,
         "policy/version": float(record.version),
     }
 

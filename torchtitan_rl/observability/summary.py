@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan_rl.observability.jsonl import read_rows
 from torchtitan_rl.observability.progress import format_seconds
 
-_REWARD = "validation/reward_mean"
+_REWARD = "evaluation/reward_mean"
 _IN_TURN = {
     "start": "start",
     "restore": "restoring",
@@ -20,7 +20,7 @@ _IN_TURN = {
     "checkpoint": "checkpoints",
     "export": "export",
 }
-_ALONGSIDE = {"validation": "evaluation", "sync": "weight syncs"}
+_ALONGSIDE = {"evaluation": "evaluation", "sync": "weight syncs"}
 _MIN_S = 0.5  # shorter phases are left out
 
 

@@ -1,4 +1,4 @@
-"""Configuration of the schedule, of validation and of checkpoints."""
+"""Configuration of the schedule, of evaluation and of checkpoints."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+class EvaluationConfig:
     """Evaluation of the policy on the same problems: before the first step, every ``every`` steps,
     and at the end."""
 
     every: int = 10
     """Steps between two evaluations; 0 evaluates only before and after the run."""
     num_problems: int = 64
-    """Problems of the task's validation set; 0 turns validation off."""
+    """Problems of the task's validation set; 0 turns evaluation off."""
     samples_per_problem: int = 1
     """Rollouts of each problem; pass@k is reported for k up to this number."""
     temperature: float = 1.0

@@ -72,7 +72,7 @@ class Parts:
     which run this is."""
 
     dataset: Dataset
-    validation_problems: Sequence[Problem]
+    evaluation_problems: Sequence[Problem]
     rollouter: Rollouter
     batcher: EpisodeBatcher
     trainer: Trainer
@@ -110,7 +110,7 @@ class Controller:
         self._evaluator = Evaluator(
             settings.evaluation,
             self._state,
-            problems=parts.validation_problems,
+            problems=parts.evaluation_problems,
             rollouter=parts.rollouter,
             router=parts.router,
             rows=rows,

@@ -98,7 +98,7 @@ class DeviceSharing:
         if self._during_step is DuringStep.ABORTED:
             self._is_let_go = False
             async with self._change:
-                # Validation goes on, so that its seeded answers do not depend on the moment.
+                # Evaluation goes on, so that its seeded answers do not depend on the moment.
                 await self._router.pause("abort", pinned=False)
                 self._engines_are_empty = True
         await self.take_devices()

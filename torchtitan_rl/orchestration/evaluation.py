@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.orchestration.records import Recorder, ValidationRecord
+from torchtitan_rl.orchestration.records import EvaluationRecord, Recorder
 from torchtitan_rl.orchestration.rows import Rows
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -105,15 +105,15 @@ class Evaluator:
             started = time.monotonic()
             async with self._router.pin() as pin:
                 pinned.set()
-                with self._recorder.phase("validation"):
+                with self._recorder.phase("evaluation"):
                     groups = await self._roll_out(pin)
             if self._router.states()[pin.replica] is not ReplicaState.DEAD:
                 break
             if is_retry:
                 raise GenerationError(f"the evaluation after step {step} lost two replicas")
             self._recorder.say(f"the evaluation after step {step} lost {pin.replica}: once more")
-        self._rows.validation(
-            ValidationRecord(
+        self._rows.evaluation(
+            EvaluationRecord(
                 step=step,
                 version=pin.version,
                 groups=groups,

@@ -1,4 +1,4 @@
-"""What the controller tells its recorder: one record per optimizer step and per validation."""
+"""What the controller tells its recorder: one record per optimizer step and per evaluation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRecord:
+class EvaluationRecord:
     """Fixed problems, answered by one version. A rollout with a reward of at least
     ``success_reward`` has solved its problem."""
 
@@ -110,7 +110,7 @@ class Recorder(Protocol):
 
     def record_step(self, record: StepRecord) -> None: ...
 
-    def record_validation(self, record: ValidationRecord) -> None: ...
+    def record_evaluation(self, record: EvaluationRecord) -> None: ...
 
     def record_account(self, record: AccountRecord) -> None: ...
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
+    EvaluationRecord,
     Recorder,
     StepRecord,
-    ValidationRecord,
 )
 
 _MAX_WAITING = 64  # they hold the groups of their steps
@@ -30,8 +30,8 @@ class Rows:
     def step(self, record: StepRecord) -> None:
         self._add(lambda: self._recorder.record_step(record))
 
-    def validation(self, record: ValidationRecord) -> None:
-        self._add(lambda: self._recorder.record_validation(record))
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._add(lambda: self._recorder.record_evaluation(record))
 
     def account(self, record: AccountRecord) -> None:
         self._add(lambda: self._recorder.record_account(record))

@@ -17,7 +17,7 @@ CUT = "cut"
 class SampledTokens:
     """The router's observer (``on_ended`` of `GeneratorRouter`).
 
-    ``for_groups`` counts tokens sampled for groups of the run, ``for_others`` those of validation
+    ``for_groups`` counts tokens sampled for groups of the run, ``for_others`` those of evaluation
     and of the endpoint's other clients; both in this process alone.
     """
 

@@ -25,13 +25,13 @@ from torchtitan_rl.observability.rollout_log import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
+    evaluation_metrics,
     step_metrics,
-    validation_metrics,
 )
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import _line, read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.records import AccountRecord, StepRecord, ValidationRecord
+from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.orchestration.resume_choice import GROUPS, choose_checkpoint
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
@@ -51,7 +51,7 @@ PLAN = Plan(
     replicas=3,
     checkpoint_every=2,
     validate_every=2,
-    validation_problems=3,
+    evaluation_problems=3,
     reserves=True,
     train_s=1.0,
     chance=2,
@@ -83,10 +83,10 @@ class Files(Memory):
         self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
         self.on_step(record.step)
 
-    def record_validation(self, record: ValidationRecord) -> None:
-        super().record_validation(record)
-        self._metrics.record(record.step, record.version, validation_metrics(record))
-        self._rollouts.record(record.step, record.version, record.groups, Split.VALIDATION)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        super().record_evaluation(record)
+        self._metrics.record(record.step, record.version, evaluation_metrics(record))
+        self._rollouts.record(record.step, record.version, record.groups, Split.EVALUATION)
 
     def record_account(self, record: AccountRecord) -> None:
         super().record_account(record)
@@ -174,7 +174,7 @@ def test_a_whole_run_adds_up_with_a_line_for_each_check(
         "metrics: totals: ok (4 rows with totals)",
         "metrics: growth of totals: ok (4 pairs of rows)",
         "metrics: ages: ok (4 rows with ages)",
-        "metrics: validations: ok (3 validations)",
+        "metrics: evaluations: ok (3 evaluations)",
         "checkpoints: whole: ok (2 checkpoints)",
         "checkpoint 2: account: ok",
         "checkpoint 4: against its row of the metrics: ok (1 rows)",
@@ -314,7 +314,7 @@ def step_2_twice(rows: list[dict[str, Any]]) -> None:
 
 
 def validated_twice(rows: list[dict[str, Any]]) -> None:
-    one = next(row for row in rows if "validation/reward_mean" in row)
+    one = next(row for row in rows if "evaluation/reward_mean" in row)
     rows.insert(1, {key: value for key, value in one.items() if not key.startswith("time/step")})
 
 
@@ -387,7 +387,7 @@ def versions(split: str, version: int) -> Callable[[list[dict[str, Any]]], None]
         (changed_row(step=99), "step 99 is in no row of the metrics"),
         (versions("train", 0), "schedule.staleness is 1"),
         (versions("train", 77), "tokens of version 77"),
-        (versions("validation", 1), "not 4 alone"),
+        (versions("evaluation", 1), "not 4 alone"),
     ],
 )
 def test_a_fault_in_the_rollouts_is_found(

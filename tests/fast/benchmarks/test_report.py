@@ -68,7 +68,7 @@ def test_a_run_is_read_from_its_second_step_on():
     run = FinishedRun(
         rows=(
             row | {"step": 1, "time/step_s": 9.0},
-            {"step": 2, "validation/reward_mean": 0.0, "time/step_s": 8.0},
+            {"step": 2, "evaluation/reward_mean": 0.0, "time/step_s": 8.0},
             row | {"step": 2, "time/step_s": 2.0},
             row | {"step": 3, "time/step_s": 3.0},
         ),
@@ -87,7 +87,7 @@ def test_the_command_line_sets_the_whole_run_and_further_options_win():
         max_tokens=7,
         max_length=96,
         steps=3,
-        options="--schedule.staleness 1 --validation.num-problems 5",
+        options="--schedule.staleness 1 --evaluation.num-problems 5",
     )
     config = load_config(TINY, train_words(options))
     assert (config.rollout.groups_per_step, config.rollout.group_size) == (4, 2)
@@ -96,7 +96,7 @@ def test_the_command_line_sets_the_whole_run_and_further_options_win():
     assert config.generator.max_model_len == config.trainer.row_len == 96
     assert config.policy.checkpoint == "a/model"
     assert (config.num_steps, config.trainer.optimizer.decay_steps) == (3, 0)
-    assert (config.schedule.staleness, config.validation.num_problems) == (1, 5)
+    assert (config.schedule.staleness, config.evaluation.num_problems) == (1, 5)
 
 
 def test_the_arms_of_the_asynchronous_benchmark_share_two_cores():

@@ -20,7 +20,7 @@ SMALL = (
     "--rollout.groups-per-step", "4",
     "--rollout.group-size", "2",
     "--rollout.sampling.max-tokens-per-turn", "6",
-    "--validation.num-problems", "2",
+    "--evaluation.num-problems", "2",
     "--metrics.no-tensorboard",
     "--metrics.progress", "plain",
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_ctrl_c_while_the_configuration_is_loaded_is_one_line(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "times"),
-    [("steps 1 to 50", 1), ("validation after step 0", 1), ("step 2/50", 1), ("step 2/50", 2)],
+    [("steps 1 to 50", 1), ("evaluation after step 0", 1), ("step 2/50", 1), ("step 2/50", 2)],
 )
 def test_ctrl_c_ends_a_run_at_any_moment_without_a_traceback(
     moment: str, times: int, tmp_path: Path

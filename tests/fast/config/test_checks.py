@@ -11,7 +11,7 @@ from torchtitan_rl.config.hf_model import PolicyFacts, read_policy_facts
 from torchtitan_rl.config.plan import plan_processes
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import ScheduleConfig, ValidationConfig
+from torchtitan_rl.orchestration.config import EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
@@ -58,23 +58,23 @@ def test_the_defaults_have_no_error(config):
             {"generator": GeneratorConfig(kv_cache_bytes=16 << 30)},
             "generator.kv_cache_bytes is 17179869184: all processes need about",
         ),
-        ({"validation": ValidationConfig(temperature=-1.0)}, "validation.temperature is -1.0"),
+        ({"evaluation": EvaluationConfig(temperature=-1.0)}, "evaluation.temperature is -1.0"),
         ({"schedule": ScheduleConfig(staleness=-1)}, "schedule.staleness is -1"),
         ({"schedule": ScheduleConfig(staleness=1, window=0.7)}, "schedule.window is 0.7"),
         ({"schedule": ScheduleConfig(max_wait_s=10.0)}, "schedule.max_wait_s is 10.0"),
         (
             {
-                "validation": ValidationConfig(placement="reserved"),
+                "evaluation": EvaluationConfig(placement="reserved"),
                 "generator": GeneratorConfig(replicas=1),
             },
-            "validation.placement is reserved",
+            "evaluation.placement is reserved",
         ),
         (
             {
                 "placement": "colocated",
-                "validation": ValidationConfig(placement="reserved"),
+                "evaluation": EvaluationConfig(placement="reserved"),
             },
-            "validation.placement is reserved: with placement colocated",
+            "evaluation.placement is reserved: with placement colocated",
         ),
         (
             {"placement": "colocated", "weight_sync": WeightSyncConfig(transport="rdma")},

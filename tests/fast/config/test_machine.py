@@ -77,7 +77,7 @@ def test_more_requests_than_a_step_has_tokens_are_refused(config: RunConfig) -> 
     ("staleness", "window", "groups"),
     [(0, 0.0, 16), (0, 1.0, 32), (0, 0.5, 24), (2, 0.0, 48), (2, 1.0, 32)],
 )
-def test_rollouts_at_once_are_those_of_the_buffer_and_of_a_validation(
+def test_rollouts_at_once_are_those_of_the_buffer_and_of_a_evaluation(
     config: RunConfig, staleness: int, window: float, groups: int
 ) -> None:
     config = changed(config, schedule__staleness=staleness, schedule__window=window)
@@ -104,10 +104,10 @@ def test_weights_stored_in_float32_are_not_counted_twice(config: RunConfig) -> N
     assert POLICY.num_bytes_as("float32") == 2 * POLICY.num_bytes
 
 
-def test_a_validation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
+def test_a_evaluation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
     asynchronous = changed(config, schedule__staleness=2)
     assert num_published_versions(asynchronous) == 5
-    assert num_published_versions(changed(asynchronous, validation__num_problems=0)) == 3
+    assert num_published_versions(changed(asynchronous, evaluation__num_problems=0)) == 3
 
 
 def test_published_weights_go_to_shared_memory_where_all_versions_fit() -> None:

@@ -25,7 +25,7 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
 SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
-RELATED = {"task.num_validation_problems": "validation.num_problems"}  # which says how many
+RELATED = {"task.num_validation_problems": "evaluation.num_problems"}  # which says how many
 READY = [module.name for module in pkgutil.iter_modules(configs.__path__)]
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -52,7 +52,7 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
         (policy / "tokenizer.json").write_text("{}")
         (policy / "model.safetensors").write_bytes(b"weights")
         config = with_value(config, "policy.checkpoint", str(policy))
-    config = with_value(with_value(config, "num_steps", 1), "validation.num_problems", 4)
+    config = with_value(with_value(config, "num_steps", 1), "evaluation.num_problems", 4)
     return with_value(config, "output_dir", folder / "outputs"), machine
 
 

@@ -11,8 +11,8 @@ from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.problems import (
     ProblemsError,
+    evaluation_problems,
     training_errors,
-    validation_problems,
 )
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
@@ -67,7 +67,7 @@ class BrokenTask(Task):
 def config(task: Task, *, num_problems: int = 3, groups: int = 2, steps: int = 4) -> RunConfig:
     changes = {
         "task": task,
-        "validation.num_problems": num_problems,
+        "evaluation.num_problems": num_problems,
         "rollout.groups_per_step": groups,
         "num_steps": steps,
     }
@@ -78,23 +78,23 @@ def config(task: Task, *, num_problems: int = 3, groups: int = 2, steps: int = 4
 
 
 def test_a_validation_set_is_read_once_in_its_order() -> None:
-    found = validation_problems(config(ListedTask(), num_problems=2))
+    found = evaluation_problems(config(ListedTask(), num_problems=2))
     assert [problem.problem_id for problem in found] == ["v", "w"]
-    assert validation_problems(config(ListedTask(), num_problems=0)) == ()
+    assert evaluation_problems(config(ListedTask(), num_problems=0)) == ()
 
 
 @pytest.mark.parametrize("is_endless", [True, False])
-def test_more_validation_problems_than_the_set_has_are_refused(is_endless: bool) -> None:
+def test_more_evaluation_problems_than_the_set_has_are_refused(is_endless: bool) -> None:
     with pytest.raises(ProblemsError) as refused:
-        validation_problems(config(ListedTask(is_endless=is_endless), num_problems=4))
+        evaluation_problems(config(ListedTask(is_endless=is_endless), num_problems=4))
     assert str(refused.value) == (
-        "validation.num_problems is 4: the validation set has 3 problems; give at most that"
+        "evaluation.num_problems is 4: the validation set has 3 problems; give at most that"
     )
 
 
 def test_an_id_that_comes_twice_in_the_validation_set_is_named() -> None:
     with pytest.raises(ProblemsError, match="problem w comes twice in the validation set"):
-        validation_problems(config(ListedTask(validation=("v", "w", "w"))))
+        evaluation_problems(config(ListedTask(validation=("v", "w", "w"))))
 
 
 def test_a_training_set_smaller_than_the_buffer_goes_on_in_another_epoch() -> None:
@@ -126,11 +126,11 @@ def test_a_dataset_that_fails_is_one_line_each() -> None:
     ]
 
 
-def test_a_prepared_run_has_its_validation_problems(tmp_path: Path) -> None:
+def test_a_prepared_run_has_its_evaluation_problems(tmp_path: Path) -> None:
     prepared = prepare_run(replace(TINY, output_dir=tmp_path), LAPTOP)
-    assert len({problem.problem_id for problem in prepared.validation_problems}) == 128
+    assert len({problem.problem_id for problem in prepared.evaluation_problems}) == 128
     few = with_value(replace(TINY, output_dir=tmp_path), "task.num_validation_problems", 100)
     with pytest.raises(ConfigError) as refused:
         prepare_run(few, LAPTOP)
     (error,) = refused.value.errors
-    assert error.startswith("validation.num_problems is 128: the validation set has 100 problems")
+    assert error.startswith("evaluation.num_problems is 128: the validation set has 100 problems")

@@ -57,7 +57,7 @@ MAY_CHANGE = {
     "trainer.row_len": 512,
     "trainer.loss.clip_high": 0.2,
     "trainer.optimizer.learning_rate": 1e-4,
-    "validation.num_problems": 16,
+    "evaluation.num_problems": 16,
     "checkpoint.every": 5,
     "metrics.trace": False,
     "placement": "colocated",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.fast.observability.test_metrics import make_group, make_rollout
 from torchtitan_rl.observability.evaluation import (
     Interval,
-    evaluation_metrics,
+    evaluation_statistics,
     mean_interval,
     pass_at_k,
     t_quantile,
@@ -89,7 +89,7 @@ def test_impossible_numbers_are_refused(n: int, solved: int, k: int) -> None:
 
 
 def test_problems_are_the_unit_of_the_interval() -> None:
-    metrics = evaluation_metrics([group(0, 1), group(1, 1), group(0, 0)], success_reward=SOLVED)
+    metrics = evaluation_statistics([group(0, 1), group(1, 1), group(0, 0)], success_reward=SOLVED)
     interval = mean_interval([0.5, 1.0, 0.0])
     assert interval is not None
     assert metrics["reward_ci95_low"] == interval.low
@@ -98,7 +98,7 @@ def test_problems_are_the_unit_of_the_interval() -> None:
 
 def test_pass_at_k_is_given_up_to_the_number_of_samples() -> None:
     groups = [group(0, 1, 0, 0, 0), group(1, 1, 0.5, 1, 1)]
-    metrics = evaluation_metrics(groups, success_reward=SOLVED)
+    metrics = evaluation_statistics(groups, success_reward=SOLVED)
     shares = {name: value for name, value in metrics.items() if name.startswith("pass_at_k/")}
     assert shares == pytest.approx(
         {
@@ -111,19 +111,19 @@ def test_pass_at_k_is_given_up_to_the_number_of_samples() -> None:
 
 
 def test_one_greedy_sample_gives_pass_at_1() -> None:
-    metrics = evaluation_metrics([group(1), group(0)], success_reward=SOLVED)
+    metrics = evaluation_statistics([group(1), group(0)], success_reward=SOLVED)
     assert metrics["pass_at_k/1"] == 0.5
     assert "pass_at_k/2" not in metrics
 
 
 def test_a_task_may_call_less_than_the_full_reward_a_success() -> None:
     groups = [group(0.6), group(0.4)]
-    assert evaluation_metrics(groups, success_reward=0.5)["pass_at_k/1"] == 0.5
-    assert evaluation_metrics(groups, success_reward=SOLVED)["pass_at_k/1"] == 0.0
+    assert evaluation_statistics(groups, success_reward=0.5)["pass_at_k/1"] == 0.5
+    assert evaluation_statistics(groups, success_reward=SOLVED)["pass_at_k/1"] == 0.0
 
 
 def test_a_failed_rollout_has_no_reward_and_has_not_solved_its_problem() -> None:
-    metrics = evaluation_metrics([group(1, None), group(None, None)], success_reward=SOLVED)
+    metrics = evaluation_statistics([group(1, None), group(None, None)], success_reward=SOLVED)
     assert metrics["pass_at_k/1"] == 0.25
     assert "reward_ci95_low" not in metrics  # one problem with a reward has no spread
 
@@ -132,5 +132,5 @@ def test_a_failed_rollout_has_no_reward_and_has_not_solved_its_problem() -> None
 def test_every_name_is_in_the_table_and_nothing_fails_without_data(
     groups: list[RolloutGroup],
 ) -> None:
-    metrics = evaluation_metrics(groups, success_reward=SOLVED)
-    check_names(f"validation/{name}" for name in metrics)
+    metrics = evaluation_statistics(groups, success_reward=SOLVED)
+    check_names(f"evaluation/{name}" for name in metrics)

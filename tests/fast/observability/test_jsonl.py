@@ -183,7 +183,7 @@ def test_whatever_moment_a_kill_comes_at_the_rows_up_to_the_checkpoint_are_all_t
 ) -> None:
     """Rows of one life, a resume ``back`` steps before its end that is killed, and one that is not.
 
-    A checkpoint is of a step whose row was recorded; validations of a step may come later."""
+    A checkpoint is of a step whose row was recorded; evaluations of a step may come later."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         live = written(opened(folder, None, max_bytes), events)
@@ -251,12 +251,12 @@ def test_a_merged_row_that_a_kill_cut_short_keeps_its_training_step(tmp_path: Pa
             kill_at(patch, moment, torn=0.5)
             with suppress(Killed):
                 log = MetricsLog(tmp_path, tensorboard=False, resume_step=1)
-                log.record(1, 1, {"validation/reward_mean": 0.25})
+                log.record(1, 1, {"evaluation/reward_mean": 0.25})
         (row,) = (row for _, row in read_rows(tmp_path / "metrics.jsonl"))
         assert row["train/reward_mean"] == 0.5
 
 
-def test_a_validation_that_a_resumed_run_does_again_is_recorded_once(tmp_path: Path) -> None:
+def test_a_evaluation_that_a_resumed_run_does_again_is_recorded_once(tmp_path: Path) -> None:
     """As at a staleness above 0: the checkpoint of step 1 was taken while step 1 was validated."""
     groups = [make_group(make_rollout(1.0, make_turn((1,), (2,))))]
 
@@ -272,17 +272,17 @@ def test_a_validation_that_a_resumed_run_does_again_is_recorded_once(tmp_path: P
         if resume_step is None:
             record(log, rollouts, 1, Split.TRAIN)
         record(log, rollouts, 2, Split.TRAIN)
-        record(log, rollouts, 1, Split.VALIDATION)
-        record(log, rollouts, 2, Split.VALIDATION)
+        record(log, rollouts, 1, Split.EVALUATION)
+        record(log, rollouts, 2, Split.EVALUATION)
     found = [row for _, row in read_rows(tmp_path / "rollouts.jsonl")]
     assert [(row["split"], row["step"]) for row in found] == [
         ("train", 1),
-        ("validation", 1),
+        ("evaluation", 1),
         ("train", 2),
-        ("validation", 2),
+        ("evaluation", 2),
     ]
     metrics = [row for _, row in read_rows(tmp_path / "metrics.jsonl")]
-    validated = [row["step"] for row in metrics if "validation/reward_mean" in row]
+    validated = [row["step"] for row in metrics if "evaluation/reward_mean" in row]
     assert sorted(validated) == [1, 2]
 
 

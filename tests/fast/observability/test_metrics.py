@@ -104,9 +104,9 @@ def test_rewards_are_described_over_rollouts_that_did_not_fail() -> None:
 
 
 def test_groups_of_one_say_nothing_about_variance() -> None:
-    metrics = rollout_metrics([make_group(make_rollout(1.0))], Split.VALIDATION)
-    assert "validation/groups_without_variance_share" not in metrics
-    assert metrics["validation/reward_mean"] == 1.0
+    metrics = rollout_metrics([make_group(make_rollout(1.0))], Split.EVALUATION)
+    assert "evaluation/groups_without_variance_share" not in metrics
+    assert metrics["evaluation/reward_mean"] == 1.0
 
 
 def test_an_edited_history_is_one_more_episode() -> None:
@@ -185,7 +185,7 @@ def test_every_name_is_in_the_table_and_nothing_fails_without_data(
     groups: list[RolloutGroup],
 ) -> None:
     check_names(rollout_metrics(groups, Split.TRAIN))
-    check_names(rollout_metrics(groups, Split.VALIDATION))
+    check_names(rollout_metrics(groups, Split.EVALUATION))
 
 
 def test_every_metric_of_a_full_rollout_is_in_the_table() -> None:
@@ -199,7 +199,7 @@ def test_every_metric_of_a_full_rollout_is_in_the_table() -> None:
 def test_every_status_has_a_name_in_the_table() -> None:
     for status in RolloutStatus:
         assert is_known(f"train/ended_{status.value}")
-        assert is_known(f"validation/ended_{status.value}")
+        assert is_known(f"evaluation/ended_{status.value}")
 
 
 def test_families_know_their_members_only() -> None:
@@ -223,15 +223,15 @@ def make_log(run_dir: Path, resume_step: int | None = None) -> MetricsLog:
     return MetricsLog(run_dir, tensorboard=False, resume_step=resume_step)
 
 
-def test_training_and_validation_of_one_step_become_one_object(tmp_path: Path) -> None:
+def test_training_and_evaluation_of_one_step_become_one_object(tmp_path: Path) -> None:
     log = make_log(tmp_path)
-    log.record(0, 0, {"validation/reward_mean": 0.1})
+    log.record(0, 0, {"evaluation/reward_mean": 0.1})
     log.record(1, 1, {"train/reward_mean": 0.2})
-    log.record(1, 1, {"validation/reward_mean": 0.3})
+    log.record(1, 1, {"evaluation/reward_mean": 0.3})
     log.record(2, 2, {"train/reward_mean": 0.4})
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert (rows[1]["train/reward_mean"], rows[1]["validation/reward_mean"]) == (0.2, 0.3)
+    assert (rows[1]["train/reward_mean"], rows[1]["evaluation/reward_mean"]) == (0.2, 0.3)
     assert rows[1]["version"] == 1
 
 
@@ -249,27 +249,27 @@ def test_resuming_drops_later_steps_and_a_line_that_a_crash_cut_off(tmp_path: Pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step":5,"train/rew')
     resumed = make_log(tmp_path, resume_step=3)
-    resumed.record(3, 3, {"validation/reward_mean": 1.0})
+    resumed.record(3, 3, {"evaluation/reward_mean": 1.0})
     resumed.record(4, 4, {"train/reward_mean": 40})
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert (rows[2]["train/reward_mean"], rows[2]["validation/reward_mean"]) == (3, 1.0)
+    assert (rows[2]["train/reward_mean"], rows[2]["evaluation/reward_mean"]) == (3, 1.0)
     assert rows[3]["train/reward_mean"] == 40
 
 
-def test_a_validation_that_ends_after_later_steps_keeps_its_step_and_survives_a_resume(
+def test_a_evaluation_that_ends_after_later_steps_keeps_its_step_and_survives_a_resume(
     tmp_path: Path,
 ) -> None:
     log = make_log(tmp_path)
     for step in (1, 2, 3):
         log.record(step, step, {"train/reward_mean": step})
-    log.record(1, 1, {"validation/reward_mean": 0.5})
+    log.record(1, 1, {"evaluation/reward_mean": 0.5})
     log.record(4, 4, {"train/reward_mean": 4})
     log.close()
     make_log(tmp_path, resume_step=2).close()
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 1]
-    assert rows[2]["validation/reward_mean"] == 0.5
+    assert rows[2]["evaluation/reward_mean"] == 0.5
 
 
 def test_a_cut_off_line_disappears_at_a_resume_from_the_newest_step(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_cut_off_line_disappears_at_a_resume_from_the_newest_step(tmp_path: Pa
 
 def test_a_run_that_does_not_resume_starts_the_file_anew(tmp_path: Path) -> None:
     make_log(tmp_path).record(1, 1, {"train/reward_mean": 1})
-    make_log(tmp_path).record(0, 0, {"validation/reward_mean": 1})
+    make_log(tmp_path).record(0, 0, {"evaluation/reward_mean": 1})
     assert [row["step"] for row in read_rows(tmp_path)] == [0]
 
 

@@ -9,8 +9,8 @@ from torchtitan_rl.observability.progress import (
     PlainProgress,
     ProgressState,
     RichProgress,
+    describe_evaluation,
     describe_step,
-    describe_validation,
     format_seconds,
     make_progress,
 )
@@ -58,13 +58,13 @@ def test_a_resumed_run_counts_only_the_steps_that_are_left() -> None:
     assert (state.step, state.eta_s) == (9, 3)
 
 
-def test_plain_progress_is_one_line_a_step_a_validation_and_a_message() -> None:
+def test_plain_progress_is_one_line_a_step_a_evaluation_and_a_message() -> None:
     clock, stream = Clock(), io.StringIO()
     state = ProgressState(50, clock=clock)
     progress = PlainProgress(state, stream)
     state.start_steps()
-    state.end_validation(0, 0.25)
-    progress.say(describe_validation(state))
+    state.end_evaluation(0, 0.25)
+    progress.say(describe_evaluation(state))
     state.phase = "train"
     progress.update()
     run_steps(state, clock, [65])
@@ -72,7 +72,7 @@ def test_plain_progress_is_one_line_a_step_a_validation_and_a_message() -> None:
     progress.say("replica 1 is lost")
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "[0:00] validation after step 0: reward 0.250",
+        "[0:00] evaluation after step 0: reward 0.250",
         "[1:05] step 1/50  reward 0.500  val 0.250  1,840 tok/s  ETA 53:05",
         "[1:05] replica 1 is lost",
     ]
@@ -116,7 +116,7 @@ def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
 ) -> None:
     clock = Clock()
     state = ProgressState(500, step=399, clock=clock)
-    state.end_validation(3, 0.512)
+    state.end_evaluation(3, 0.512)
     clock.now += 100
     state.end_step(400, reward=0.512, tokens_per_second=1234.5, **ASYNCHRONOUS)
     plain, rich = io.StringIO(), Terminal()

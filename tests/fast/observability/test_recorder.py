@@ -105,18 +105,18 @@ def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(
     config = make_config(tmp_path, staleness=1)
 
     def overlap(recorder: RunRecorder) -> None:
-        validation, train = recorder.phase("validation"), recorder.phase("train")
-        validation.__enter__()
+        evaluation, train = recorder.phase("evaluation"), recorder.phase("train")
+        evaluation.__enter__()
         train.__enter__()
-        validation.__exit__(None, None, None)
+        evaluation.__exit__(None, None, None)
         train.__exit__(None, None, None)
         recorder.record_step(asynchronous_record())
 
     record_run(config, overlap)
     events = json.loads((config.run_dir / "trace.json").read_text())["traceEvents"]
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
-    assert rows.keys() == {"validation", "train"}
-    assert rows["validation"] != rows["train"]
+    assert rows.keys() == {"evaluation", "train"}
+    assert rows["evaluation"] != rows["train"]
 
 
 def test_the_phase_that_is_shown_is_the_newest_that_is_open(
@@ -125,13 +125,13 @@ def test_the_phase_that_is_shown_is_the_newest_that_is_open(
     config = make_config(tmp_path, staleness=1)
     config = replace(config, metrics=replace(config.metrics, progress="rich"))
 
-    def end_validation_first(recorder: RunRecorder) -> None:
+    def end_evaluation_first(recorder: RunRecorder) -> None:
         rollout = recorder.phase("rollout")
         rollout.__enter__()
-        with recorder.phase("validation"):
+        with recorder.phase("evaluation"):
             pass
 
-    record_run(config, end_validation_first)
+    record_run(config, end_evaluation_first)
     out = capsys.readouterr().out
     assert "rollout" in out
-    assert "validation" not in out
+    assert "evaluation" not in out

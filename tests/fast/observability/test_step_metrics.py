@@ -5,13 +5,13 @@ import torch
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from torchtitan_rl.observability.metric_table import check_names
-from torchtitan_rl.observability.step_metrics import step_metrics, validation_metrics
+from torchtitan_rl.observability.step_metrics import evaluation_metrics, step_metrics
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import (
     BufferStates,
+    EvaluationRecord,
     StepRecord,
     TokenCounts,
-    ValidationRecord,
 )
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.config import LossConfig
@@ -69,12 +69,12 @@ def trainer_metrics() -> dict[str, float]:
     return dict.fromkeys([*of_loss, *added.split()], 0.0)
 
 
-def test_every_metric_of_a_step_and_of_a_validation_is_in_the_table() -> None:
+def test_every_metric_of_a_step_and_of_a_evaluation_is_in_the_table() -> None:
     record = make_record(trainer_metrics())
     check_names(step_metrics(record))
     check_names(
-        validation_metrics(
-            ValidationRecord(
+        evaluation_metrics(
+            EvaluationRecord(
                 step=8, version=8, groups=record.groups, seconds=2.0, success_reward=1.0
             )
         )
@@ -123,15 +123,15 @@ def test_what_only_an_asynchronous_run_knows_is_in_the_table_and_adds_up() -> No
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_a_validation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
+def test_a_evaluation_says_how_sure_its_reward_is_and_how_often_it_solves_a_problem() -> None:
     groups = (make_group(make_rollout(1.0)), make_group(make_rollout(0.0)))
-    record = ValidationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
-    metrics = validation_metrics(record)
+    record = EvaluationRecord(step=8, version=8, groups=groups, seconds=2.0, success_reward=1.0)
+    metrics = evaluation_metrics(record)
     check_names(metrics)
-    assert metrics["validation/pass_at_k/1"] == 0.5
-    assert metrics["validation/reward_ci95_low"] < 0.5 < metrics["validation/reward_ci95_high"]
-    easy = validation_metrics(replace(record, success_reward=0.0))
-    assert easy["validation/pass_at_k/1"] == 1.0
+    assert metrics["evaluation/pass_at_k/1"] == 0.5
+    assert metrics["evaluation/reward_ci95_low"] < 0.5 < metrics["evaluation/reward_ci95_high"]
+    easy = evaluation_metrics(replace(record, success_reward=0.0))
+    assert easy["evaluation/pass_at_k/1"] == 1.0
 
 
 def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:

@@ -32,7 +32,7 @@ PLANS = st.builds(
     train_s=st.sampled_from([0.0, 1.0, 20.0]),
     order=st.sampled_from(["together", "one_by_one"]),
     validate_every=st.integers(0, 2),
-    validation_problems=st.integers(0, 2),
+    evaluation_problems=st.integers(0, 2),
     chance=st.integers(0, 10**6),
 )
 DEATHS = st.none() | st.floats(0.0, 20.0)  # when the first of several replicas dies

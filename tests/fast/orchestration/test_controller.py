@@ -68,10 +68,10 @@ def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(
 
 def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
     plan = Plan(num_steps=5)
-    evaluated = replace(plan, validate_every=2, validation_problems=3)
+    evaluated = replace(plan, validate_every=2, evaluation_problems=3)
     simulation = run(evaluated, tmp_path / "evaluated")
     assert simulation.trainer.weights == run(plan, tmp_path / "plain").trainer.weights
-    records = simulation.recorder.validations
+    records = simulation.recorder.evaluations
     assert [(record.step, record.version) for record in records] == [(0, 0), (2, 2), (4, 4), (5, 5)]
     for record in records:
         versions = {
@@ -85,16 +85,16 @@ def test_evaluation_beside_training_does_not_change_what_is_trained(tmp_path: Pa
 
 
 def test_a_replica_that_validates_gets_no_group_of_a_newer_version(tmp_path: Path) -> None:
-    plan = Plan(num_steps=8, validate_every=1, validation_problems=40, train_s=0.0)
+    plan = Plan(num_steps=8, validate_every=1, evaluation_problems=40, train_s=0.0)
     simulation = run(plan, tmp_path)
     for step, batch in enumerate(simulation.trainer.batches):
         assert (batch.versions[batch.loss_mask] == step).all()
 
 
-def test_a_reserved_replica_answers_validations_alone_at_their_versions(tmp_path: Path) -> None:
-    plan = Plan(num_steps=6, staleness=1, validate_every=2, validation_problems=4, reserves=True)
+def test_a_reserved_replica_answers_evaluations_alone_at_their_versions(tmp_path: Path) -> None:
+    plan = Plan(num_steps=6, staleness=1, validate_every=2, evaluation_problems=4, reserves=True)
     simulation = run(plan, tmp_path)
-    validated = simulation.recorder.validations
+    validated = simulation.recorder.evaluations
     assert [record.step for record in validated] == [0, 2, 4, 6]
     assert [record.version for record in validated] == [0, 2, 4, 6]
     training, reserved = simulation.replicas

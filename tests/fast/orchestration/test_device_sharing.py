@@ -57,7 +57,7 @@ def test_at_staleness_0_shared_devices_train_what_separate_ones_do_bit_for_bit(
     tmp_path: Path, chance: int, window: float
 ) -> None:
     plan = replace(
-        SHARED, chance=chance, validate_every=2, validation_problems=3, checkpoint_every=2
+        SHARED, chance=chance, validate_every=2, evaluation_problems=3, checkpoint_every=2
     )
     separate = replace(plan, during_step="beside", chance=chance + 100)
     shared = run(plan, tmp_path / "shared")
@@ -93,21 +93,21 @@ def test_within_a_bound_cut_groups_go_on_under_the_new_weights_and_no_token_is_l
 def test_while_the_next_batch_is_there_the_trainer_keeps_the_devices(tmp_path: Path) -> None:
     # An evaluation that takes its time lets the buffer fill up to the brim.
     plan = replace(
-        SHARED, num_steps=8, staleness=3, validate_every=4, validation_problems=200, turns=1
+        SHARED, num_steps=8, staleness=3, validate_every=4, evaluation_problems=200, turns=1
     )
     simulation = run(plan, tmp_path)
     assert simulation.trainer.version == 8
     assert simulation.trainer.switches < 8
     pulled = [sync for step in simulation.recorder.steps for sync in step.syncs]
     assert len(pulled) == simulation.trainer.switches - 2  # the last step's, and the end's
-    records = simulation.recorder.validations
+    records = simulation.recorder.evaluations
     assert [(record.step, record.version) for record in records] == [(0, 0), (4, 4), (8, 8)]
 
 
 def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_path: Path) -> None:
-    plan = replace(SHARED, staleness=2, validate_every=1, validation_problems=40)
+    plan = replace(SHARED, staleness=2, validate_every=1, evaluation_problems=40)
     simulation = run(plan, tmp_path)
-    records = simulation.recorder.validations
+    records = simulation.recorder.evaluations
     assert [(record.step, record.version) for record in records] == [(n, n) for n in range(7)]
     for record in records:
         completions = [
@@ -138,7 +138,7 @@ def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
 def test_a_run_that_was_asked_to_stop_saves_and_goes_on(tmp_path: Path, seconds: float) -> None:
-    plan = replace(SHARED, num_steps=8, validate_every=2, validation_problems=20)
+    plan = replace(SHARED, num_steps=8, validate_every=2, evaluation_problems=20)
 
     async def stop() -> None:
         simulation = Simulation(plan, tmp_path / "cut")
@@ -276,11 +276,11 @@ def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
 
 
 @pytest.mark.parametrize("chance", range(3))
-def test_validation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: int) -> None:
+def test_evaluation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: int) -> None:
     plan = Plan(num_steps=6, staleness=1, during_step="aborted", chance=chance)
-    plan = replace(plan, validate_every=1, validation_problems=8, train_s=4.0)
+    plan = replace(plan, validate_every=1, evaluation_problems=8, train_s=4.0)
     simulation = run(plan, tmp_path)
-    assert len(simulation.recorder.validations) == 7
+    assert len(simulation.recorder.evaluations) == 7
     assert not any("#" in name for name in simulation.requested if "validation" in name)
 
 
@@ -289,7 +289,7 @@ def test_a_pin_that_begins_within_a_pause_does_not_keep_it_from_ending(tmp_path:
 
     async def work() -> float:
         plan = Plan(num_steps=6, staleness=3, during_step="aborted", replicas=1, turns=1)
-        plan = replace(plan, validate_every=1, validation_problems=2, train_s=0.5)
+        plan = replace(plan, validate_every=1, evaluation_problems=2, train_s=0.5)
         await Simulation(plan, tmp_path).run()
         return asyncio.get_running_loop().time()
 

@@ -206,9 +206,9 @@ def test_a_run_goes_on_without_its_journal_and_says_so(
     assert sum("NO JOURNAL" in text for text in simulation.recorder.said) == 1
 
 
-@pytest.mark.parametrize("kind", ["record_step", "record_validation", "record_account"])
+@pytest.mark.parametrize("kind", ["record_step", "record_evaluation", "record_account"])
 def test_a_row_that_cannot_be_written_waits_for_the_next_one(tmp_path: Path, kind: str) -> None:
-    plan = replace(PLAN, validate_every=2, validation_problems=2)
+    plan = replace(PLAN, validate_every=2, evaluation_problems=2)
 
     def prepare(simulation: Simulation) -> None:
         original, left = getattr(simulation.recorder, kind), [3]
@@ -224,7 +224,7 @@ def test_a_row_that_cannot_be_written_waits_for_the_next_one(tmp_path: Path, kin
     simulation, error = live(plan, tmp_path, prepare=prepare)
     assert error is None
     assert [record.step for record in simulation.recorder.steps] == [1, 2, 3, 4, 5, 6]
-    assert [record.step for record in simulation.recorder.validations] == [0, 2, 4, 6]
+    assert [record.step for record in simulation.recorder.evaluations] == [0, 2, 4, 6]
     assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6]
     assert any("1 rows could not be written" in text for text in simulation.recorder.said)
 
@@ -362,20 +362,20 @@ def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_onc
 def test_the_last_rows_and_the_last_evaluation_are_in_the_files_or_the_run_fails(
     tmp_path: Path,
 ) -> None:
-    plan = replace(PLAN, checkpoint_every=1, validate_every=3, validation_problems=2)
+    plan = replace(PLAN, checkpoint_every=1, validate_every=3, evaluation_problems=2)
     simulation, error = live(plan, tmp_path / "sound")
     assert error is None
     assert newest(simulation)[0]["evaluated_step"] == plan.num_steps
 
     def prepare(simulation: Simulation) -> None:
-        original = simulation.recorder.record_validation
+        original = simulation.recorder.record_evaluation
 
         def full(record: Any) -> None:
             if record.step == plan.num_steps:
                 raise OutputError("no space")
             original(record)
 
-        simulation.recorder.record_validation = full  # type: ignore[method-assign]
+        simulation.recorder.record_evaluation = full  # type: ignore[method-assign]
 
     _, error = live(plan, tmp_path / "full", prepare=prepare)
     assert isinstance(error, OutputError)

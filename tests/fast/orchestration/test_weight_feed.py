@@ -86,7 +86,7 @@ def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
     tmp_path: Path,
 ) -> None:
     async def work() -> int:
-        plan = Plan(num_steps=8, staleness=3, turns=1, validate_every=8, validation_problems=200)
+        plan = Plan(num_steps=8, staleness=3, turns=1, validate_every=8, evaluation_problems=200)
         parts = Simulation(plan, tmp_path)
         publish, most = parts.trainer.publish, 0
 

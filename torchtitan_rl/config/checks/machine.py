@@ -62,7 +62,7 @@ def machine_facts() -> MachineFacts:
 
 
 def max_rollouts(config: RunConfig) -> int:
-    """At most so many run at once: those of every group in the buffer, and those of a validation.
+    """At most so many run at once: those of every group in the buffer, and those of an evaluation.
 
     Raises:
         ValueError: the schedule is not possible.
@@ -72,8 +72,8 @@ def max_rollouts(config: RunConfig) -> int:
         staleness=config.schedule.staleness,
         window=config.schedule.window,
     )
-    validation = config.validation.num_problems * config.validation.samples_per_problem
-    return capacity.buffer * config.rollout.group_size + validation
+    evaluation = config.evaluation.num_problems * config.evaluation.samples_per_problem
+    return capacity.buffer * config.rollout.group_size + evaluation
 
 
 def parallelism_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
@@ -141,8 +141,8 @@ def serving_errors(
 
 def num_published_versions(config: RunConfig) -> int:
     """Versions of the weights that are readable or being written at a time, at most: the current
-    one, the one before and the new one; with validation also those that wait for it to end."""
-    return 3 + (config.schedule.staleness if config.validation.num_problems > 0 else 0)
+    one, the one before and the new one; with evaluation also those that wait for it to end."""
+    return 3 + (config.schedule.staleness if config.evaluation.num_problems > 0 else 0)
 
 
 def memory_errors(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> list[str]:

@@ -1,6 +1,6 @@
 """The problems that a task gives, looked at before a run starts.
 
-A problem's id is its name everywhere: a validation rolls each id out once, and a training group is
+A problem's id is its name everywhere: an evaluation rolls each id out once, and a training group is
 named after the id and the epoch. So no id may come twice in the validation set, or in an epoch.
 """
 
@@ -22,13 +22,13 @@ class ProblemsError(Exception):
     """A task's dataset cannot be used; the message says why."""
 
 
-def validation_problems(config: RunConfig) -> tuple[Problem, ...]:
-    """The same problems at each validation, and for each seed, so that runs compare.
+def evaluation_problems(config: RunConfig) -> tuple[Problem, ...]:
+    """The same problems at each evaluation, and for each seed, so that runs compare.
 
     Raises:
         ProblemsError: the set has fewer, or its dataset fails.
     """
-    wanted = config.validation.num_problems
+    wanted = config.evaluation.num_problems
     if not wanted:
         return ()
     dataset = _of_task("validation", lambda: config.task.dataset("validation", seed=0))
@@ -39,11 +39,11 @@ def validation_problems(config: RunConfig) -> tuple[Problem, ...]:
         return tuple(problems)
     if len(ids) < wanted or ids[size] == ids[0]:  # it has ended, or starts again
         raise ProblemsError(
-            f"validation.num_problems is {wanted}: the validation set has {size} problems; give at "
+            f"evaluation.num_problems is {wanted}: the validation set has {size} problems; give at "
             "most that"
         )
     raise ProblemsError(
-        f"validation.num_problems is {wanted}: problem {_most_common(ids)} comes twice in the "
+        f"evaluation.num_problems is {wanted}: problem {_most_common(ids)} comes twice in the "
         "validation set; give each problem an id of its own"
     )
 

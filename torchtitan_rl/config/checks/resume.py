@@ -48,7 +48,7 @@ _MAY_CHANGE = (
     "trainer.optimizer.decay_steps",
     "trainer.optimizer.min_lr_factor",
     "trainer.optimizer.max_grad_norm",
-    "validation",
+    "evaluation",
     "checkpoint",
     "metrics",
     "endpoint",

@@ -80,11 +80,11 @@ def _relations(
 
 
 def _sampling(config: RunConfig) -> list[str]:
-    temperature = config.validation.temperature
+    temperature = config.evaluation.temperature
     if temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return []
     return [
-        f"validation.temperature is {temperature}: give 0 (greedy) or {MIN_TEMPERATURE} to "
+        f"evaluation.temperature is {temperature}: give 0 (greedy) or {MIN_TEMPERATURE} to "
         f"{MAX_TEMPERATURE}"
     ]
 
@@ -122,10 +122,10 @@ def _schedule(config: RunConfig) -> list[str]:
         staleness=config.schedule.staleness,
         window=config.schedule.window,
     )
-    is_reserved = config.validation.placement == "reserved" and config.validation.num_problems > 0
+    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
     if is_reserved and config.generator.replicas < 2:
         errors.append(
-            "validation.placement is reserved: give at least 2 generator.replicas, or shared"
+            "evaluation.placement is reserved: give at least 2 generator.replicas, or shared"
         )
     return errors
 
@@ -134,9 +134,9 @@ def _placement(config: RunConfig) -> list[str]:
     if config.placement == "separate":
         return []
     errors = []
-    if config.validation.placement == "reserved" and config.validation.num_problems > 0:
+    if config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0:
         errors.append(
-            "validation.placement is reserved: with placement colocated nothing is generated "
+            "evaluation.placement is reserved: with placement colocated nothing is generated "
             "alongside training; give shared"
         )
     if config.weight_sync.transport == "rdma":
