@@ -50,6 +50,6 @@ def _first_section(box: str) -> str:
     message = " ".join(sections[0]).rstrip(".")
     if not message.startswith("Unrecognized"):
         return message
-    others = [text for section in sections[1:] for text in section]
-    similar = ", ".join(text.split(" ")[0].strip(",") for text in others if text.startswith("--"))
-    return f"{message} (similar: {similar})" if similar else message
+    names = (text.split(" ")[0].strip(",") for section in sections[1:] for text in section)
+    similar = [name for name in names if name.startswith("--") and name != "--help"]
+    return f"{message} (similar: {', '.join(similar)})" if similar else message
