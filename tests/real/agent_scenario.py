@@ -20,6 +20,7 @@ import openai
 
 from tests.real.models import tiny_qwen3
 from tests.real.openai_scenario import MAX_MODEL_LEN, TEMPLATE, LocalEndpoint, build_engine
+from tests.support.loop_replica import loop_replica
 from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.running import AgentThread
@@ -30,7 +31,6 @@ from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.http_shell import ShellOptions, protect
@@ -38,7 +38,6 @@ from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, Rollout
-from torchtitan_rl.weights.staging import WeightStaging
 
 API_KEY = "secret"
 CONTROLLER: list[tuple[asyncio.AbstractEventLoop, GeneratorRouter]] = []  # of this process
@@ -241,7 +240,7 @@ async def main(root: Path) -> None:
     template.write_text(TEMPLATE)
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
-    router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    router = GeneratorRouter([loop_replica("replica0", loop)])
     CONTROLLER.append((asyncio.get_running_loop(), router))
     sessions, link = Sessions(router), ControllerLink()
 

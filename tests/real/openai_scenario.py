@@ -25,25 +25,24 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.real.models import tiny_qwen3
+from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.backends.vllm.openai import OpenAIOptions, build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
-    FromEndpoint,
     Refusal,
     RefusedError,
     SystemStatus,
+    ToController,
     ToEndpoint,
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
-from torchtitan_rl.weights.staging import WeightStaging
 
 MAX_MODEL_LEN = 512
 TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_r1"
@@ -120,11 +119,11 @@ class LocalEndpoint:
     def __init__(self, link: ControllerLink) -> None:
         self._link = link
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         return await self._link.poll()
 
-    async def deliver(self, batch: ToEndpoint) -> None:
-        self._link.deliver(batch)
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._link.deliver(messages)
 
 
 def build_engine(model: Path) -> VllmEngine:
@@ -226,7 +225,7 @@ async def main(root: Path) -> None:
     starting = asyncio.create_task(asyncio.to_thread(own.start))
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
-    router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    router = GeneratorRouter([loop_replica("replica0", loop)])
     await starting  # vLLM's metrics are those of the front end that was made last
     urls = {
         name: f"http://127.0.0.1:{own.port}/{path}"

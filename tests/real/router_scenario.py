@@ -15,7 +15,7 @@ import psutil
 
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.runs import printing_to
-from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
@@ -48,7 +48,7 @@ async def spawn(root: Path, index: int, *, max_model_len: int = 512) -> MonarchR
         trace_dir=None,
     )
     group = ProcessGroup(name=spec.name, ranks=1, threads=1)
-    return await MonarchReplica.spawn(group, spec, engine_environment(1))
+    return await spawn_replica(group, spec, engine_environment(1))
 
 
 def requests() -> list[GenerationRequest]:
@@ -201,7 +201,7 @@ async def scenario(root: Path) -> dict[str, Any]:
     ended = Ended()
     router = GeneratorRouter(replicas, request_timeout_s=120.0, on_ended=ended)
     try:
-        await asyncio.gather(*(replica.start() for replica in replicas))
+        await asyncio.gather(*(replica.peer.start() for replica in replicas))
         alone = await asyncio.gather(*(router.generate(item) for item in requests()))
         seen = await disturbed(router, publisher, tensors)
         done = seen.pop("done")

@@ -10,6 +10,7 @@ from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
 from torchtitan_rl.errors import (
     LoopFailedError,
 )
+from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.lockstep import make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine
@@ -50,7 +51,7 @@ def test_all_ranks_apply_the_same_decisions_in_the_same_order(world_size: int) -
         loop.start()
     leader = loops[0]
     futures = [leader.submit(request(f"r{n}", 5 + n, prompt=(n,))) for n in range(12)]
-    pull = leader.pull(1)
+    pull = leader.execute(Pull(1))
     leader.abort(("r11",))
     for future in futures:
         future.result(WAIT_S)
@@ -92,7 +93,7 @@ def test_what_decodes_waits_for_no_further_decision_behind_a_pull() -> None:
     loop.start()
     future = loop.submit(request("a", 100))
     engine.allow(2)
-    pull = loop.pull(1)
+    pull = loop.execute(Pull(1))
     engine.allow(2)
     engine.permits.release(1000)
     assert pull.result(WAIT_S).running_requests == 1
