@@ -35,7 +35,8 @@ class Outbox(Generic[M]):
             self._messages += messages
             self._is_due = True
             self._is_urgent |= is_urgent
-            self._notify()
+            if self._wake is not None:
+                self._notify()
 
     @property
     def has_messages(self) -> bool:

@@ -236,14 +236,15 @@ class EndpointBridge:
 def _compacted(messages: tuple[ToEndpoint, ...]) -> tuple[ToEndpoint, ...]:
     """The same in fewer messages: the pieces of a request's progress as one, and none of a request
     that ends here, for an end has the whole completion."""
-    ended = {message.call_id for message in messages if isinstance(message, End)}
-    pieces: dict[str, list[Progress]] = {}
+    pieces: dict[CallId, list[Progress]] = {}
     others: list[ToEndpoint] = []
     for message in messages:
-        if not isinstance(message, Progress):
-            others.append(message)
-        elif message.request_id not in ended:
+        if isinstance(message, Progress):
             pieces.setdefault(message.request_id, []).append(message)
+            continue
+        others.append(message)
+        if isinstance(message, End):
+            pieces.pop(message.call_id, None)
     return (*map(_joined, pieces.values()), *others)
 
 

@@ -195,22 +195,25 @@ class ControllerLink:
 
     def _take(self, messages: tuple[ToEndpoint, ...]) -> None:
         try:
-            for message in messages:
-                self._take_one(message)
+            self._take_all(messages)
         except Exception as error:  # the batch is lost, and with it ends that clients wait for
             logger.exception("a delivery could not be taken")
             self.fail(f"a delivery could not be taken: {type(error).__name__}: {error}")
 
-    def _take_one(self, message: ToEndpoint) -> None:
-        match message:
-            case SystemStatus():
-                self._status = message
-            case Progress() | End(call_id=str()):
-                self._outputs.put(message)
-            case End(call_id=number):
-                self._answer(number, message)
-            case _:
-                raise TypeError(f"not a message to the endpoint: {message!r}")
+    def _take_all(self, messages: tuple[ToEndpoint, ...]) -> None:
+        outputs: list[Progress | RequestEnd] = []
+        for message in messages:
+            match message:
+                case Progress() | End(call_id=str()):
+                    outputs.append(message)
+                case End(call_id=number):
+                    self._answer(number, message)
+                case SystemStatus():
+                    self._status = message
+                case _:
+                    raise TypeError(f"not a message to the endpoint: {message!r}")
+        if outputs:
+            self._outputs.put(*outputs)
 
     def _answer(self, number: CallId, end: CommandEnd) -> None:
         future = self._answers.get(number)
