@@ -53,7 +53,7 @@ def paused_by_abort(loop: EngineLoop, requests: list[GenerationRequest]) -> dict
 
     async def scenario() -> dict[str, Any]:
         loop.start()
-        router = GeneratorRouter([loop_replica("r", loop)])  # type: ignore[arg-type]
+        router = GeneratorRouter([loop_replica("r", loop)])
         calls = [asyncio.create_task(router.generate(item)) for item in requests]
         partials: list[dict[str, Completion]] = []
         versions = [0]

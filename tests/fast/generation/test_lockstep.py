@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -140,3 +141,22 @@ def test_trap_14_a_failed_broadcast_fails_everything() -> None:
     with pytest.raises(LoopFailedError) as caught:
         loop.submit(request("a")).result(WAIT_S)
     assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_every_rank_is_told_of_a_pull() -> None:
+    pulled: list[tuple[int, int]] = []
+
+    def listener(rank: int) -> Callable[[int], None]:
+        return lambda version: pulled.append((rank, version))
+
+    loops = [
+        EngineLoop(ScriptedEngine(), channel, is_leader=rank == 0, on_pulled=listener(rank))
+        for rank, channel in enumerate(make_threaded_channels(2))
+    ]
+    for loop in loops:
+        loop.start()
+    loops[0].execute(Pull(3)).result(WAIT_S)
+    loops[0].close()
+    for loop in loops:
+        assert loop.join(WAIT_S)
+    assert sorted(pulled) == [(0, 3), (1, 3)]
