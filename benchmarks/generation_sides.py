@@ -234,7 +234,7 @@ def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
 
 
 async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
-    from torchtitan_rl.backends.monarch.generator import MonarchReplica
+    from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import supervise
     from torchtitan_rl.backends.specs import GeneratorSpec
     from torchtitan_rl.backends.vllm.cpu import engine_environment
@@ -263,8 +263,6 @@ async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
         log_dir=log_dir,
         trace_dir=None,
     )
-    replica = await MonarchReplica.spawn(
-        group, spec, engine_environment(settings.threads, spec.device)
-    )
-    await replica.start()
+    replica = await spawn_replica(group, spec, engine_environment(settings.threads, spec.device))
+    await replica.peer.start()
     return GeneratorRouter([replica])

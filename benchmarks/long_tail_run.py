@@ -21,6 +21,7 @@ from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
 from torchtitan_rl.commands.train import controller_settings
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import derive_capacity
@@ -69,7 +70,7 @@ class FinishedRun:
 @asynccontextmanager
 async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchReplica]]:
     """Gone when the context is left."""
-    from torchtitan_rl.backends.monarch.generator import MonarchReplica
+    from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import all_of, supervise
     from torchtitan_rl.backends.specs import GeneratorSpec
     from torchtitan_rl.backends.vllm.cpu import engine_environment
@@ -98,8 +99,8 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
                 trace_dir=None,
             )
             environment = engine_environment(1, setting.device)
-            replicas.append(await MonarchReplica.spawn(group, spec, environment))
-        await all_of(*(one.start() for one in replicas))
+            replicas.append(await spawn_replica(group, spec, environment))
+        await all_of(*(one.peer.start() for one in replicas))
         yield replicas
     finally:
         await asyncio.gather(*(one.close() for one in replicas))
@@ -122,11 +123,11 @@ async def run_mode(
         first = await trainer.publish()
         for replica in replicas:  # they still hold the last version of the run before
             await replica.stage(first)
-            await replica.pull(first.version)
+            await replica.execute(Pull(first.version))
         log = StepLog()
-        before = [await replica.stats() for replica in replicas]
+        before = [await replica.execute(ReadStats()) for replica in replicas]
         await _controller(config, replicas, trainer, log, folder).run(resume_from=None)
-        after = [await replica.stats() for replica in replicas]
+        after = [await replica.execute(ReadStats()) for replica in replicas]
     finally:
         await trainer.close()
     await _until_idle(replicas)
@@ -242,7 +243,7 @@ async def _until_idle(replicas: Sequence[MonarchReplica], *, timeout_s: float = 
     """Requests that were cancelled leave their engines a moment later."""
     deadline_s = time.monotonic() + timeout_s
     for replica in replicas:
-        while (stats := await replica.stats()).running + stats.waiting:
+        while (stats := await replica.execute(ReadStats())).running + stats.waiting:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{replica.name} still has {stats.running} requests")
             await asyncio.sleep(0.01)

@@ -18,11 +18,12 @@ import numpy as np
 
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
-from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
@@ -116,7 +117,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
         handle = await trainer.publish()
         num_bytes = handle.num_bytes
         await replica.stage(handle)
-        await replica.pull(handle.version)
+        await replica.execute(Pull(handle.version))
         memory = MemoryCopy(num_bytes, threads=setting.writing_threads)
         tcp = TcpCopy(num_bytes, readers=setting.generator_ranks)
         try:
@@ -165,7 +166,7 @@ async def _sync_twice(
     await trainer.train_step(_batch())
     idle = await trainer.publish()
     await replica.stage(idle)
-    await replica.pull(idle.version)
+    await replica.execute(Pull(idle.version))
     memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
 
     await trainer.train_step(_batch())
@@ -176,7 +177,7 @@ async def _sync_twice(
     await _until_all_run(replica, setting.running)
     await asyncio.sleep(_SECONDS_OF_DECODING)
     await replica.stage(beside)
-    report = await replica.pull(beside.version)
+    report = await replica.execute(Pull(beside.version))
     await asyncio.sleep(_SECONDS_OF_DECODING)
     await replica.abort(names)
     ended: list[Completion] = await asyncio.gather(*decoding)
@@ -195,7 +196,7 @@ async def _sync_twice(
 
 async def _until_all_run(replica: MonarchReplica, number: int) -> None:
     deadline = time.monotonic() + 60.0
-    while (await replica.stats()).running < number:
+    while (await replica.execute(ReadStats())).running < number:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{number} requests do not run at once; give the cache more room")
         await asyncio.sleep(0.05)
@@ -221,7 +222,7 @@ async def _processes(
         threads=setting.threads,
         devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
     )
-    replica = await MonarchReplica.spawn(
+    replica = await spawn_replica(
         generator_group,
         _generator_spec(setting, work_dir, trace_dir),
         engine_environment(setting.threads, "cuda" if on_cuda else "cpu"),
@@ -231,7 +232,7 @@ async def _processes(
             trainer_group, _trainer_spec(setting, work_dir, trace_dir, num_steps=num_steps)
         )
         try:
-            await all_of(replica.start(), trainer.start(setting.transport))
+            await all_of(replica.peer.start(), trainer.start(setting.transport))
             yield trainer, replica
         finally:
             await trainer.close()

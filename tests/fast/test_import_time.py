@@ -13,7 +13,7 @@ import pytest
 import torchtitan_rl
 
 PACKAGE = Path(torchtitan_rl.__file__).parent
-PURE = ("generation", "routing", "rollout", "training", "orchestration")
+PURE = ("rpc", "generation", "routing", "rollout", "training", "orchestration")
 ENGINES = {"vllm", "monarch", "torchtitan"}  # what only adapters may import
 SLOW = ENGINES | {"torch", "transformers", "renderers"}
 
@@ -56,7 +56,7 @@ def test_pure_packages_import_without_vllm_monarch_and_torchtitan() -> None:
     assert loaded_by(*modules) & ENGINES == set()
 
 
-def test_pure_logic_loads_torch_only_where_tensors_are_computed_or_staged() -> None:
-    with_tensors = ("training.losses", "training.logprobs", "routing.loop_replica")
+def test_pure_logic_loads_torch_only_where_tensors_are_computed() -> None:
+    with_tensors = ("training.losses", "training.logprobs")
     prefixes = tuple(f"torchtitan_rl.{name}" for name in with_tensors)
     assert loaded_by(*(n for n in pure_modules() if not n.startswith(prefixes))) & SLOW == set()

@@ -23,7 +23,7 @@ from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import FromEndpoint, SystemStatus, ToEndpoint
+from torchtitan_rl.serving.messages import SystemStatus, ToController, ToEndpoint
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, Rollout
 
@@ -55,11 +55,11 @@ class LocalEndpoint:
     def __init__(self, link: ControllerLink) -> None:
         self._link = link
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         return await self._link.poll()
 
-    async def deliver(self, batch: ToEndpoint) -> None:
-        self._link.deliver(batch)
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._link.deliver(messages)
 
 
 def client(call: AgentCall, **options: Any) -> openai.AsyncOpenAI:

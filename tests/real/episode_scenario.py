@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.configs.alphabet_sort_tiny import config
 from torchtitan_rl.generation.engine import EngineOutput
@@ -20,10 +21,8 @@ from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Rollout
-from torchtitan_rl.weights.staging import WeightStaging
 
 
 class RecordingEngine:
@@ -63,7 +62,7 @@ def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, Any
 async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, Any]]:
     loop = EngineLoop(engine, SoloChannel(), is_leader=True)
     loop.start()
-    router = GeneratorRouter([LoopReplica("only", loop, WeightStaging())])
+    router = GeneratorRouter([loop_replica("only", loop)])
     task = replace(config.task, min_turns=3, max_turns=3)
     rollouter = Rollouter(
         generate=router.generate,

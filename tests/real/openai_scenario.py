@@ -27,19 +27,22 @@ from starlette.routing import Mount
 from tests.real.agent_scenario import LocalEndpoint, play_agents
 from tests.real.models import tiny_qwen3
 from tests.support.endpoints import endpoint_spec
+from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import Refusal, RefusedError, SystemStatus
+from torchtitan_rl.serving.messages import (
+    Refusal,
+    RefusedError,
+    SystemStatus,
+)
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
-from torchtitan_rl.weights.staging import WeightStaging
 
 MAX_MODEL_LEN = 512
 TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_r1"
@@ -207,7 +210,7 @@ async def main(root: Path) -> None:
     starting = asyncio.create_task(asyncio.to_thread(own.start))
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
     loop.start()
-    router = GeneratorRouter([LoopReplica("replica0", loop, WeightStaging())])
+    router = GeneratorRouter([loop_replica("replica0", loop)])
     spec = endpoint_spec(model, max_model_len=MAX_MODEL_LEN, chat_template=str(template))
     agents = await play_agents(replace(spec, generation_config="vllm"), router)
     await starting  # vLLM's metrics are those of the front end that was made last

@@ -7,8 +7,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from tests.support.loop_replica import loop_replica
+from torchtitan_rl.generation.commands import Pause, ReadTokens, Resume
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
 from torchtitan_rl.weights.handle import SharedMemoryHandle
@@ -18,21 +19,13 @@ FREEZE_STEP = 12
 ROUNDS = 10
 
 
-class NothingToStage:
-    """The engine of these scenarios finds its weights by itself."""
-
-    def stage(self, handle: SharedMemoryHandle) -> None: ...
-
-    def discard_before(self, version: int) -> None: ...
-
-
 def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> dict[str, Any]:
     """On rank 0: freeze with KV in mid-flight, read, empty by abort, go on with the last one."""
     is_paused = threading.Event()
     seen: dict[str, Any] = {}
 
     def pause() -> None:
-        seen["acknowledged"] = loop.pause("keep")
+        seen["acknowledged"] = loop.execute(Pause("keep"))
         is_paused.set()
 
     engine.triggers = {FREEZE_STEP: pause}
@@ -40,17 +33,18 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
     loop.start()
     assert is_paused.wait(WAIT_S)
     seen.pop("acknowledged").result(WAIT_S)
-    seen["partials"] = loop.read().result(WAIT_S).partials
+    seen["partials"] = loop.execute(ReadTokens()).result(WAIT_S).partials
     seen["steps-while-paused"] = engine.steps
-    loop.resume()
+    loop.execute(Resume())
     seen["done"] = {name: future.result(WAIT_S) for name, future in futures.items()}
 
-    engine.steps, engine.triggers = 0, {FREEZE_STEP: lambda: seen.update(ack=loop.pause("abort"))}
+    engine.steps = 0
+    engine.triggers = {FREEZE_STEP: lambda: seen.update(ack=loop.execute(Pause("abort")))}
     cut = loop.submit(replace(requests[0], request_id="cut"))
     seen["cut"] = cut.result(WAIT_S)
     seen.pop("ack").result(WAIT_S)
     seen["unfinished"] = engine.num_unfinished()
-    loop.resume()
+    loop.execute(Resume())
     return seen
 
 
@@ -59,7 +53,7 @@ def paused_by_abort(loop: EngineLoop, requests: list[GenerationRequest]) -> dict
 
     async def scenario() -> dict[str, Any]:
         loop.start()
-        router = GeneratorRouter([LoopReplica("r", loop, NothingToStage())])  # type: ignore[arg-type]
+        router = GeneratorRouter([loop_replica("r", loop)])
         calls = [asyncio.create_task(router.generate(item)) for item in requests]
         partials: list[dict[str, Completion]] = []
         versions = [0]

@@ -37,7 +37,7 @@ async def scenario(root: Path) -> dict[str, Any]:
     ended = Ended()
     router = GeneratorRouter(replicas, request_timeout_s=300.0, on_ended=ended)
     try:
-        await asyncio.gather(endpoint.start(), *(replica.start() for replica in replicas))
+        await asyncio.gather(endpoint.start(), *(replica.peer.start() for replica in replicas))
         alone = await asyncio.gather(*(router.generate(item) for item in requests()))
         seen = await disturbed(router, publisher, tensors)
         done = seen.pop("done")

@@ -29,9 +29,10 @@ from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import ConfigError, EndpointLostError
+from torchtitan_rl.rpc.messages import Call, End
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
+from torchtitan_rl.serving.messages import EndpointRequest, Outputs, Refusal, RequestEnd
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
 
@@ -39,7 +40,7 @@ from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 class RecordedLink:
     """A link whose controller says ``batches``."""
 
-    batches: list[ToEndpoint]
+    batches: list[Outputs]
     submitted: list[EndpointRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class RecordedLink:
     def abort(self, request_ids: list[str]) -> None:
         self.aborted.extend(request_ids)
 
-    async def next_outputs(self) -> ToEndpoint:
+    async def next_outputs(self) -> Outputs:
         if not self.batches:
             raise EOFError
         return self.batches.pop(0)
@@ -102,7 +103,7 @@ def progress_of(completion: Completion, start: int, end: int) -> Progress:
 
 
 @st.composite
-def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[ToEndpoint]]:
+def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[Outputs]]:
     """Completions, and batches that bring them in any split, repeats and gaps included."""
     done = [draw(completions(f"r{n}")) for n in range(draw(st.integers(1, 4)))]
     num_batches = draw(st.integers(1, 5))
@@ -110,7 +111,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[ToEndpoint]]:
     ends: list[list[RequestEnd]] = [[] for _ in range(num_batches)]
     for completion in done:
         last = draw(st.integers(0, num_batches - 1))
-        ends[last].append(RequestEnd(request_id=completion.request_id, completion=completion))
+        ends[last].append(End(call_id=completion.request_id, result=completion))
         if completion.token_ids:
             for batch in range(last + 1):
                 if draw(st.booleans()):
@@ -118,7 +119,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[ToEndpoint]]:
                     end = draw(st.integers(start + 1, len(completion.token_ids)))
                     progress[batch].append(progress_of(completion, start, end))
     batches = [
-        ToEndpoint(progress=tuple(some), ends=tuple(ended))
+        Outputs(progress=tuple(some), ends=tuple(ended))
         for some, ended in zip(progress, ends, strict=True)
     ]
     return done, batches
@@ -178,8 +179,8 @@ def test_a_stop_string_is_left_to_vllm_to_find_in_the_last_tokens() -> None:
     )
 
     async def play() -> list[Any]:
-        end = RequestEnd(request_id="r", completion=completion)
-        core = RouterCore(RecordedLink([ToEndpoint(ends=(end,))]))  # type: ignore[arg-type]
+        end = End(call_id="r", result=completion)
+        core = RouterCore(RecordedLink([Outputs(ends=(end,))]))  # type: ignore[arg-type]
         await core.add_request_async(core_request("r"))
         return await outputs_of(core)
 
@@ -195,8 +196,8 @@ def test_a_refusal_fails_its_request_once_and_what_is_late_is_dropped() -> None:
 
     async def play() -> tuple[list[Any], list[str]]:
         refusal = Refusal(status=503, message="gone", code="lost")
-        ends = (RequestEnd(request_id="a", refusal=refusal),)
-        link = RecordedLink([ToEndpoint(ends=ends), ToEndpoint(ends=ends)])
+        ends = (End(call_id="a", error=refusal),)
+        link = RecordedLink([Outputs(ends=ends), Outputs(ends=ends)])
         core = RouterCore(link)  # type: ignore[arg-type]
         core.fail = lambda name, error: failed.append((name, error.http_status, error.code))
         await core.add_request_async(core_request("a"))
@@ -311,7 +312,8 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
             waiting = asyncio.create_task(client.post("/v1/completions", json=body))
-            (wanted,) = (await link.poll()).requests
+            (wanted,) = await link.poll()
+            assert isinstance(wanted, Call)
             if error is None:
                 llm.output_handler.cancel()
             else:
@@ -321,15 +323,13 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
 
                 llm.output_processor.process_outputs = fail
                 end = Completion(
-                    request_id=wanted.request.request_id,
+                    request_id=str(wanted.call_id),
                     token_ids=(5,),
                     logprobs=(-1.0,),
                     version_runs=(VersionRun(0, 0),),
                     finish_reason=FinishReason.LENGTH,
                 )
-                link.deliver(
-                    ToEndpoint(ends=(RequestEnd(request_id=end.request_id, completion=end),))
-                )
+                link.deliver((End(call_id=wanted.call_id, result=end),))
             assert (await waiting).status_code >= 500
             refused = await client.post("/v1/completions", json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (

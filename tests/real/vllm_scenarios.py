@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.generation.commands import Pull
 
 os.environ.update(engine_environment(1))
 
@@ -160,7 +161,7 @@ def mixed(engine: TriggeredEngine, channel: LockstepChannel | None = None) -> di
         return {}
     pulls = []
     engine.triggers = {
-        PULL_STEP: lambda: pulls.append(loop.pull(1)),
+        PULL_STEP: lambda: pulls.append(loop.execute(Pull(1))),
         ABORT_STEP: lambda: loop.abort(("aborted",)),
     }
     futures = {item.request_id: loop.submit(item) for item in mixed_requests()}
@@ -204,7 +205,7 @@ def kept_kv(engine: TriggeredEngine) -> dict[str, Any]:
 
     engine.triggers = {
         5: lambda: submit("second", 4),
-        20: lambda: futures.update(report=loop.pull(1)),
+        20: lambda: futures.update(report=loop.execute(Pull(1))),
         25: lambda: submit("third", 20),
     }
     submit("first", 60)
@@ -218,7 +219,7 @@ def kept_kv(engine: TriggeredEngine) -> dict[str, Any]:
 def idle_pull(engine: TriggeredEngine, version: int) -> Any:
     loop = make_loop(engine)
     loop.start()
-    report = loop.pull(version).result(WAIT_S)
+    report = loop.execute(Pull(version)).result(WAIT_S)
     loop.close()
     return report
 
@@ -270,7 +271,7 @@ def incomplete_pull(engine: TriggeredEngine) -> Any:
     loop = make_loop(engine)
     loop.start()
     try:
-        loop.pull(INCOMPLETE).result(WAIT_S)
+        loop.execute(Pull(INCOMPLETE)).result(WAIT_S)
     except LoopFailedError as error:
         return str(error.__cause__)
     return None
@@ -296,7 +297,7 @@ def soak(root: Path) -> dict[str, Any]:
     pulls: list[Any] = []
     for step in range(23, 4000, 23):
         version = step // 23
-        engine.triggers[step] = lambda version=version: pulls.append(loop.pull(version))
+        engine.triggers[step] = lambda version=version: pulls.append(loop.execute(Pull(version)))
     for step in range(31, 4000, 31):
         names = tuple(f"r{rng.randrange(400)}" for _ in range(3))
         engine.triggers.setdefault(step, lambda names=names: loop.abort(names))
@@ -317,7 +318,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["seeded-same-weights"] = play(
         tied,
         [request("seeded", seed=11)],
-        triggers=lambda loop: {PULL_STEP: lambda: loop.pull(0)},
+        triggers=lambda loop: {PULL_STEP: lambda: loop.execute(Pull(0))},
     )["seeded"]
     seen["paused"] = paused(tied)
     seen["cut"] = cut_everywhere(tied, sensitive_requests(tied))

@@ -15,9 +15,9 @@ from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
     EndpointRequest,
-    FromEndpoint,
     RequestEnd,
     SystemStatus,
+    ToController,
     ToEndpoint,
 )
 from torchtitan_rl.types import (
@@ -104,25 +104,25 @@ class LinkedEndpoint:
     def __init__(self, link: ControllerLink, *, delivery_s: float = 0.0) -> None:
         self.link = link
         self.base_url = "http://127.0.0.1:1/v1"
-        self.delivered: list[tuple[float, ToEndpoint]] = []  # begun at
+        self.delivered: list[tuple[float, tuple[ToEndpoint, ...]]] = []  # begun at
         self.is_lost = False
         self.drains: list[float] = []
         self._delivery_s = delivery_s
         self._delivering = 0
         self.max_delivering = 0
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         self._check()
         return await self.link.poll()
 
-    async def deliver(self, batch: ToEndpoint) -> None:
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
         self._check()
-        self.delivered.append((now(), batch))
+        self.delivered.append((now(), messages))
         self._delivering += 1
         self.max_delivering = max(self.max_delivering, self._delivering)
         await asyncio.sleep(self._delivery_s)
         self._delivering -= 1
-        self.link.deliver(batch)
+        self.link.deliver(messages)
 
     async def drain(self, grace_s: float) -> None:
         self._check()
@@ -141,8 +141,9 @@ async def ends_of(link: ControllerLink, number: int) -> dict[str, RequestEnd]:
     ends: dict[str, RequestEnd] = {}
     while len(ends) < number:
         for end in (await link.next_outputs()).ends:
-            assert end.request_id not in ends
-            ends[end.request_id] = end
+            request_id = str(end.call_id)
+            assert request_id not in ends
+            ends[request_id] = end
     return ends
 
 

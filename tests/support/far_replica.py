@@ -1,31 +1,37 @@
-"""A replica in another process, on the virtual clock: a scripted engine behind an `Exchange` whose
+"""A replica in another process, on the virtual clock: a scripted engine behind a connection whose
 messages take time, with an engine loop that can be killed, can hang, and can freeze with its
 process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
-from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.generation.engine import Admission, EngineOutput
-from torchtitan_rl.generation.mailbox import Batch, End, News, Read, Submission
-from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.generation.versions import VersionLedger
-from torchtitan_rl.routing.exchange import Exchange
-from torchtitan_rl.types import (
-    Completion,
-    EngineReading,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    OnProgress,
-    OnReading,
-    Progress,
-    PullReport,
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    Pause,
+    Pull,
+    ReadStats,
+    ReadTokens,
+    Resume,
+    Sleep,
+    WakeUp,
 )
+from torchtitan_rl.generation.engine import Admission, EngineOutput
+from torchtitan_rl.generation.scripted import ScriptedEngine
+from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
+from torchtitan_rl.generation.versions import VersionLedger
+from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.types import Completion, EngineReading, FinishReason, Progress, PullReport
 from torchtitan_rl.weights.handle import WeightHandle
+
+
+def connected(replicas: Iterable[FarReplica]) -> list[ConnectedReplica[FarReplica]]:
+    """As a router takes them."""
+    return [replica.link for replica in replicas]
 
 
 class FarReplica:
@@ -45,21 +51,21 @@ class FarReplica:
         self._versions = VersionLedger(self.engine.version)
         self._inbox: list[Submission] = []
         self._listening: dict[str, int] = {}  # tokens told
-        self._progress: list[Progress] = []
-        self._ends: deque[End | Read] = deque()
-        self._news = asyncio.Event()
+        self._news: list[FromReplica] = []
+        self._has_news = asyncio.Event()
         self._runs = asyncio.Event()  # not paused
         self._runs.set()
         self._moves = asyncio.Event()  # neither hung nor frozen
         self._moves.set()
         self._answers = asyncio.Event()  # not frozen
         self._answers.set()
-        self._steps: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # steps, and commands
         self._loss: ReplicaError | None = None
+        self._losing: EngineCommand[Any] | None = None
         self.dropped_ends = 0  # so many ends that come next are lost on the way
         self.resumed: list[bool] = []  # of each request it was given: it has tokens already
         self.is_closed = False
-        self._exchange = Exchange(name, submit=self._submit, collect=self._collect)
+        self.link = ConnectedReplica(self)  # the router's end
 
     @property
     def name(self) -> str:
@@ -69,7 +75,11 @@ class FarReplica:
         self._loss = loss or ReplicaError(f"{self.name} was killed")
         self._moves.set()
         self._answers.set()
-        self._news.set()
+        self._has_news.set()
+
+    def loses(self, command: EngineCommand[Any]) -> None:
+        """Its answer to this command is the loss of it."""
+        self._losing = command
 
     def hang(self) -> None:
         """The engine makes no progress, and its process answers; no stall is noticed."""
@@ -80,71 +90,15 @@ class FarReplica:
         self._moves.clear()
         self._answers.clear()
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        on_progress: OnProgress | None = None,
-        *,
-        streams: bool = False,
-    ) -> Completion:
-        return await self._exchange.generate(request, on_progress, streams=streams)
-
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        await self._exchange.abort(request_ids)
-
-    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
-        return await self._exchange.read(on_reading)
-
     async def stage(self, handle: WeightHandle) -> None:
         await self._travel()
 
-    async def pull(self, version: int) -> PullReport:
-        await self._travel()
-        await self._moves.wait()
-        self._versions.pull(version, self.engine.generated_lengths())
-        self.engine.swap_weights(version)
-        self._admit()
-        await self._travel()
-        return PullReport(version=version, stall_s=0.0, running_requests=0, recomputed=False)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._travel()
-        await self._moves.wait()
-        while mode == "wait" and self.engine.num_unfinished():
-            await asyncio.sleep(self.step_s)
-        self._runs.clear()
-        if mode == "abort":
-            self._end(self.engine.abort(tuple(self.engine.generated_lengths())))
-        await self._travel()
-
-    async def resume(self) -> None:
-        await self._travel()
-        self._runs.set()
-        self._admit()
-        await self._travel()
-
-    async def sleep(self) -> None:
-        await self._travel()
-        await self._moves.wait()
-        self._runs.clear()
-        self._end(self.engine.abort(tuple(self.engine.generated_lengths())))
-        self.engine.sleep()
-        await self._travel()
-
-    async def wake_up(self) -> None:
-        await self._travel()
-        await self._moves.wait()
-        self.engine.wake_up()
-
-    async def stats(self) -> EngineStats:
-        await self._travel()
-        return self.engine.stats()
+    async def close_loop(self, *, is_lost: bool) -> None:
+        self.is_closed = True
 
     async def close(self) -> None:
-        self.is_closed = True
-        await self._exchange.close()
-        if self._steps is not None:
-            self._steps.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def _travel(self) -> None:
         await asyncio.sleep(self.latency_s)
@@ -152,24 +106,74 @@ class FarReplica:
         if self._loss is not None:
             raise self._loss
 
-    async def _submit(self, batch: Batch) -> None:
+    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
         await self._travel()
-        self._inbox += batch.requests
-        self._admit(batch.aborts)
-        self._end(self.engine.abort(batch.aborts))
-        if batch.reads:
-            outputs = self.engine.partial_outputs()
-            partials = {
-                output.request_id: self._completion(output, is_over=False) for output in outputs
-            }
-            sampled = self.engine.stats().generated_tokens
-            self._ends.append(
-                Read(reading=EngineReading(partials=partials, sampled_tokens=sampled))
-            )
-            self._news.set()
-        if self._steps is None:
-            self._steps = asyncio.create_task(self._step_all(), name=f"steps of {self.name}")
+        if not self._tasks:
+            self._begin(self._step_all())
+        for message in messages:
+            match message:
+                case Call(payload=Submission() as submission):
+                    self._inbox.append(submission)
+                    self._admit()
+                case Call(call_id=number, payload=command):
+                    self._begin(self._answer(number, command))
+                case Abort(call_id=request_id):
+                    self._admit((request_id,))
+                    self._end(self.engine.abort((request_id,)))
         await asyncio.sleep(self.latency_s)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=f"work of {self.name}"))
+
+    async def _answer(self, number: CallId, command: EngineCommand[Any]) -> None:
+        if command == self._losing:
+            error = ReplicaError(f"the process of {self.name} is gone")
+            self._tell_of(End(call_id=number, error=error))
+        else:
+            self._tell_of(End(call_id=number, result=await self._execute(command)))
+
+    async def _execute(self, command: EngineCommand[Any]) -> Any:
+        match command:
+            case ReadTokens():
+                return self._reading()
+            case ReadStats():
+                return self.engine.stats()
+            case Resume():
+                self._runs.set()
+                self._admit()
+                return None
+        await self._moves.wait()
+        match command:
+            case Pull(version):
+                self._versions.pull(version, self.engine.generated_lengths())
+                self.engine.swap_weights(version)
+                self._admit()
+                return PullReport(
+                    version=version, stall_s=0.0, running_requests=0, recomputed=False
+                )
+            case Pause(mode):
+                while mode == "wait" and self.engine.num_unfinished():
+                    await asyncio.sleep(self.step_s)
+                self._runs.clear()
+                if mode == "abort":
+                    self._abort_all()
+            case Sleep():
+                self._runs.clear()
+                self._abort_all()
+                self.engine.sleep()
+            case WakeUp():
+                self.engine.wake_up()
+        return None
+
+    def _abort_all(self) -> None:
+        self._end(self.engine.abort(tuple(self.engine.generated_lengths())))
+
+    def _reading(self) -> EngineReading:
+        outputs = self.engine.partial_outputs()
+        return EngineReading(
+            partials={one.request_id: self._completion(one, is_over=False) for one in outputs},
+            sampled_tokens=self.engine.stats().generated_tokens,
+        )
 
     def _admit(self, also: tuple[str, ...] = ()) -> None:
         """What came, where the engine is not stopped; those in ``also`` in any case."""
@@ -188,25 +192,19 @@ class FarReplica:
             engine.add_request(Admission(request=request, arrival_s=0.0))
         self._inbox = kept
 
-    async def _collect(self) -> News:
-        while not (self._progress or self._ends):
+    async def poll(self) -> tuple[FromReplica, ...]:
+        while not self._news:
             if self._loss is not None:
                 raise self._loss
-            self._news.clear()
-            await self._news.wait()
-        progress, self._progress = tuple(self._progress), []
-        ends: list[End] = []
-        read: Read | None = None
-        while self._ends and read is None:
-            item = self._ends.popleft()
-            if isinstance(item, Read):
-                read = item
-            elif self.dropped_ends:
-                self.dropped_ends -= 1
-            else:
-                ends.append(item)
+            self._has_news.clear()
+            await self._has_news.wait()
+        news, self._news = self._news, []
         await self._travel()
-        return News(progress=progress, ends=tuple(ends), read=read)
+        return tuple(news)
+
+    def _tell_of(self, message: FromReplica) -> None:
+        self._news.append(message)
+        self._has_news.set()
 
     async def _step_all(self) -> None:
         while self._loss is None:
@@ -221,7 +219,7 @@ class FarReplica:
                 ended = self.engine.step()
             except RuntimeError as error:
                 self._loss = LoopFailedError(f"{self.name} failed: {error}")
-                self._news.set()
+                self._has_news.set()
                 return
             self._tell()
             self._end(ended)
@@ -231,7 +229,7 @@ class FarReplica:
             name = output.request_id
             start = self._listening[name]
             self._listening[name] = end = start + len(output.token_ids)
-            self._progress.append(
+            self._tell_of(
                 Progress(
                     request_id=name,
                     start=start,
@@ -240,14 +238,15 @@ class FarReplica:
                     version_runs=self._versions.so_far(name, end),
                 )
             )
-            self._news.set()
 
     def _end(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             self._listening.pop(output.request_id, None)
             completion = self._completion(output, is_over=True)
-            self._ends.append(End(request_id=output.request_id, completion=completion))
-            self._news.set()
+            if self.dropped_ends:
+                self.dropped_ends -= 1
+            else:
+                self._tell_of(End(call_id=output.request_id, result=completion))
 
     def _completion(self, output: EngineOutput, *, is_over: bool) -> Completion:
         runs = self._versions.finish if is_over else self._versions.so_far

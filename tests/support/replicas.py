@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from torchtitan_rl.errors import ReplicaError, WeightSyncError
-from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.generation.commands import EngineCommand, Pull, ReadStats, ReadTokens
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -13,7 +15,6 @@ from torchtitan_rl.types import (
     FinishReason,
     GenerationRequest,
     OnProgress,
-    OnReading,
     PullReport,
     SamplingParams,
     VersionRun,
@@ -86,7 +87,7 @@ class GatedReplica:
         self.aborted: list[str] = []
         self.sampled = 0
         self._cuts: dict[str, asyncio.Event] = {}
-        self.pauses: list[str] = []
+        self.stops: list[EngineCommand[None]] = []  # pauses, sleeps and their ends
         self.running = 0
         self.running_at_pull: list[int] = []
         self.is_closed = False
@@ -138,7 +139,27 @@ class GatedReplica:
         if self.refuses_weights or handle.version in self.unreadable:
             raise WeightSyncError(f"{self.name} cannot read version {handle.version}")
 
-    async def pull(self, version: int) -> PullReport:
+    async def execute(
+        self, command: EngineCommand[Any], on_answer: Callable[[Any], None] | None = None
+    ) -> Any:
+        answer = await self.answer(command)
+        if on_answer is not None:
+            on_answer(answer)
+        return answer
+
+    async def answer(self, command: EngineCommand[Any]) -> Any:
+        match command:
+            case Pull(version):
+                return await self._pull(version)
+            case ReadTokens():
+                return EngineReading(partials={}, sampled_tokens=self.sampled)
+            case ReadStats():
+                return self._stats()
+            case _:
+                self.stops.append(command)
+                return None
+
+    async def _pull(self, version: int) -> PullReport:
         self.running_at_pull.append(self.running)
         self.pulled.append(version)
         await self.pull_gate.wait()
@@ -147,25 +168,7 @@ class GatedReplica:
             version=version, stall_s=0.0, running_requests=self.running, recomputed=False
         )
 
-    async def pause(self, mode: PauseMode) -> None:
-        self.pauses.append(mode)
-
-    async def resume(self) -> None:
-        self.pauses.append("resume")
-
-    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
-        reading = EngineReading(partials={}, sampled_tokens=self.sampled)
-        if on_reading is not None:
-            on_reading(reading)
-        return reading
-
-    async def sleep(self) -> None:
-        self.pauses.append("sleep")
-
-    async def wake_up(self) -> None:
-        self.pauses.append("wake_up")
-
-    async def stats(self) -> EngineStats:
+    def _stats(self) -> EngineStats:
         if self.is_dead:
             raise ReplicaError(f"{self.name} is dead")
         return EngineStats(

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.support.simulated_faults import Fate, Undisturbed
 from torchtitan_rl.errors import DeadlineError, InvalidRequestError, ReplicaError, WeightSyncError
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    Pause,
+    Pull,
+    ReadStats,
+    ReadTokens,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.types import (
@@ -23,7 +34,6 @@ from torchtitan_rl.types import (
     FinishReason,
     GenerationRequest,
     OnProgress,
-    OnReading,
     Progress,
     PullReport,
     VersionRun,
@@ -239,7 +249,28 @@ class SimReplica:
         else:
             call.future.set_result(outcome)
 
-    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
+    async def execute(
+        self, command: EngineCommand[Any], on_answer: Callable[[Any], None] | None = None
+    ) -> Any:
+        match command:
+            case ReadTokens():
+                return await self._read(on_answer)
+            case Pause(mode):
+                await self._pause(mode)
+            case Resume():
+                await self._reach("resume", quick=True)
+                self._is_open.set()
+            case Pull(version):
+                return await self._pull(version)
+            case Sleep():
+                await self._sleep()
+            case WakeUp():
+                await self._wake_up()
+            case ReadStats():
+                return await self._stats()
+        return None
+
+    async def _read(self, on_reading: Callable[[EngineReading], None] | None) -> EngineReading:
         await self._reach("read")
         partials = {name: call.completion(FinishReason.ABORT) for name, call in self._calls.items()}
         reading = EngineReading(partials=partials, sampled_tokens=self.sampled)
@@ -261,7 +292,7 @@ class SimReplica:
                 self._calls[name].is_aborted = True
         self._wake_paused()
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def _pause(self, mode: PauseMode) -> None:
         await self._reach("pause")
         if mode == "abort":
             for call in self._calls.values():
@@ -274,17 +305,13 @@ class SimReplica:
             await self._pass(0.01)
         self._is_open.clear()
 
-    async def resume(self) -> None:
-        await self._reach("resume", quick=True)
-        self._is_open.set()
-
     async def stage(self, handle: WeightHandle) -> None:
         await self._reach("stage")
         await self._pass(self.pull_s)
         if handle.version not in self._trainer.readable:
             raise WeightSyncError(f"version {handle.version} is gone")
 
-    async def pull(self, version: int) -> PullReport:
+    async def _pull(self, version: int) -> PullReport:
         await self._reach("pull")
         self.has_weights = True
         self._uses_the_devices("begins to swap weights")
@@ -295,7 +322,7 @@ class SimReplica:
             version=version, stall_s=0.0, running_requests=len(self._calls), recomputed=False
         )
 
-    async def sleep(self) -> None:
+    async def _sleep(self) -> None:
         await self._reach("sleep")
         for call in self._calls.values():
             call.is_aborted = True
@@ -308,13 +335,13 @@ class SimReplica:
         if self in self._trainer.awake:
             self._trainer.awake.remove(self)
 
-    async def wake_up(self) -> None:
+    async def _wake_up(self) -> None:
         await self._reach("wake_up")
         self._trainer.awake.append(self)
         self._uses_the_devices("wakes up", without_weights=True)
         await self._pass(0.02)
 
-    async def stats(self) -> EngineStats:
+    async def _stats(self) -> EngineStats:
         self._strike("stats")
         await self._unfrozen(quick=True)
         return EngineStats(

@@ -155,6 +155,12 @@ def uncancellable_future() -> Future[Any]:
     return future
 
 
+def done_future(result: Any) -> Future[Any]:
+    future = uncancellable_future()
+    future.set_result(result)
+    return future
+
+
 def failed_future(error: GenerationError) -> Future[Any]:
     future = uncancellable_future()
     fail_future(future, error)

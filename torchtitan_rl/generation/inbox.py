@@ -15,10 +15,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    Pause,
+    Pull,
+    ReadTokens,
+    Sleep,
+    WakeUp,
+)
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
 from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
-from torchtitan_rl.types import EngineReading, PullReport
+from torchtitan_rl.types import EngineReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,25 +138,33 @@ class Inbox:
             self._aborts.extend(request_ids)
             self._changed.notify()
 
-    def pull(self, version: int) -> Future[PullReport]:
-        """Ask for a pull. One that waits already is replaced; who waits for it waits on."""
+    def ask(self, command: EngineCommand[Any]) -> Future[Any]:
+        """Queue a command. A pull, and a pause, that waits already is replaced; who waits for it
+        waits on. Sleeps and wake-ups are decided in the order they were asked for."""
         with self._changed:
-            self._queued = replace(self._queued, pull_version=version)
-            return self._wait_for(Action.PULL)
-
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Ask for a pause. One that waits already is replaced; who waits for it waits on."""
-        with self._changed:
-            # Running requests cannot finish while nothing is stepped.
-            is_paused = self._queued.is_paused and mode != "wait"
-            self._queued = replace(self._queued, pause=mode, is_paused=is_paused)
-            return self._wait_for(Action.PAUSE)
-
-    def change_power(self, action: Action) -> Future[None]:
-        """Ask for a SLEEP or a WAKE_UP, which are decided in the order they were asked for."""
-        with self._changed:
-            self._queued = replace(self._queued, powers=(*self._queued.powers, action))
-            return self._wait_for(action)
+            queued = self._queued
+            match command:
+                case Pull(version):
+                    self._queued = replace(queued, pull_version=version)
+                    return self._wait_for(Action.PULL)
+                case Pause(mode):
+                    # Running requests cannot finish while nothing is stepped.
+                    is_paused = queued.is_paused and mode != "wait"
+                    self._queued = replace(queued, pause=mode, is_paused=is_paused)
+                    return self._wait_for(Action.PAUSE)
+                case Sleep():
+                    self._queued = replace(queued, powers=(*queued.powers, Action.SLEEP))
+                    return self._wait_for(Action.SLEEP)
+                case WakeUp():
+                    self._queued = replace(queued, powers=(*queued.powers, Action.WAKE_UP))
+                    return self._wait_for(Action.WAKE_UP)
+                case ReadTokens():
+                    future: Future[EngineReading] = uncancellable_future()
+                    self._readers.append(future)
+                    self._changed.notify()
+                    return future
+                case _:
+                    raise TypeError(f"no engine loop executes {command!r}")
 
     def resume(self) -> list[Future[None]]:
         """Go on; returns the futures of those who wait for a pause that is not to be."""
@@ -156,14 +172,6 @@ class Inbox:
             self._queued = replace(self._queued, pause=None, is_paused=False)
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
-
-    def read(self) -> Future[EngineReading]:
-        """Ask for a reading between two steps."""
-        future: Future[EngineReading] = uncancellable_future()
-        with self._changed:
-            self._readers.append(future)
-            self._changed.notify()
-        return future
 
     def take_readers(self) -> list[Future[EngineReading]]:
         with self._changed:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torchtitan_rl.errors import (
     DeadlineError,
@@ -30,11 +31,13 @@ from torchtitan_rl.errors import (
     ReplicaError,
     RequestGivenUpError,
 )
+from torchtitan_rl.generation.commands import EngineCommand, ReadStats, Resume
 from torchtitan_rl.generation.config import LoopConfig
-from torchtitan_rl.generation.decision import Action, LoopDecision, PauseMode
+from torchtitan_rl.generation.decision import Action, LoopDecision
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
 from torchtitan_rl.generation.futures import (
     OutstandingRequests,
+    done_future,
     fail_future,
     failed_future,
 )
@@ -47,7 +50,6 @@ from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
-    EngineStats,
     FinishReason,
     GenerationRequest,
     PullReport,
@@ -55,13 +57,23 @@ from torchtitan_rl.types import (
 
 __all__ = ["EngineLoop", "LoopConfig"]
 
+T = TypeVar("T")
+
+
+class OnWork(Protocol):
+    """Is told, in the loop's thread, of each piece of work that the engine did: a ``step``, a
+    weight swap and so on, between two readings of ``time.perf_counter_ns()``."""
+
+    def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None: ...
+
 
 class EngineLoop:
     """Continuous batching on one engine. All methods may be called from any thread.
 
     ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or None
     after a close. A follower that failed must end its process there: the other ranks may wait for
-    it inside a collective.
+    it inside a collective. ``on_pulled`` is told, on every rank, of each version that was swapped
+    in; ``on_work`` of what the engine did. Both must neither block nor raise.
     """
 
     def __init__(
@@ -72,12 +84,16 @@ class EngineLoop:
         is_leader: bool,
         config: LoopConfig | None = None,
         on_end: Callable[[LoopFailedError | None], None] | None = None,
+        on_pulled: Callable[[int], None] | None = None,
+        on_work: OnWork | None = None,
     ) -> None:
         self._engine = engine
         self._channel = channel
         self._is_leader = is_leader
         self._config = config or LoopConfig()
         self._on_end = on_end
+        self._on_pulled = on_pulled
+        self._on_work = on_work
         self._limits = engine.limits
         self._inbox = Inbox()
         self._lock = threading.Lock()  # guards the three below
@@ -140,55 +156,20 @@ class EngineLoop:
         if outstanding:
             self._inbox.abort(outstanding)
 
-    def pull(self, version: int) -> Future[PullReport]:
-        """Swap in the staged weights of ``version`` between two steps.
-
-        Where another pull is still waiting, the later call wins, and the report of its version is
-        the result of both.
-        """
-        return self._ask(lambda: self._inbox.pull(version))
-
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop stepping; acknowledged once all ranks are between two steps.
-
-        Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
-        or finish first (``wait``); new ones queue, in each case, until `resume`. Pulls and aborts
-        go on. Where another pause still waits, the later mode holds for both; one that `resume`
-        overtakes fails with a `GenerationError`.
-        """
-        return self._ask(lambda: self._inbox.pause(mode))
-
-    def resume(self) -> None:
-        """Go on where a pause stopped; without one nothing happens."""
+    def execute(self, command: EngineCommand[T]) -> Future[T]:
+        """What each command does, and answers, is said where it is defined."""
         self._check_leader()
-        for future in self._inbox.resume():
-            fail_future(
-                future, GenerationError(f"{self._config.name}: resumed before it was paused")
-            )
-
-    def sleep(self) -> Future[None]:
-        """Pause by abort, then give the memory of all ranks back; acknowledged once they have.
-
-        Nothing is stepped until a `pull` after `wake_up` has brought weights, whatever `resume`
-        says; a pull that is asked for meanwhile waits for the wake-up.
-        """
-        return self._ask(lambda: self._inbox.change_power(Action.SLEEP))
-
-    def wake_up(self) -> Future[None]:
-        """Take the memory back on all ranks. The loop is still paused, and without weights."""
-        return self._ask(lambda: self._inbox.change_power(Action.WAKE_UP))
-
-    def read(self) -> Future[EngineReading]:
-        """What each request that the engine holds has so far, and what all have sampled.
-
-        Read between two steps: exact in tokens, logprobs and versions. It disturbs no step. The
-        futures of requests that ended before are done before it is.
-        """
-        return self._ask(self._inbox.read)
-
-    def stats(self) -> EngineStats:
-        """A reading at most a few steps old; requests still in the inbox count as waiting."""
-        return replace(self._stats, waiting=self._stats.waiting + self._inbox.num_admissions())
+        match command:
+            case ReadStats():
+                waiting = self._stats.waiting + self._inbox.num_admissions()
+                return done_future(replace(self._stats, waiting=waiting))
+            case Resume():
+                self._resume()
+                return done_future(None)
+        with self._lock:
+            if self._ended is not None:
+                return failed_future(self._ended)
+            return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
         """What its thread has got done: whether it is stuck shows here, and nowhere else."""
@@ -207,10 +188,11 @@ class EngineLoop:
         if self._thread.ident is not None and not self.join(timeout_s):
             raise DeadlineError(f"engine loop of {name} did not end within {timeout_s} s of close")
 
-    def _ask(self, ask: Callable[[], Future[Any]]) -> Future[Any]:
-        self._check_leader()
-        with self._lock:
-            return failed_future(self._ended) if self._ended is not None else ask()
+    def _resume(self) -> None:
+        for future in self._inbox.resume():
+            fail_future(
+                future, GenerationError(f"{self._config.name}: resumed before it was paused")
+            )
 
     # The rest runs in the loop's thread.
 
@@ -259,6 +241,8 @@ class EngineLoop:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
+            if self._on_pulled is not None:
+                self._on_pulled(decision.version)
             self._is_busy = decision.num_steps > 0
             self._run_steps(decision.num_steps)
         elif decision.action is Action.STEP:
@@ -280,7 +264,9 @@ class EngineLoop:
             in_flight = self._engine.num_unfinished()
             if in_flight == 0:
                 break
-            self._resolve(self._engine.step(), in_flight)
+            with self._work("step"):
+                outputs = self._engine.step()
+            self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
             self._tell_progress()
             if self._channel.world_size == 1 and self._inbox.has_news():
@@ -305,9 +291,11 @@ class EngineLoop:
     def _pull(self, decision: LoopDecision) -> None:
         start_s = time.monotonic()
         running = self._engine.num_unfinished()
-        self._engine.swap_weights(decision.version)
+        with self._work("swap weights", version=decision.version):
+            self._engine.swap_weights(decision.version)
         what = f"{self._config.name}: version {decision.version}"
-        recomputed = refresh_kv(self._engine, decision.kv_policy, running=running, what=what)
+        with self._work("reset prefix cache"):
+            recomputed = refresh_kv(self._engine, decision.kv_policy, running=running, what=what)
         if not self._is_leader:
             return
         with self._lock:
@@ -327,16 +315,28 @@ class EngineLoop:
             unfinished = self._engine.generated_lengths()
             self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
         if decision.action is Action.SLEEP and not self._is_asleep:
-            self._engine.sleep()
+            with self._work("sleep"):
+                self._engine.sleep()
             self._is_asleep = True
         elif decision.action is Action.WAKE_UP and self._is_asleep:
-            self._engine.wake_up()
+            with self._work("wake up"):
+                self._engine.wake_up()
             self._is_asleep = False
         self._channel.barrier()
         if self._is_leader:
             self._tell_progress(at_once=True)
             self._read_stats(is_due=True)
             self._answer(None)
+
+    @contextmanager
+    def _work(self, work: str, **details: Any) -> Iterator[None]:
+        """Tell of a piece of the engine's work."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            if self._on_work is not None:
+                self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _tell_progress(self, *, at_once: bool = False) -> None:
         """Tell listeners what was sampled since they were told last, where it is time to."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError
+from torchtitan_rl.generation.commands import ReadTokens
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.types import EngineReading, OnReading
 
@@ -44,13 +45,13 @@ async def account_of(slots: Slots) -> dict[str, ReplicaAccount]:
 
 
 async def read_slot(slots: Slots, slot: Slot, on_reading: OnReading) -> None:
-    """Have the replica read, for ``on_reading``, as in `Replica.read`.
+    """Have the replica read, for ``on_reading``, as in `Replica.execute`.
 
     Nothing is heard of one that does not answer in time, or is lost and hence dead.
     """
     try:
         async with deadline(_READING_TIMEOUT_S):
-            await slots.answer(slot, slot.replica.read(on_reading))
+            await slots.answer(slot, slot.replica.execute(ReadTokens(), on_reading))
     except ReplicaError as error:
         slots.mark_dead(slot, error)
     except (TimeoutError, DeadlineError):

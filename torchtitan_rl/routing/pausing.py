@@ -9,11 +9,11 @@ swapped while a replica falls asleep or sleeps, and it holds none when it wakes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError
+from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume, Sleep, WakeUp
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
@@ -112,24 +112,24 @@ async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
     await slots.wait_until(lambda: slot.state is not ReplicaState.SYNCING)
     await asyncio.sleep(0)  # a sync that waits for this very swap sees it before it is undone
     slots.set_version(slot, NO_WEIGHTS)
-    if await _in_time(slots, slot, slot.replica.sleep(), "fall asleep", timeout_s):
+    if await _execute(slots, slot, Sleep(), "fall asleep", timeout_s):
         slot.is_emptied = True
         slots.notify()
 
 
 async def _wake_up(slots: Slots, slot: Slot, timeout_s: float) -> None:
-    if await _in_time(slots, slot, slot.replica.wake_up(), "wake up", timeout_s):
+    if await _execute(slots, slot, WakeUp(), "wake up", timeout_s):
         slot.is_asleep = False
         slots.notify()
 
 
-async def _in_time(
-    slots: Slots, slot: Slot, work: Coroutine[Any, Any, None], what: str, timeout_s: float
+async def _execute(
+    slots: Slots, slot: Slot, command: EngineCommand[None], what: str, timeout_s: float
 ) -> bool:
     """False where the slot could not do it, and is dead."""
     try:
         async with deadline(timeout_s):
-            await slots.answer(slot, work)
+            await slots.answer(slot, slot.replica.execute(command))
     except ReplicaError as error:
         slots.mark_dead(slot, error)
     except (TimeoutError, DeadlineError) as error:
@@ -140,11 +140,11 @@ async def _in_time(
 
 
 async def _pause(slots: Slots, slot: Slot, mode: PauseMode, timeout_s: float) -> None:
-    if await _in_time(slots, slot, slot.replica.pause(mode), f"pause by {mode}", timeout_s):
+    if await _execute(slots, slot, Pause(mode), f"pause by {mode}", timeout_s):
         # A frozen replica keeps its requests; one that was emptied before stays empty.
         slot.is_emptied = slots.is_paused and (slot.is_emptied or mode != "keep")
         slots.notify()
 
 
 async def _resume(slots: Slots, slot: Slot) -> None:
-    await _in_time(slots, slot, slot.replica.resume(), "resume", _RESUME_TIMEOUT_S)
+    await _execute(slots, slot, Resume(), "resume", _RESUME_TIMEOUT_S)

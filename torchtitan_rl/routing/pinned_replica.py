@@ -29,7 +29,7 @@ CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
 
 
 class PinnedReplica:
-    """One pinned replica; what `lease_replica` yields."""
+    """One pinned replica; what `pin_replica` yields."""
 
     def __init__(self, slot: Slot, complete_on: CompleteOn) -> None:
         self._slot = slot

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.types import (
-    Completion,
-    EngineReading,
-    EngineStats,
-    GenerationRequest,
-    OnProgress,
-    OnReading,
-    PullReport,
-)
+from torchtitan_rl.generation.commands import EngineCommand
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle
+
+T = TypeVar("T")
 
 
 class ReplicaState(StrEnum):
@@ -55,33 +50,15 @@ class Replica(Protocol):
         """Fetch published weights on every rank while decoding goes on."""
         ...
 
-    async def pull(self, version: int) -> PullReport:
-        """Swap the staged weights in, between two steps."""
-        ...
+    async def execute(
+        self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
+    ) -> T:
+        """Have the engine loop execute a command; returns its answer.
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop between two steps on every rank; see `EngineLoop.pause`. Returns once it has."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
-        """What the engine has sampled, read at one moment without disturbing it.
-
-        ``on_reading`` is given the same when every call of `generate` that had ended by then has
-        returned or raised, and none that ended later has.
+        ``on_answer`` is given the same when every call of `generate` that had ended by then has
+        returned or raised, and none that ended later has; it must not raise.
         """
         ...
-
-    async def sleep(self) -> None:
-        """Pause by abort, then give the device's memory back."""
-        ...
-
-    async def wake_up(self) -> None:
-        """Take the memory back; still paused, and without weights until the next pull."""
-        ...
-
-    async def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
         """End its processes, by a kill where they do not end by themselves. Again: no effect."""

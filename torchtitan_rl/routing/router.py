@@ -13,7 +13,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
+from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
 from torchtitan_rl.routing.active_time import ActiveTime
@@ -34,6 +36,7 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
+_STATS_TIMEOUT_S = 60.0
 _MAX_SESSIONS = 262_144  # homes remembered; the longest unused are forgotten first
 
 
@@ -241,12 +244,13 @@ class GeneratorRouter:
 
     async def _stats(self, slot: Slot) -> EngineStats | None:
         try:
-            stats = await self._slots.answer(slot, slot.replica.stats())
+            async with deadline(_STATS_TIMEOUT_S):
+                stats = await self._slots.answer(slot, slot.replica.execute(ReadStats()))
             slot.hear_of_sampled(stats.generated_tokens)
             return stats
         except ReplicaError as error:
             self._slots.mark_dead(slot, error)
-        except DeadlineError:
+        except (TimeoutError, DeadlineError):
             pass  # busy with something long, which has a deadline of its own
         return None
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
+from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.types import PullReport
@@ -235,7 +236,7 @@ class WeightSync:
             return
         self._slots.set_state(slot, ReplicaState.SYNCING)
         async with deadline(self._timeout_s):
-            report = await self._slots.answer(slot, slot.replica.pull(handle.version))
+            report = await self._slots.answer(slot, slot.replica.execute(Pull(handle.version)))
         slot.is_lagging = False
         self._slots.set_version(slot, report.version)
         self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)

@@ -1,4 +1,4 @@
-"""The endpoint process's end of the line to the controller.
+"""The endpoint process's end of its connection to the controller.
 
 What clients want is gathered on the HTTP server's thread until the controller polls for it; what
 the controller delivers is handed to that thread in one hop per batch, from whatever thread it came
@@ -22,17 +22,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.outbox import Outbox
 from torchtitan_rl.serving.messages import (
     GAUGE_PREFIX,
     Command,
-    CommandAnswer,
+    CommandEnd,
     CommandName,
     EndpointRequest,
-    FromEndpoint,
+    Outputs,
     Refusal,
     RefusedError,
     RequestEnd,
     SystemStatus,
+    ToController,
     ToEndpoint,
 )
 from torchtitan_rl.types import Progress
@@ -59,21 +62,15 @@ class ControllerLink:
     ) -> None:
         self._lost_after_s = lost_after_s
         self._clock = clock
+        self._outbox: Outbox[ToController] = Outbox()
         # Shared by both threads, under the lock:
         self._lock = threading.Lock()
-        self._requests: list[EndpointRequest] = []
-        self._aborts: list[str] = []
-        self._commands: list[Command] = []
-        self._wake_poller: Callable[[], None] | None = None
         self._last_poll_s = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure = ""
         # Of the HTTP server's thread alone:
-        self._pending: set[str] = set()
-        self._answers: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
-        self._progress: list[Progress] = []
-        self._ends: list[RequestEnd] = []
-        self._has_outputs = asyncio.Event()
+        self._pending: set[CallId] = set()
+        self._answers: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
+        self._outputs: Outbox[Progress | RequestEnd] = Outbox()
         self._status = _STARTING
         self._gauges: list[Callable[[], Mapping[str, float]]] = []
         self._numbers = itertools.count()
@@ -94,11 +91,9 @@ class ControllerLink:
         request_id = request.request.request_id
         self._pending.add(request_id)
         if self._refuses is not None:
-            self._end(RequestEnd(request_id=request_id, refusal=self._refuses))
-            return
-        with self._lock:
-            self._requests.append(request)
-        self._wake()
+            self._outputs.put(End(call_id=request_id, error=self._refuses))
+        else:
+            self._outbox.put(Call(call_id=request_id, payload=request))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more: they are ended, and have no end here. Unknown and
@@ -107,20 +102,20 @@ class ControllerLink:
         if not known:
             return
         self._pending.difference_update(known)
-        self._tell_of_aborts(known)
+        self._outbox.put(*(Abort(call_id=request_id) for request_id in known))
 
-    async def next_outputs(self) -> ToEndpoint:
+    async def next_outputs(self) -> Outputs:
         """Wait for progress or ends, and take all there is. For one caller at a time."""
-        await self._has_outputs.wait()
-        self._has_outputs.clear()
-        outputs = ToEndpoint(
-            progress=tuple(item for item in self._progress if item.request_id in self._pending),
-            ends=tuple(end for end in self._ends if end.request_id in self._pending),
-        )
-        self._progress.clear()
-        self._ends.clear()
-        self._pending.difference_update(end.request_id for end in outputs.ends)
-        return outputs
+        progress: list[Progress] = []
+        ends: list[RequestEnd] = []
+        for message in await self._outputs.take():
+            if isinstance(message, Progress):
+                if message.request_id in self._pending:
+                    progress.append(message)
+            elif message.call_id in self._pending:
+                self._pending.remove(message.call_id)
+                ends.append(message)
+        return Outputs(progress=tuple(progress), ends=tuple(ends))
 
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
@@ -134,12 +129,10 @@ class ControllerLink:
             raise RefusedError(self._refuses)
         if timeout_s is None:
             timeout_s = _PAUSE_S if name == "pause" else _COMMAND_S
-        command = Command(command_id=str(next(self._numbers)), name=name, arguments=arguments)
+        number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[command.command_id] = answer
-        with self._lock:
-            self._commands.append(command)
-        self._wake()
+        self._answers[number] = answer
+        self._outbox.put(Call(call_id=number, payload=Command(name=name, arguments=arguments)))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -147,7 +140,7 @@ class ControllerLink:
             message = f"{name} was not answered within {timeout_s:.0f} s"
             raise RefusedError(Refusal(status=504, message=message, code="timeout")) from error
         finally:
-            del self._answers[command.command_id]
+            del self._answers[number]
 
     def add_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Of this process, to come with every `status`, under the common prefix."""
@@ -167,10 +160,8 @@ class ControllerLink:
         if self._is_over:
             return
         logger.error("the endpoint has failed: %s", cause)
-        with self._lock:
-            self._failure = cause
         self._end_all(FAILED)
-        self._wake()
+        self._outbox.fail(EndpointLostError(f"the endpoint has failed: {cause}"))
 
     def close(self) -> None:
         """Fail all that waits, and all that comes. Once is enough."""
@@ -178,89 +169,60 @@ class ControllerLink:
 
     # From the controller's calls, on any thread.
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         """What clients want; waits about a second for it. For one caller at a time.
 
         Raises:
             EndpointLostError: the endpoint has failed.
         """
-        loop = asyncio.get_running_loop()
-        woken: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            self._last_poll_s = self._clock()
-            if not (self._requests or self._aborts or self._commands or self._failure):
+        self._note_poll()
+        messages = await self._outbox.take(_POLL_S)
+        self._note_poll()
+        return messages
 
-                def wake() -> None:
-                    loop.call_soon_threadsafe(_set, woken)
-
-                self._wake_poller = wake
-            else:
-                woken.set_result(None)
-        await asyncio.wait([woken], timeout=_POLL_S)
-        with self._lock:
-            self._wake_poller = None
-            self._last_poll_s = self._clock()
-            if self._failure:
-                raise EndpointLostError(f"the endpoint has failed: {self._failure}")
-            batch = FromEndpoint(
-                requests=tuple(self._requests),
-                aborts=tuple(self._aborts),
-                commands=tuple(self._commands),
-            )
-            self._requests.clear()
-            self._aborts.clear()
-            self._commands.clear()
-        return batch
-
-    def deliver(self, batch: ToEndpoint) -> None:
+    def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
         """Hand a batch over to the HTTP server's thread; without waiting for it."""
         with self._lock:
             loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._take, batch)
+            loop.call_soon_threadsafe(self._take, messages)
+
+    def _note_poll(self) -> None:
+        with self._lock:
+            self._last_poll_s = self._clock()
 
     # Helpers, on the HTTP server's thread.
 
-    def _wake(self) -> None:
-        with self._lock:
-            wake, self._wake_poller = self._wake_poller, None
-        if wake is not None:
-            wake()
-
-    def _tell_of_aborts(self, request_ids: list[str]) -> None:
-        with self._lock:
-            self._aborts.extend(request_ids)
-        self._wake()
-
-    def _take(self, batch: ToEndpoint) -> None:
+    def _take(self, messages: tuple[ToEndpoint, ...]) -> None:
         try:
-            self._take_all(batch)
+            self._take_all(messages)
         except Exception as error:  # the batch is lost, and with it ends that clients wait for
             logger.exception("a delivery could not be taken")
             self.fail(f"a delivery could not be taken: {type(error).__name__}: {error}")
 
-    def _take_all(self, batch: ToEndpoint) -> None:
-        if batch.status is not None:
-            self._status = batch.status
-        self._progress.extend(batch.progress)
-        self._ends.extend(batch.ends)
-        if batch.progress or batch.ends:
-            self._has_outputs.set()
-        for answer in batch.answers:
-            self._answer(answer)
+    def _take_all(self, messages: tuple[ToEndpoint, ...]) -> None:
+        outputs: list[Progress | RequestEnd] = []
+        for message in messages:
+            match message:
+                case Progress() | End(call_id=str()):
+                    outputs.append(message)
+                case End(call_id=number):
+                    self._answer(number, message)
+                case SystemStatus():
+                    self._status = message
+                case _:
+                    raise TypeError(f"not a message to the endpoint: {message!r}")
+        if outputs:
+            self._outputs.put(*outputs)
 
-    def _end(self, end: RequestEnd) -> None:
-        self._ends.append(end)
-        self._has_outputs.set()
-
-    def _answer(self, answer: CommandAnswer) -> None:
-        future = self._answers.get(answer.command_id)
+    def _answer(self, number: CallId, end: CommandEnd) -> None:
+        future = self._answers.get(number)
         if future is None or future.done():
             return
-        if answer.refusal is not None:
-            future.set_exception(RefusedError(answer.refusal))
+        if end.error is not None:
+            future.set_exception(RefusedError(end.error))
         else:
-            future.set_result(answer.body)
+            future.set_result(end.result or {})
 
     def _look_for_controller(self) -> None:
         """Every now and then: is it still polling?"""
@@ -284,19 +246,11 @@ class ControllerLink:
 
     def _fail_all(self, refusal: Refusal) -> None:
         self._refuses = refusal
-        with self._lock:
-            # These have no caller any more; a controller that comes back is to end what it has.
-            self._requests.clear()
-            self._commands.clear()
-        self._tell_of_aborts(list(self._pending))
-        ended = {end.request_id for end in self._ends}
-        for request_id in self._pending - ended:
-            self._end(RequestEnd(request_id=request_id, refusal=refusal))
+        # Calls have no caller any more; a controller that comes back is to end what it has.
+        self._outbox.discard(lambda message: isinstance(message, Call))
+        self._outbox.put(*(Abort(call_id=request_id) for request_id in self._pending))
+        # Where one of them has ended already, that end comes first, and this one is ignored.
+        self._outputs.put(*(End(call_id=name, error=refusal) for name in self._pending))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(RefusedError(refusal))
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

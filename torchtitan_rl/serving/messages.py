@@ -1,7 +1,8 @@
-"""What the endpoint's process and the controller's tell each other: one batch each way at a time.
+"""What the endpoint's process and the controller's tell each other over their connection.
 
 The endpoint's process tokenizes, detokenizes and speaks HTTP; the controller's has the router and
-the sessions. The controller polls for what clients want and delivers what has become of it.
+the sessions. Requests and commands of clients are the endpoint's calls; the controller tells their
+progress and their ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.rpc.messages import Abort, Call, End
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
 CommandName = Literal[
@@ -38,20 +40,10 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Something else that a client wants, answered once, by ``command_id``."""
+    """Something else that a client wants, answered once."""
 
-    command_id: str
     name: CommandName
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromEndpoint:
-    """What clients want since the last poll; all of it may be empty."""
-
-    requests: tuple[EndpointRequest, ...] = ()
-    aborts: tuple[str, ...] = ()  # request ids that nobody waits for any more
-    commands: tuple[Command, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +63,11 @@ class RefusedError(TorchtitanRLError):
         super().__init__(refusal.message)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnd:
-    """The end of a request: exactly one of the two. The completion is whole, whatever progress
-    was delivered before."""
+RequestEnd = End[Completion, Refusal]
+"""The completion is whole, whatever progress was delivered before."""
 
-    request_id: str
-    completion: Completion | None = None
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandAnswer:
-    """``body`` is JSON-able; with a ``refusal`` it is empty."""
-
-    command_id: str
-    body: Mapping[str, Any] = field(default_factory=dict)
-    refusal: Refusal | None = None
+CommandEnd = End[Mapping[str, Any], Refusal]
+"""The result is JSON-able."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +80,18 @@ class SystemStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
+ToController = Call[EndpointRequest] | Call[Command] | Abort
+"""Requests are called by their own ids, commands by numbers."""
+
+ToEndpoint = Progress | End[Any, Refusal] | SystemStatus
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToEndpoint:
-    """In this order: progress, ends, answers."""
+class Outputs:
+    """What became of requests: progress first, then the ends."""
 
     progress: tuple[Progress, ...] = ()
     ends: tuple[RequestEnd, ...] = ()
-    answers: tuple[CommandAnswer, ...] = ()
-    status: SystemStatus | None = None  # None: as before
 
 
 class Endpoint(Protocol):
@@ -118,7 +102,7 @@ class Endpoint(Protocol):
         """Such as ``http://127.0.0.1:8000/v1``."""
         ...
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         """Returns when there is something, or with nothing after about a second.
 
         Raises:
@@ -126,7 +110,7 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def deliver(self, batch: ToEndpoint) -> None: ...
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None: ...
 
     async def drain(self, grace_s: float) -> None:
         """Take no new connection; requests that run may end within ``grace_s``, while polls and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
 from torchtitan_rl.errors import (
     LoopFailedError,
 )
+from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.lockstep import make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine
@@ -50,7 +52,7 @@ def test_all_ranks_apply_the_same_decisions_in_the_same_order(world_size: int) -
         loop.start()
     leader = loops[0]
     futures = [leader.submit(request(f"r{n}", 5 + n, prompt=(n,))) for n in range(12)]
-    pull = leader.pull(1)
+    pull = leader.execute(Pull(1))
     leader.abort(("r11",))
     for future in futures:
         future.result(WAIT_S)
@@ -92,7 +94,7 @@ def test_what_decodes_waits_for_no_further_decision_behind_a_pull() -> None:
     loop.start()
     future = loop.submit(request("a", 100))
     engine.allow(2)
-    pull = loop.pull(1)
+    pull = loop.execute(Pull(1))
     engine.allow(2)
     engine.permits.release(1000)
     assert pull.result(WAIT_S).running_requests == 1
@@ -139,3 +141,22 @@ def test_trap_14_a_failed_broadcast_fails_everything() -> None:
     with pytest.raises(LoopFailedError) as caught:
         loop.submit(request("a")).result(WAIT_S)
     assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_every_rank_is_told_of_a_pull() -> None:
+    pulled: list[tuple[int, int]] = []
+
+    def listener(rank: int) -> Callable[[int], None]:
+        return lambda version: pulled.append((rank, version))
+
+    loops = [
+        EngineLoop(ScriptedEngine(), channel, is_leader=rank == 0, on_pulled=listener(rank))
+        for rank, channel in enumerate(make_threaded_channels(2))
+    ]
+    for loop in loops:
+        loop.start()
+    loops[0].execute(Pull(3)).result(WAIT_S)
+    loops[0].close()
+    for loop in loops:
+        assert loop.join(WAIT_S)
+    assert sorted(pulled) == [(0, 3), (1, 3)]

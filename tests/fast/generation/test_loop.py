@@ -15,6 +15,7 @@ from torchtitan_rl.errors import (
     LoopFailedError,
     WeightSyncError,
 )
+from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
@@ -93,7 +94,7 @@ def test_trap_5_versions_change_at_the_token_where_the_weights_did() -> None:
         future = loop.submit(request("a", 6))
         assert engine.asked.acquire(timeout=WAIT_S)
         engine.allow(2)
-        pull = loop.pull(7)
+        pull = loop.execute(Pull(7))
         engine.allow(1)
         report = pull.result(WAIT_S)
         engine.permits.release(10)
@@ -110,7 +111,7 @@ def test_trap_4_of_two_waiting_pulls_the_latest_wins_and_both_callers_are_told()
     with stepped_loop() as (loop, engine):
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        first, second = loop.pull(1), loop.pull(2)
+        first, second = loop.execute(Pull(1)), loop.execute(Pull(2))
         engine.allow(1)
         assert first.result(WAIT_S).version == second.result(WAIT_S).version == 2
         assert engine.version == 2
@@ -123,7 +124,7 @@ def test_trap_3_a_refused_cache_reset_fails_the_pull_when_running_requests_recom
 
     with running_loop(NeverResets()) as loop:
         with pytest.raises(LoopFailedError) as caught:
-            loop.pull(1).result(WAIT_S)
+            loop.execute(Pull(1)).result(WAIT_S)
         assert isinstance(caught.value.__cause__, WeightSyncError)
 
 
@@ -132,7 +133,7 @@ def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv(
     with running_loop(engine, kv_policy=KvPolicy(recompute_running=False)) as loop:
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        pull = loop.pull(1)
+        pull = loop.execute(Pull(1))
         engine.allow(1)
         assert pull.result(WAIT_S).recomputed is False
         assert engine.cache_resets == 0
@@ -140,7 +141,7 @@ def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv(
 
 def test_an_idle_engine_pulls_without_requests() -> None:
     with running_loop(ScriptedEngine()) as loop:
-        report = loop.pull(3).result(WAIT_S)
+        report = loop.execute(Pull(3)).result(WAIT_S)
         assert (report.running_requests, report.recomputed) == (0, False)
         assert loop.submit(request("a", 1)).result(WAIT_S).versions == (3,)
 
@@ -179,12 +180,12 @@ def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_caus
     loop.start()
     running = loop.submit(request("running", 50))
     assert engine.asked.acquire(timeout=WAIT_S)
-    queued, pull = loop.submit(request("queued")), loop.pull(1)
+    queued, pull = loop.submit(request("queued")), loop.execute(Pull(1))
     engine.permits.release(10)
     assert loop.join(WAIT_S)
     # The pull was applied before the failing step; all else fails.
     assert pull.result(WAIT_S).version == 1
-    for future in (running, queued, loop.submit(request("later")), loop.pull(2)):
+    for future in (running, queued, loop.submit(request("later")), loop.execute(Pull(2))):
         with pytest.raises(LoopFailedError) as caught:
             future.result(WAIT_S)
         assert "scripted failure" in str(caught.value.__cause__)
@@ -197,7 +198,7 @@ def test_trap_2_a_failed_pull_fails_everything() -> None:
     with running_loop(engine) as loop:
         running = loop.submit(request("running", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        pull = loop.pull(1)
+        pull = loop.execute(Pull(1))
         engine.permits.release(10)
         for future in (pull, running):
             with pytest.raises(LoopFailedError):
@@ -207,10 +208,10 @@ def test_trap_2_a_failed_pull_fails_everything() -> None:
 
 def test_close_ends_every_outstanding_and_every_later_future() -> None:
     with stepped_loop() as (loop, engine):
-        running, pull = loop.submit(request("a", 50)), loop.pull(1)
+        running, pull = loop.submit(request("a", 50)), loop.execute(Pull(1))
         engine.permits.release(1000)
         loop.close(WAIT_S)
-        for future in (running, loop.submit(request("b")), loop.pull(2)):
+        for future in (running, loop.submit(request("b")), loop.execute(Pull(2))):
             with pytest.raises(LoopClosedError):
                 future.result(WAIT_S)
         assert pull.done()
@@ -243,9 +244,9 @@ def test_stats_count_requests_that_are_still_in_the_inbox_as_waiting() -> None:
     with stepped_loop() as (loop, engine):
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        before = loop.stats().waiting
+        before = loop.execute(ReadStats()).result(WAIT_S).waiting
         loop.submit(request("b", 50))
-        assert loop.stats().waiting == before + 1
+        assert loop.execute(ReadStats()).result(WAIT_S).waiting == before + 1
 
 
 def test_an_idle_loop_of_one_rank_sleeps_until_notified() -> None:

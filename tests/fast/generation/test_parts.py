@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
+from torchtitan_rl.generation.commands import Pause, Pull
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
 from torchtitan_rl.generation.engine import Admission, EngineLimits
 from torchtitan_rl.generation.inbox import Inbox
@@ -51,7 +52,7 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
             inbox.abort((str(put),))
             expected["abort"].append(str(put))
         elif action == "pull":
-            futures.append(inbox.pull(put))
+            futures.append(inbox.ask(Pull(put)))
             waiting_pull = put
         else:
             decision, waiters = inbox.next_decision(
@@ -74,21 +75,21 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
 def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:
     inbox = Inbox()
     inbox.admit(admission("a"))
-    inbox.pull(3)
+    inbox.ask(Pull(3))
     assert take(inbox).action is Action.PULL
     assert take(inbox).admissions == (admission("a"),)
-    inbox.pull(4)
+    inbox.ask(Pull(4))
     inbox.close()
     assert take(inbox).action is Action.CLOSE
 
 
 def test_a_pull_steps_at_once_but_not_while_paused() -> None:
     inbox = Inbox()
-    inbox.pull(3)
+    inbox.ask(Pull(3))
     assert take(inbox).num_steps == 1
-    inbox.pause("keep")
+    inbox.ask(Pause("keep"))
     assert take(inbox).action is Action.PAUSE
-    inbox.pull(4)
+    inbox.ask(Pull(4))
     paused = take(inbox)
     assert (paused.action, paused.num_steps) == (Action.PULL, 0)
 

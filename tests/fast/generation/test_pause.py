@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from tests.fast.generation.test_loop import SteppedEngine, request, running_loop
+from tests.support.loop_replica import loop_replica
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
+from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
 from torchtitan_rl.generation.lockstep import SoloChannel, make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason, VersionRun
-from torchtitan_rl.weights.staging import WeightStaging
 
 WAIT_S = 20.0
 
@@ -42,26 +42,26 @@ def undisturbed(max_tokens: int) -> tuple[int, ...]:
 
 def test_keep_freezes_running_requests_and_holds_new_ones_until_resume() -> None:
     engine, pauses = TriggeredEngine(), []
-    engine.triggers[3] = lambda: pauses.append(loop.pause("keep"))
+    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
     with running_loop(engine) as loop:
         running = loop.submit(request("a", 40))
         while not pauses:
             pass
         pauses[0].result(WAIT_S)
         new = loop.submit(request("b", 2))
-        partial = loop.read().result(WAIT_S).partials
+        partial = loop.execute(ReadTokens()).result(WAIT_S).partials
         assert set(partial) == {"a"}
         assert len(partial["a"].token_ids) == engine.steps == 3
         assert not running.done()
         assert not new.done()
-        loop.resume()
+        loop.execute(Resume())
         assert running.result(WAIT_S).token_ids == undisturbed(40)
         assert new.result(WAIT_S).finish_reason is FinishReason.LENGTH
 
 
 def test_abort_empties_the_engine_and_keeps_the_tokens() -> None:
     engine, pauses = TriggeredEngine(max_running=1), []
-    engine.triggers[3] = lambda: pauses.append(loop.pause("abort"))
+    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("abort")))
     with running_loop(engine) as loop:
         futures = [loop.submit(request(name, 40)) for name in "ab"]
         done = [future.result(WAIT_S) for future in futures]
@@ -70,7 +70,7 @@ def test_abort_empties_the_engine_and_keeps_the_tokens() -> None:
         assert [one.finish_reason for one in done] == [FinishReason.ABORT] * 2
         assert (len(done[0].token_ids), done[1].token_ids) == (3, ())
         late = loop.submit(request("c", 2))
-        loop.resume()
+        loop.execute(Resume())
         assert len(late.result(WAIT_S).token_ids) == 2
 
 
@@ -78,7 +78,7 @@ def test_wait_lets_running_requests_finish_and_new_ones_queue() -> None:
     engine, seen = TriggeredEngine(), {}
 
     def pause() -> None:
-        seen["pause"] = loop.pause("wait")
+        seen["pause"] = loop.execute(Pause("wait"))
         seen["new"] = loop.submit(request("b", 2))
 
     engine.triggers[3] = pause
@@ -87,15 +87,15 @@ def test_wait_lets_running_requests_finish_and_new_ones_queue() -> None:
         assert len(running.result(WAIT_S).token_ids) == 9
         seen["pause"].result(WAIT_S)
         assert engine.steps == 9
-        assert loop.stats().waiting == 1
+        assert loop.execute(ReadStats()).result().waiting == 1
         assert not seen["new"].done()
-        loop.resume()
+        loop.execute(Resume())
         seen["new"].result(WAIT_S)
 
 
 def test_while_paused_weights_are_pulled_and_requests_aborted() -> None:
     engine, pauses = TriggeredEngine(), []
-    engine.triggers[3] = lambda: pauses.append(loop.pause("keep"))
+    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
     with running_loop(engine) as loop:
         running, other = loop.submit(request("a", 9)), loop.submit(request("b", 9))
         while not pauses:
@@ -105,21 +105,21 @@ def test_while_paused_weights_are_pulled_and_requests_aborted() -> None:
         loop.abort(("b", "c"))
         assert len(other.result(WAIT_S).token_ids) == 3
         assert queued.result(WAIT_S).token_ids == ()
-        assert loop.pull(7).result(WAIT_S).version == 7
+        assert loop.execute(Pull(7)).result(WAIT_S).version == 7
         assert engine.steps == 3
-        loop.resume()
+        loop.execute(Resume())
         assert running.result(WAIT_S).version_runs == (VersionRun(0, 0), VersionRun(3, 7))
 
 
 def test_wait_after_keep_lets_the_frozen_requests_finish() -> None:
     engine, pauses = TriggeredEngine(), []
-    engine.triggers[3] = lambda: pauses.append(loop.pause("keep"))
+    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
     with running_loop(engine) as loop:
         running = loop.submit(request("a", 9))
         while not pauses:
             pass
         pauses[0].result(WAIT_S)
-        loop.pause("wait").result(WAIT_S)
+        loop.execute(Pause("wait")).result(WAIT_S)
         assert running.result(WAIT_S).finish_reason is FinishReason.LENGTH
 
 
@@ -128,8 +128,8 @@ def test_a_pause_that_resume_overtakes_is_told_so() -> None:
     with running_loop(engine) as loop:
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        pauses.append(loop.pause("wait"))
-        loop.resume()
+        pauses.append(loop.execute(Pause("wait")))
+        loop.execute(Resume())
         with pytest.raises(GenerationError, match="resumed before it was paused"):
             pauses[0].result(WAIT_S)
 
@@ -139,14 +139,14 @@ def test_trap_2_pauses_and_readings_end_with_the_loop() -> None:
     with running_loop(engine) as loop:
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        asked = [loop.pause("keep"), loop.read(), loop.pull(1)]
+        asked = [loop.execute(Pause("keep")), loop.execute(ReadTokens()), loop.execute(Pull(1))]
         engine.permits.release()
         for future in asked:
             with pytest.raises(LoopFailedError):
                 future.result(WAIT_S)
     closed = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True)
     closed.close()
-    for future in (closed.pause("keep"), closed.read()):
+    for future in (closed.execute(Pause("keep")), closed.execute(ReadTokens())):
         with pytest.raises(LoopClosedError):
             future.result(WAIT_S)
 
@@ -182,7 +182,7 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
     pauses = []
 
     def pause() -> None:
-        pauses.append(leader.pause(mode))
+        pauses.append(leader.execute(Pause(mode)))
         pauses[0].add_done_callback(lambda _: stepping.append([e.is_stepping for e in engines]))
 
     engines[0].triggers[5] = pause
@@ -192,7 +192,7 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
     while not pauses:
         pass
     pauses[0].result(WAIT_S)
-    partials = leader.read().result(WAIT_S).partials
+    partials = leader.execute(ReadTokens()).result(WAIT_S).partials
     steps = [engine.steps for engine in engines]
     assert stepping == [[False, False, False]]
     assert len(set(steps)) == 1
@@ -200,7 +200,7 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
         {steps[0]} if mode == "keep" else set()
     )
     assert [engine.steps for engine in engines] == steps
-    leader.resume()
+    leader.execute(Resume())
     reasons = {future.result(WAIT_S).finish_reason for future in futures}
     assert reasons == ({FinishReason.ABORT} if mode == "abort" else {FinishReason.LENGTH})
     leader.close()
@@ -216,7 +216,7 @@ def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
     async def scenario() -> None:
         loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
         loops[0].start()
-        router = GeneratorRouter([LoopReplica("r", loops[0], WeightStaging())])
+        router = GeneratorRouter([loop_replica("r", loops[0])])
         calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]
         for _ in range(5):
             await asyncio.sleep(0.01)

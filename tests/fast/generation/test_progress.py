@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
+from tests.support.loop_replica import loop_replica
+from torchtitan_rl.generation.commands import Pause, Pull
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.progress import Listener, ProgressBook
 from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.types import Progress, VersionRun
-from torchtitan_rl.weights.staging import WeightStaging
 
 
 @dataclass
@@ -93,7 +93,7 @@ def test_versions_that_are_told_are_exact_across_a_pull() -> None:
         future = loop.submit(request("a", 8), listener)
         engine.asked.acquire(timeout=WAIT_S)
         engine.allow(3)
-        pulled = loop.pull(1)
+        pulled = loop.execute(Pull(1))
         engine.allow(1)  # the step that was under way; then the pull
         pulled.result(WAIT_S)
         engine.permits.release(8)
@@ -112,7 +112,7 @@ def test_a_pause_tells_everything_before_it_is_acknowledged() -> None:
         engine.asked.acquire(timeout=WAIT_S)
         engine.allow(5)
         assert hearer.batches == []  # it does not stream
-        pause = loop.pause("keep")
+        pause = loop.execute(Pause("keep"))
         engine.permits.release()
         pause.result(WAIT_S)
         assert len(hearer.tokens()["a"]) == 6
@@ -155,7 +155,7 @@ def test_a_replica_tells_on_the_event_loop_and_never_after_the_completion(stream
     async def scenario() -> None:
         intervals = {"stream_interval_s": 0.0, "progress_interval_s": 0.0}
         with running_loop(ScriptedEngine(), **intervals) as loop:
-            replica = LoopReplica("r", loop, WeightStaging(None))  # type: ignore[arg-type]
+            replica = loop_replica("r", loop)
             heard: dict[str, list[int]] = defaultdict(list)
             ended: set[str] = set()
 

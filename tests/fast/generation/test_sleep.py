@@ -4,28 +4,31 @@ before they have weights again."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, SteppedEngine, request, running_loop
 from tests.fast.generation.test_pause import undisturbed
+from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, settle
 from tests.support.replicas import request as routed
 from torchtitan_rl.errors import LoopClosedError, ReplicaError
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    Pause,
+    Pull,
+    ReadTokens,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from torchtitan_rl.generation.lockstep import SoloChannel, make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason
-from torchtitan_rl.weights.staging import WeightStaging
-
-
-class NothingToStage(WeightStaging):
-    def stage(self, handle: object) -> None: ...
-
-    def discard_before(self, version: int) -> None: ...
 
 
 def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
@@ -40,17 +43,17 @@ def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
     for loop in loops:
         loop.start()
     cut = leader.submit(request("a", 900_000))
-    while not leader.read().result(WAIT_S).partials:
+    while not leader.execute(ReadTokens()).result(WAIT_S).partials:
         pass
-    leader.sleep().result(WAIT_S)
+    leader.execute(Sleep()).result(WAIT_S)
     assert cut.result(WAIT_S).finish_reason is FinishReason.ABORT
     assert [engine.is_asleep for engine in engines] == [True] * 3
     late = leader.submit(request("late", 3))
-    leader.wake_up().result(WAIT_S)
+    leader.execute(WakeUp()).result(WAIT_S)
     assert [engine.is_asleep for engine in engines] == [False] * 3
-    leader.pull(1).result(WAIT_S)
+    leader.execute(Pull(1)).result(WAIT_S)
     assert not late.done()
-    leader.resume()
+    leader.execute(Resume())
     assert set(late.result(WAIT_S).versions) == {1}
     leader.close()
     for loop in loops:
@@ -60,30 +63,30 @@ def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
 
 def test_whatever_is_asked_in_between_nothing_is_stepped_before_weights_are_back() -> None:
     with running_loop(ScriptedEngine()) as loop:  # its step would raise
-        loop.sleep().result(WAIT_S)
+        loop.execute(Sleep()).result(WAIT_S)
         held = loop.submit(request("a", 3))
         ended = loop.submit(request("b", 3))
-        loop.resume()
-        pulled = loop.pull(1)  # waits for the wake-up
+        loop.execute(Resume())
+        pulled = loop.execute(Pull(1))  # waits for the wake-up
         loop.abort(("b",))
         assert ended.result(WAIT_S).token_ids == ()
-        assert loop.read().result(WAIT_S).partials == {}
+        assert loop.execute(ReadTokens()).result(WAIT_S).partials == {}
         assert not pulled.done()
-        loop.wake_up().result(WAIT_S)
+        loop.execute(WakeUp()).result(WAIT_S)
         assert pulled.result(WAIT_S).version == 1
         assert set(held.result(WAIT_S).versions) == {1}
 
 
 def test_a_woken_loop_that_was_resumed_waits_for_its_weights() -> None:
     with running_loop(ScriptedEngine()) as loop:
-        loop.sleep().result(WAIT_S)
-        loop.wake_up().result(WAIT_S)
-        loop.resume()
+        loop.execute(Sleep()).result(WAIT_S)
+        loop.execute(WakeUp()).result(WAIT_S)
+        loop.execute(Resume())
         held = loop.submit(request("a", 3))
-        loop.pause("keep").result(WAIT_S)  # the loop has looked at it
+        loop.execute(Pause("keep")).result(WAIT_S)  # the loop has looked at it
         assert not held.done()
-        loop.resume()
-        loop.pull(0).result(WAIT_S)
+        loop.execute(Resume())
+        loop.execute(Pull(0)).result(WAIT_S)
         assert len(held.result(WAIT_S).token_ids) == 3
 
 
@@ -101,9 +104,10 @@ def test_sleeping_or_waking_up_twice_changes_nothing() -> None:
 
     engine = Counting()
     with running_loop(engine) as loop:
-        loop.wake_up().result(WAIT_S)
+        loop.execute(WakeUp()).result(WAIT_S)
         assert len(loop.submit(request("a", 3)).result(WAIT_S).token_ids) == 3
-        for future in (loop.sleep(), loop.sleep(), loop.wake_up(), loop.wake_up()):
+        commands = (Sleep(), Sleep(), WakeUp(), WakeUp())
+        for future in [loop.execute(command) for command in commands]:
             future.result(WAIT_S)
     assert (engine.sleeps, engine.wake_ups) == (1, 1)
 
@@ -113,12 +117,12 @@ def test_trap_2_sleeps_end_with_the_loop() -> None:
     with running_loop(engine) as loop:
         loop.submit(request("a", 50))
         assert engine.asked.acquire(timeout=WAIT_S)
-        asleep = loop.sleep()
+        asleep = loop.execute(Sleep())
         loop._end(LoopClosedError("closed"))  # as `close` does first
         with pytest.raises(LoopClosedError):
             asleep.result(WAIT_S)
         with pytest.raises(LoopClosedError):
-            loop.wake_up().result(WAIT_S)
+            loop.execute(WakeUp()).result(WAIT_S)
         engine.permits.release(100)
 
 
@@ -132,7 +136,7 @@ def test_requests_through_replicas_that_sleep_equal_undisturbed_ones() -> None:
         ]
         for loop in loops:
             loop.start()
-        replicas = [LoopReplica(f"r{n}", loop, NothingToStage()) for n, loop in enumerate(loops)]
+        replicas = [loop_replica(f"r{n}", loop) for n, loop in enumerate(loops)]
         router = GeneratorRouter(replicas)
         await router.sync_weights(handle(0), mode="hot_swap")
         calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(8)]
@@ -161,7 +165,7 @@ def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> None:
         await settle()
         asleep = asyncio.create_task(router.sleep())
         await settle()
-        assert replica.pauses == []  # it finishes its swap first
+        assert replica.stops == []  # it finishes its swap first
         replica.pull_gate.set()
         await asyncio.gather(first, asleep)
         second = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
@@ -171,7 +175,7 @@ def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> None:
         await second
         assert (replica.staged, replica.pulled) == ([1, 2], [1, 2])
         await router.resume()
-        assert replica.pauses == ["sleep", "wake_up", "resume"]
+        assert replica.stops == [Sleep(), WakeUp(), Resume()]
 
     asyncio.run(scenario())
 
@@ -236,13 +240,12 @@ def test_a_pin_during_a_sleep_waits_until_a_replica_has_weights() -> None:
 @pytest.mark.parametrize("when", ["sleep", "wake_up"])
 def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> None:
     class Failing(GatedReplica):
-        async def sleep(self) -> None:
-            if when == "sleep":
+        async def answer(self, command: EngineCommand[Any]) -> Any:
+            if command == Sleep() and when == "sleep":
                 raise ReplicaError("no memory to give")
-
-        async def wake_up(self) -> None:
-            if when == "wake_up":
+            if command == WakeUp() and when == "wake_up":
                 await asyncio.sleep(10)
+            return await super().answer(command)
 
     async def scenario() -> None:
         router = GeneratorRouter([Failing("bad"), GatedReplica("good")], sync_timeout_s=0.01)

@@ -9,18 +9,19 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.fast.generation.test_loop import running_loop
+from tests.support.loop_replica import LoopPeer, loop_replica
 from tests.support.replicas import GatedReplica
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import LoopStalledError
+from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.stall import Pulse, StallWatch
-from torchtitan_rl.routing.loop_replica import LoopReplica
+from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.weights.staging import WeightStaging
 
 STALL_S = 120.0
 
@@ -52,8 +53,8 @@ def test_only_a_busy_loop_without_progress_is_stuck() -> None:
     assert watch.is_stuck(Pulse(count=1, is_busy=True), 240.0)
 
 
-def replica_of(loop: EngineLoop) -> LoopReplica:
-    return LoopReplica("r0", loop, WeightStaging(), stall_timeout_s=STALL_S)
+def replica_of(loop: EngineLoop) -> ConnectedReplica[LoopPeer]:
+    return loop_replica("r0", loop, stall_timeout_s=STALL_S)
 
 
 @asynccontextmanager
@@ -116,24 +117,24 @@ def test_idle_paused_and_swapping_for_hours_is_not_stuck() -> None:
                 for _ in range(3):  # slow, and getting on
                     await asyncio.sleep(0.7 * STALL_S)
                     engine.allow(1)
-                pausing = loop.pause("keep")
+                pausing = loop.execute(Pause("keep"))
                 engine.permits.release()
                 pausing.result(WAIT_S)
                 await asyncio.sleep(100 * STALL_S)
-                pulling = loop.pull(1)
+                pulling = loop.execute(Pull(1))
                 assert engine.asked.acquire(timeout=WAIT_S)
                 await asyncio.sleep(100 * STALL_S)
                 engine.permits.release()
                 pulling.result(WAIT_S)
                 await asyncio.sleep(100 * STALL_S)
                 assert not call.done()
-                await replica.read()  # it is not lost
-                loop.resume()
+                await replica.execute(ReadTokens())  # it is not lost
+                loop.execute(Resume())
                 for _ in range(100):
                     engine.permits.release()
                 assert len((await call).token_ids) == 10
                 await asyncio.sleep(100 * STALL_S)
-                await replica.read()
+                await replica.execute(ReadTokens())
                 await replica.close()
 
     run_virtually(scenario())

@@ -12,6 +12,7 @@ from tests.fast.orchestration.runs import live, run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
+from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
@@ -224,8 +225,8 @@ def test_an_environment_that_hangs_now_and_then_costs_its_rollouts_only(tmp_path
 def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) -> None:
     async def work() -> None:
         simulation = Simulation(Plan(max_wait_s=50.0), tmp_path)
-        await simulation.replicas[0].pause("keep")
-        await simulation.replicas[1].pause("keep")
+        for replica in simulation.replicas:
+            await replica.execute(Pause("keep"))
         await simulation.run()
 
     with pytest.raises(DeadlineError, match=r"the trainer waits for the batch of step 1"):

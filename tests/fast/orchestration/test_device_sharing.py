@@ -137,8 +137,8 @@ def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) ->
     async def work() -> None:
         simulation = Simulation(replace(SHARED, replicas=3, staleness=1), tmp_path)
         falls_asleep, wakes_up, _ = simulation.replicas
-        falls_asleep.sleep = partial(dies, falls_asleep)  # type: ignore[method-assign]
-        wakes_up.wake_up = partial(dies, wakes_up)  # type: ignore[method-assign]
+        falls_asleep._sleep = partial(dies, falls_asleep)  # type: ignore[method-assign]
+        wakes_up._wake_up = partial(dies, wakes_up)  # type: ignore[method-assign]
         await simulation.run()
         states = simulation.router.states()
         assert [states[one.name] for one in simulation.replicas] == [

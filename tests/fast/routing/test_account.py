@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.fast.generation.test_loop import running_loop
-from tests.support.far_replica import FarReplica
+from tests.support.far_replica import FarReplica, connected
+from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
@@ -19,11 +20,9 @@ from torchtitan_rl.errors import (
     RequestGivenUpError,
 )
 from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
-from torchtitan_rl.weights.staging import WeightStaging
 
 
 @dataclass
@@ -65,7 +64,7 @@ def virtually(scenario: Scenario, *, num_replicas: int = 2, **options: float) ->
     async def run() -> None:
         replicas = [FarReplica(f"r{n}") for n in range(num_replicas)]
         ended = Ended()
-        router = GeneratorRouter(replicas, on_ended=ended, **options)  # type: ignore[arg-type]
+        router = GeneratorRouter(connected(replicas), on_ended=ended, **options)  # type: ignore[arg-type]
         await scenario(replicas, router, ended)
         accounts = await router.account()
         for account in accounts.values():
@@ -75,7 +74,7 @@ def virtually(scenario: Scenario, *, num_replicas: int = 2, **options: float) ->
         ended.check_tokens()
         assert set(router.outstanding_tokens().values()) == {0}
         for replica in replicas:
-            await replica.close()
+            await replica.link.close()
         await settle()
         left = {
             task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()
@@ -181,7 +180,7 @@ def test_an_account_is_exact_at_any_moment_while_ends_and_requests_travel() -> N
 def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
     async def scenario() -> None:
         replica = FarReplica("r")
-        router = GeneratorRouter([replica])
+        router = GeneratorRouter(connected([replica]))
         replica.dropped_ends = 1
         call = asyncio.create_task(router.generate(request("a", max_tokens=3)))
         await asyncio.sleep(5)
@@ -191,7 +190,7 @@ def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
         call.cancel()
         await asyncio.wait({call})
         assert router.states()["r"] is ReplicaState.DEAD
-        await replica.close()
+        await replica.link.close()
 
     run_virtually(scenario())
 
@@ -295,7 +294,7 @@ def test_through_an_engine_loop_with_cancels_aborts_pulls_and_refusals_nothing_i
     async def scenario() -> None:
         with running_loop(GivingUp(step_delay_s=0.0005, max_running=4)) as loop:
             ended = Ended()
-            replica = LoopReplica("r", loop, _NothingToStage())
+            replica = loop_replica("r", loop)
             router = GeneratorRouter([replica], on_ended=ended)
             names = [f"{'bad' if n % 5 == 0 else 'a'}{n}" for n in range(40)]
             calls = [
@@ -325,17 +324,11 @@ def test_through_an_engine_loop_with_cancels_aborts_pulls_and_refusals_nothing_i
     asyncio.run(scenario())
 
 
-class _NothingToStage(WeightStaging):
-    def stage(self, handle: object) -> None: ...
-
-    def discard_before(self, version: int) -> None: ...
-
-
 def test_a_pause_that_cuts_and_a_close_end_each_request_once() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}") for n in range(2)]
         ended = Ended()
-        router = GeneratorRouter(replicas, on_ended=ended)
+        router = GeneratorRouter(connected(replicas), on_ended=ended)
         calls = [
             asyncio.create_task(router.generate(request(f"q{n}", max_tokens=60))) for n in range(6)
         ]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.far_replica import FarReplica
+from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, GenerationError, LoopStalledError, WeightSyncError
@@ -63,7 +63,7 @@ class Trial:
         self.version = 0
         self.complaints: list[object] = []
         self.router = GeneratorRouter(
-            self.replicas,
+            connected(self.replicas),
             request_timeout_s=case.request_timeout_s,
             sync_timeout_s=30.0,
             on_ended=self.on_ended,
@@ -104,7 +104,7 @@ class Trial:
         assert self.complaints == []
         await self.router.close()
         for replica in self.replicas:
-            await replica.close()
+            await replica.link.close()
         await settle()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert {task.get_name() for task in left if task is not None} == set()
@@ -176,7 +176,7 @@ class Trial:
             return
         (replica.hang if fault == "hang" else replica.freeze)()
         await asyncio.sleep(20.0)
-        replica.kill(LoopStalledError("it got nowhere"))  # as its mailbox, or its silence, says
+        replica.kill(LoopStalledError("it got nowhere"))  # as its server, or its silence, says
 
     async def count(self) -> None:
         while True:

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.support.far_replica import FarReplica
+from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import handle, request
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.commands import ReadStats, ReadTokens
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -28,18 +28,12 @@ async def pull(router: GeneratorRouter, replica: FarReplica) -> None:
 
 
 async def stats(router: GeneratorRouter, replica: FarReplica) -> None:
-    async def lost() -> None:
-        raise ReplicaError("its process is gone")
-
-    replica.stats = lost  # type: ignore[assignment, method-assign]
+    replica.loses(ReadStats())
     await router.stats()
 
 
 async def reading(router: GeneratorRouter, replica: FarReplica) -> None:
-    async def lost(on_reading: object) -> None:
-        raise ReplicaError("its process is gone")
-
-    replica.read = lost  # type: ignore[assignment, method-assign]
+    replica.loses(ReadTokens())
     await router.account()
 
 
@@ -55,7 +49,7 @@ def test_requests_on_a_replica_that_is_found_dead_go_on_elsewhere_at_once_from_t
 ) -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
-        router = GeneratorRouter(replicas, request_timeout_s=500.0, sync_timeout_s=20.0)
+        router = GeneratorRouter(connected(replicas), request_timeout_s=500.0, sync_timeout_s=20.0)
         # Two on each; in the case of `abort` one of them is the one that is aborted.
         names = ["victim", "victim2", "a", "b"]
         calls = [asyncio.create_task(router.generate(request(n, max_tokens=30))) for n in names]
@@ -75,7 +69,7 @@ def test_requests_on_a_replica_that_is_found_dead_go_on_elsewhere_at_once_from_t
         assert went_on >= (1 if finds is abort else 2)  # from their tokens
         assert router.outstanding_tokens() == {"r0": 0, "r1": 0}
         for replica in replicas:
-            await replica.close()
+            await replica.link.close()
 
     run_virtually(scenario())
 
@@ -83,7 +77,7 @@ def test_requests_on_a_replica_that_is_found_dead_go_on_elsewhere_at_once_from_t
 def test_a_pause_does_not_wait_for_a_replica_that_dies_meanwhile() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
-        router = GeneratorRouter(replicas)
+        router = GeneratorRouter(connected(replicas))
         call = asyncio.create_task(router.generate(request("a", max_tokens=30)))
         await asyncio.sleep(0.5)
         replicas[0].hang()
@@ -96,6 +90,6 @@ def test_a_pause_does_not_wait_for_a_replica_that_dies_meanwhile() -> None:
         await router.resume()
         assert len((await call).token_ids) == 30
         for replica in replicas:
-            await replica.close()
+            await replica.link.close()
 
     run_virtually(scenario())

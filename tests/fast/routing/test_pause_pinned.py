@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.far_replica import FarReplica
+from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import request
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.generation.scripted import ScriptedEngine
@@ -16,7 +16,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 def test_pinned_requests_go_on_through_a_pause_and_all_others_are_cut_and_continued() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
-        router = GeneratorRouter(replicas, request_timeout_s=50.0)
+        router = GeneratorRouter(connected(replicas), request_timeout_s=50.0)
         async with router.pin() as pin:
             pinned = asyncio.create_task(pin.generate(request("pinned", max_tokens=60)))
             ordinary = [
@@ -46,7 +46,7 @@ def test_pinned_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
         accounts = (await router.account()).values()
         assert [account.unaccounted for account in accounts] == [0, 0]
         for replica in replicas:
-            await replica.close()
+            await replica.link.close()
 
     run_virtually(scenario())
 
@@ -54,7 +54,7 @@ def test_pinned_requests_go_on_through_a_pause_and_all_others_are_cut_and_contin
 def test_a_pin_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -> None:
     async def scenario() -> None:
         replicas = [FarReplica(f"r{n}", engine=ScriptedEngine()) for n in range(2)]
-        router = GeneratorRouter(replicas, request_timeout_s=50.0)
+        router = GeneratorRouter(connected(replicas), request_timeout_s=50.0)
         await router.pause("abort", pinned=False)
         async with router.pin() as pin:
             other = asyncio.create_task(router.generate(request("other", max_tokens=3)))
@@ -63,7 +63,7 @@ def test_a_pin_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -> 
             await router.resume()
             assert len((await other).token_ids) == 3
         for replica in replicas:
-            await replica.close()
+            await replica.link.close()
 
     run_virtually(scenario())
 
@@ -71,6 +71,6 @@ def test_a_pin_that_begins_during_such_a_pause_has_its_replica_go_on_alone() -> 
 def test_only_an_abort_can_leave_pinned_replicas_out() -> None:
     async def scenario() -> None:
         with pytest.raises(ValueError, match="a pause by keep"):
-            await GeneratorRouter([FarReplica("r")]).pause("keep", pinned=False)
+            await GeneratorRouter(connected([FarReplica("r")])).pause("keep", pinned=False)
 
     run_virtually(scenario())

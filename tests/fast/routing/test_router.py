@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.far_replica import FarReplica
+from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
@@ -17,13 +18,13 @@ from torchtitan_rl.errors import (
     ReplicaError,
     WeightSyncError,
 )
+from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
     FinishReason,
-    OnReading,
     VersionRun,
 )
 
@@ -288,7 +289,7 @@ def test_a_drain_does_not_wait_for_what_queues_at_a_replica_that_a_pause_emptied
         await router.pause(mode=mode)
         await router.sync_weights(handle(1), mode="drain")
         await router.resume()
-        assert replica.pauses == [mode, "resume"]
+        assert replica.stops == [Pause(mode), Resume()]
         replica.gate.set()
         await queued
 
@@ -314,7 +315,7 @@ def test_a_drain_waits_while_requests_are_frozen():
 
 def test_a_pause_that_waits_waits_for_deadlines_and_loses_no_replica():
     async def scenario():
-        router = GeneratorRouter([FarReplica("r", step_s=1.0)], request_timeout_s=10.0)
+        router = GeneratorRouter(connected([FarReplica("r", step_s=1.0)]), request_timeout_s=10.0)
         call = asyncio.create_task(router.generate(request("a", max_tokens=400)))
         await asyncio.sleep(0.5)
         await router.pause(mode="wait")
@@ -362,10 +363,10 @@ def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
     async def scenario():
         stuck, good = GatedReplica("stuck"), GatedReplica("good")
 
-        async def lost(mode: str) -> None:
-            raise ReplicaError(f"stuck cannot {mode}")
+        async def lost(command: EngineCommand[Any]) -> None:
+            raise ReplicaError(f"stuck cannot {command}")
 
-        stuck.pause = lost  # type: ignore[method-assign]
+        stuck.answer = lost  # type: ignore[method-assign]
         router = GeneratorRouter([stuck, good])
         await router.pause(mode="keep")
         await router.resume()
@@ -386,10 +387,10 @@ def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
             finish_reason=FinishReason.ABORT,
         )
 
-        async def read(on_reading: OnReading) -> None:
-            on_reading(EngineReading(partials={"a": partial}, sampled_tokens=2))
+        async def answer(command: EngineCommand[Any]) -> EngineReading:
+            return EngineReading(partials={"a": partial}, sampled_tokens=2)
 
-        dying.read = read  # type: ignore[assignment, method-assign]
+        dying.answer = answer  # type: ignore[method-assign]
         router = GeneratorRouter([dying, other])
         call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
         await settle()
@@ -405,11 +406,11 @@ def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
 
 def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read():
     class Unreadable(GatedReplica):
-        async def stats(self):
+        async def answer(self, command: EngineCommand[Any]) -> Any:
             raise ReplicaError("it died while idle")
 
     class Slow(GatedReplica):
-        async def stats(self):
+        async def answer(self, command: EngineCommand[Any]) -> Any:
             raise DeadlineError("busy")
 
     async def scenario():

@@ -82,7 +82,7 @@ def test_a_request_ends_with_its_completion_under_the_clients_id() -> None:
         async with served() as system:
             system.link.submit(request("a"))
             ends = await ends_of(system.link, 1)
-            assert ends["a"].completion == completion("a")
+            assert ends["a"].result == completion("a")
             assert system.bridge.num_running == 0
             assert system.bridge.counts.completed == 1
 
@@ -104,7 +104,7 @@ def test_a_streamed_request_brings_a_beginning_of_its_completion_under_the_clien
                     assert piece.start == len(tokens)
                     tokens.extend(piece.token_ids)
                     logprobs.extend(piece.logprobs)
-                ends |= {end.request_id: end.completion for end in outputs.ends}
+                ends |= {str(end.call_id): end.result for end in outputs.ends}
             whole = ends["a"]
             assert tokens == list(whole.token_ids[: len(tokens)])
             assert logprobs == list(whole.logprobs[: len(tokens)])
@@ -187,7 +187,7 @@ def test_errors_become_refusals_without_internals(
     async def scenario() -> None:
         async with served(Generator(fails=lambda request_id: error)) as system:
             system.link.submit(request("a"))
-            refusal = (await ends_of(system.link, 1))["a"].refusal
+            refusal = (await ends_of(system.link, 1))["a"].error
             assert refusal is not None
             assert refusal.status == status
             assert refusal.code == (code or "session_closed")
@@ -206,8 +206,8 @@ def test_a_failing_request_disturbs_no_other() -> None:
             for name in ("a", "b"):
                 system.link.submit(request(name))
             ends = await ends_of(system.link, 2)
-            assert ends["a"].refusal is not None
-            assert ends["b"].completion is not None
+            assert ends["a"].error is not None
+            assert ends["b"].result is not None
 
     run_virtually(scenario())
 
@@ -234,7 +234,7 @@ def test_what_runs_when_the_bridge_is_closed_is_refused_and_cancelled() -> None:
             system.running.cancel()
             await asyncio.wait([system.running])
             assert system.generator.cancelled == ["a"]
-            refusal = (await ends_of(system.link, 1))["a"].refusal
+            refusal = (await ends_of(system.link, 1))["a"].error
             assert refusal is not None
             assert refusal.code == "shutting_down"
             with pytest.raises(RefusedError, match="shutting down"):
@@ -251,7 +251,7 @@ def test_a_request_that_was_only_just_polled_has_its_end_too_when_the_bridge_clo
                 await asyncio.sleep(0)
             system.running.cancel()
             await asyncio.wait([system.running])
-            assert (await ends_of(system.link, 1))["a"].refusal is not None
+            assert (await ends_of(system.link, 1))["a"].error is not None
 
     run_virtually(scenario())
 
@@ -320,9 +320,9 @@ def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_it
                         assert piece.start == len(known)
                         known.extend(piece.token_ids)
                     for end in outputs.ends:
-                        assert end.request_id not in ends
-                        assert end.request_id not in left
-                        ends[end.request_id] = end
+                        assert end.call_id not in ends
+                        assert end.call_id not in left
+                        ends[str(end.call_id)] = end
 
             taking = asyncio.create_task(take())
             await asyncio.gather(*(client(index) for index in range(len(clients))))
@@ -332,10 +332,10 @@ def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_it
             assert taking.cancelled()
             assert set(ends) | left == {f"r{index}" for index in range(len(clients))}
             for name, end in ends.items():
-                assert (end.refusal is not None) == (name in failing)
-                if end.completion is not None:
+                assert (end.error is not None) == (name in failing)
+                if end.result is not None:
                     known = tokens.get(name, [])
-                    assert known == list(end.completion.token_ids[: len(known)])
+                    assert known == list(end.result.token_ids[: len(known)])
             assert system.bridge.num_running == 0
             assert not generator.running
             assert len(generator.asked) == len(set(generator.asked))

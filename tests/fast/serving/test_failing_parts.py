@@ -13,31 +13,33 @@ from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.rpc.messages import End
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import FromEndpoint, RefusedError, SystemStatus, ToEndpoint
+from torchtitan_rl.serving.messages import RefusedError, SystemStatus, ToController, ToEndpoint
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 
 
 class Breaking(LinkedEndpoint):
     """Its calls raise from ``breaks_s`` on, or are cancelled from within; deliveries only where
-    something has ended."""
+    a command was answered."""
 
     def __init__(self, link: ControllerLink, *, call: str, error: BaseException) -> None:
         super().__init__(link)
         self._call = call
         self._error = error
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         if self._call == "poll" and now() > 1.0:
             raise self._error
         return await super().poll()
 
-    async def deliver(self, batch: ToEndpoint) -> None:
-        if self._call == "deliver" and now() > 1.0 and batch.answers:
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+        answers = any(isinstance(one, End) and isinstance(one.call_id, int) for one in messages)
+        if self._call == "deliver" and now() > 1.0 and answers:
             raise self._error
-        await super().deliver(batch)
+        await super().deliver(messages)
 
 
 def broken_status(error: BaseException) -> Callable[[], SystemStatus]:
@@ -76,7 +78,7 @@ def test_a_loop_of_the_bridge_that_ends_is_its_error_and_what_runs_is_refused(
         expected = EndpointLostError if isinstance(error, asyncio.CancelledError) else type(error)
         with pytest.raises(expected):
             await running
-        refusal = (await ends_of(link, 1))["a"].refusal
+        refusal = (await ends_of(link, 1))["a"].error
         assert refusal is not None
         assert refusal.code == "shutting_down"
         assert generator.cancelled == ["a"]
@@ -105,7 +107,7 @@ def test_a_request_that_was_cancelled_from_within_is_not_told_of_a_shutdown() ->
         )
         running = asyncio.create_task(bridge.run())
         link.submit(request("a"))
-        refusal = (await ends_of(link, 1))["a"].refusal
+        refusal = (await ends_of(link, 1))["a"].error
         assert refusal is not None
         assert (refusal.status, refusal.code) == (503, "cancelled")
         running.cancel()
@@ -139,7 +141,7 @@ def test_a_task_of_the_service_that_was_cancelled_from_within_is_its_loss(name: 
                 await service.run_until_lost()
         assert len(endpoint.drains) == 1
         assert replica.running == 0
-        refusal = (await ends_of(link, 1))["a"].refusal
+        refusal = (await ends_of(link, 1))["a"].error
         assert refusal is not None
         link.close()
 
@@ -161,7 +163,7 @@ def test_an_endpoint_that_fails_answers_all_its_clients_and_ends_the_service() -
             link.fail("outputs are no longer taken")
             link.submit(request("b"))
             ends = await ends_of(link, 2)
-            assert {end.refusal.code for end in ends.values() if end.refusal} == {"endpoint_failed"}
+            assert {end.error.code for end in ends.values() if end.error} == {"endpoint_failed"}
             with pytest.raises(RefusedError, match="has failed"):
                 await waiting
             with pytest.raises(RefusedError, match="has failed"):
@@ -183,7 +185,7 @@ def test_a_delivery_that_cannot_be_taken_fails_the_endpoint_instead_of_being_los
         link = ControllerLink(clock=now)
         link.attach()
         link.submit(request("a"))
-        link.deliver(ToEndpoint(ends=(None,), answers=(None,)))  # type: ignore[arg-type]
+        link.deliver((None,))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         assert not link.status().is_healthy
         with pytest.raises(EndpointLostError, match="could not be taken"):

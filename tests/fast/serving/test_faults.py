@@ -19,6 +19,7 @@ from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.rpc.messages import End
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig
@@ -113,7 +114,7 @@ class FrontEnd:
             close_at_end(pieces.aclose)
             if streams:
                 first = await anext(pieces)
-                if isinstance(first, RequestEnd) and first.refusal is not None:
+                if isinstance(first, End) and first.error is not None:
                     return _answer(first)
                 return StreamingResponse(_chunks(first, pieces))
             answering = asyncio.ensure_future(anext(pieces))
@@ -131,7 +132,7 @@ class FrontEnd:
     async def pieces(self, streams: bool) -> AsyncIterator[Any]:
         self.num_asked += 1
         if self.is_dead:
-            yield RequestEnd(request_id="", refusal=FAILED)
+            yield End(call_id="", error=FAILED)
             return
         request_id = f"chat-{self.num_asked}"
         events = self.waiting[request_id] = asyncio.Queue()
@@ -146,7 +147,7 @@ class FrontEnd:
             while True:
                 event = await events.get()
                 yield event
-                if isinstance(event, RequestEnd):
+                if isinstance(event, End):
                     return
         finally:
             self.link.abort([request_id])
@@ -155,14 +156,19 @@ class FrontEnd:
     async def take_outputs(self) -> None:
         while True:
             outputs = await self.link.next_outputs()
-            for item in (*outputs.progress, *outputs.ends):
-                if item.request_id in self.waiting:
-                    self.waiting[item.request_id].put_nowait(item)
+            for progress in outputs.progress:
+                self.pass_on(progress.request_id, progress)
+            for end in outputs.ends:
+                self.pass_on(str(end.call_id), end)
+
+    def pass_on(self, request_id: str, event: Progress | RequestEnd) -> None:
+        if request_id in self.waiting:
+            self.waiting[request_id].put_nowait(event)
 
     def outputs_ended(self, task: asyncio.Task[None]) -> None:
         self.is_dead = True
         for request_id, events in self.waiting.items():
-            events.put_nowait(RequestEnd(request_id=request_id, refusal=FAILED))
+            events.put_nowait(End(call_id=request_id, error=FAILED))
         self.link.fail("outputs are no longer taken")
 
 
@@ -173,17 +179,17 @@ async def _gone(request: Request) -> None:
 
 async def _chunks(first: Any, pieces: AsyncIterator[Any]) -> AsyncIterator[bytes]:
     yield b"first"
-    if not isinstance(first, RequestEnd):
+    if not isinstance(first, End):
         async for _ in pieces:
             yield b"piece"
 
 
 def _answer(end: RequestEnd) -> Response:
-    if end.refusal is not None:
-        error = {"message": end.refusal.message, "type": "x", "param": None, "code": "x"}
-        return Response(json.dumps({"error": error}), status_code=end.refusal.status)
-    assert end.completion is not None
-    return Response(str(len(end.completion.token_ids)))
+    if end.error is not None:
+        error = {"message": end.error.message, "type": "x", "param": None, "code": "x"}
+        return Response(json.dumps({"error": error}), status_code=end.error.status)
+    assert end.result is not None
+    return Response(str(len(end.result.token_ids)))
 
 
 @dataclass
@@ -277,7 +283,7 @@ def run(faults: Faults) -> Outcome:
 
 
 def watched(file: str) -> bool:
-    return "/torchtitan_rl/serving/" in file
+    return "/torchtitan_rl/serving/" in file or "/torchtitan_rl/rpc/" in file
 
 
 _LOOPS = {f"endpoint {name}" for name in ("bridge", "poll", "delivery", "status", "outputs")}

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 
 import pytest
 
 from tests.support.endpoints import HEALTHY, completion, ends_of, now, request
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
-    CommandAnswer,
-    FromEndpoint,
     Refusal,
     RefusedError,
     RequestEnd,
     SystemStatus,
-    ToEndpoint,
+    ToController,
 )
 from torchtitan_rl.types import Progress, VersionRun
 
@@ -38,7 +38,16 @@ def progress(request_id: str, start: int, *tokens: int) -> Progress:
 
 
 def end(request_id: str) -> RequestEnd:
-    return RequestEnd(request_id=request_id, completion=completion(request_id))
+    return End(call_id=request_id, result=completion(request_id))
+
+
+def requested(messages: Iterable[ToController]) -> list[CallId]:
+    """The requests among them."""
+    return [one.call_id for one in messages if isinstance(one, Call)]
+
+
+def aborted(messages: Iterable[ToController]) -> list[CallId]:
+    return [one.call_id for one in messages if isinstance(one, Abort)]
 
 
 def test_a_poll_takes_everything_that_clients_want_once() -> None:
@@ -48,9 +57,9 @@ def test_a_poll_takes_everything_that_clients_want_once() -> None:
         link.submit(request("b", streams=True))
         link.abort(["a"])
         batch = await link.poll()
-        assert [item.request.request_id for item in batch.requests] == ["a", "b"]
-        assert batch.aborts == ("a",)
-        assert await link.poll() == FromEndpoint()
+        assert requested(batch) == ["a", "b"]
+        assert aborted(batch) == ["a"]
+        assert await link.poll() == ()
 
     run_virtually(scenario())
 
@@ -59,14 +68,14 @@ def test_a_poll_that_finds_nothing_waits_for_a_client_about_a_second() -> None:
     async def scenario() -> None:
         link = linked()
         began = now()
-        assert await link.poll() == FromEndpoint()
+        assert await link.poll() == ()
         assert now() - began == pytest.approx(1.0)
         polling = asyncio.create_task(link.poll())
         await asyncio.sleep(0.25)
         link.submit(request("a"))
         batch = await polling
         assert now() - began == pytest.approx(1.25)
-        assert [item.request.request_id for item in batch.requests] == ["a"]
+        assert requested(batch) == ["a"]
 
     run_virtually(scenario())
 
@@ -75,16 +84,16 @@ def test_progress_and_ends_come_together_and_nothing_after_an_end() -> None:
     async def scenario() -> None:
         link = linked()
         link.submit(request("a", streams=True))
-        link.deliver(ToEndpoint(progress=(progress("a", 0, 5, 6),)))
-        link.deliver(ToEndpoint(progress=(progress("a", 2, 7),), ends=(end("a"),)))
+        link.deliver((progress("a", 0, 5, 6),))
+        link.deliver((progress("a", 2, 7), end("a")))
         outputs = await link.next_outputs()
         assert [piece.start for piece in outputs.progress] == [0, 2]
-        assert [item.request_id for item in outputs.ends] == ["a"]
+        assert [item.call_id for item in outputs.ends] == ["a"]
         link.submit(request("b"))
-        link.deliver(ToEndpoint(progress=(progress("a", 3, 8),), ends=(end("a"), end("b"))))
+        link.deliver((progress("a", 3, 8), end("a"), end("b")))
         outputs = await link.next_outputs()
         assert outputs.progress == ()
-        assert [item.request_id for item in outputs.ends] == ["b"]
+        assert [item.call_id for item in outputs.ends] == ["b"]
 
     run_virtually(scenario())
 
@@ -97,8 +106,8 @@ def test_an_aborted_request_is_told_of_once_and_never_heard_of_again() -> None:
         await link.poll()
         link.abort(["a", "unknown"])
         link.abort(["a"])
-        assert (await link.poll()).aborts == ("a",)
-        link.deliver(ToEndpoint(progress=(progress("a", 0, 5),), ends=(end("a"), end("b"))))
+        assert aborted(await link.poll()) == ["a"]
+        link.deliver((progress("a", 0, 5), end("a"), end("b")))
         assert set(await ends_of(link, 1)) == {"b"}
 
     run_virtually(scenario())
@@ -108,15 +117,13 @@ def test_a_command_gets_its_own_answer_or_its_refusal() -> None:
     async def scenario() -> None:
         link = linked()
         asked = [asyncio.create_task(link.command("versions", {})) for _ in range(2)]
-        first, second = (await link.poll()).commands
+        first, second = await link.poll()
         refusal = Refusal(status=400, message="no", code="session_closed")
         link.deliver(
-            ToEndpoint(
-                answers=(
-                    CommandAnswer(command_id=second.command_id, body={"newest": 3}),
-                    CommandAnswer(command_id=first.command_id, refusal=refusal),
-                    CommandAnswer(command_id="unknown"),
-                )
+            (
+                End(call_id=second.call_id, result={"newest": 3}),
+                End(call_id=first.call_id, error=refusal),
+                End(call_id=99, result={}),
             )
         )
         assert await asked[1] == {"newest": 3}
@@ -141,10 +148,10 @@ def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
     async def scenario() -> None:
         link = linked()
         asked = asyncio.create_task(link.command("resume", {}))
-        (command,) = (await link.poll()).commands
+        (command,) = await link.poll()
         asked.cancel()
         await asyncio.wait([asked])
-        link.deliver(ToEndpoint(answers=(CommandAnswer(command_id=command.command_id),)))
+        link.deliver((End(call_id=command.call_id, result={}),))
         await asyncio.sleep(0)
 
     run_virtually(scenario())
@@ -155,7 +162,7 @@ def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() ->
         link = linked(lost_after_s=60.0)
         link.submit(request("running"))
         await link.poll()
-        link.deliver(ToEndpoint(status=HEALTHY))
+        link.deliver((HEALTHY,))
         link.submit(request("not polled"))
         asked = asyncio.create_task(link.command("versions", {}))
         await asyncio.sleep(59.0)
@@ -163,11 +170,11 @@ def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() ->
         await asyncio.sleep(20.0)
         assert not link.status().is_healthy
         ends = await ends_of(link, 2)
-        assert {item.refusal.status for item in ends.values() if item.refusal} == {503}
+        assert {item.error.status for item in ends.values() if item.error} == {503}
         with pytest.raises(RefusedError, match="does not answer"):
             await asked
         link.submit(request("later"))
-        assert (await ends_of(link, 1))["later"].refusal is not None
+        assert (await ends_of(link, 1))["later"].error is not None
         with pytest.raises(RefusedError, match="does not answer"):
             await link.command("resume", {})
 
@@ -179,20 +186,20 @@ def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -
         link = linked(lost_after_s=60.0)
         link.submit(request("running"))
         await link.poll()
-        link.deliver(ToEndpoint(status=HEALTHY))
+        link.deliver((HEALTHY,))
         link.submit(request("not polled"))
         await asyncio.sleep(100.0)
         batch = await link.poll()
-        assert batch.requests == ()
-        assert set(batch.aborts) == {"running", "not polled"}
+        assert requested(batch) == []
+        assert set(aborted(batch)) == {"running", "not polled"}
         await asyncio.sleep(20.0)
         assert link.status().is_healthy
         link.submit(request("new"))
-        assert [item.request.request_id for item in (await link.poll()).requests] == ["new"]
-        link.deliver(ToEndpoint(ends=(end("running"), end("new"))))
+        assert requested(await link.poll()) == ["new"]
+        link.deliver((end("running"), end("new")))
         ends = await ends_of(link, 3)
-        assert ends["running"].refusal is not None
-        assert ends["new"].completion is not None
+        assert ends["running"].error is not None
+        assert ends["new"].result is not None
 
     run_virtually(scenario())
 
@@ -206,7 +213,7 @@ def test_a_closed_link_leaves_nothing_pending() -> None:
         link.close()
         link.submit(request("b"))
         ends = await ends_of(link, 2)
-        assert {item.refusal.code for item in ends.values() if item.refusal} == {"shutting_down"}
+        assert {item.error.code for item in ends.values() if item.error} == {"shutting_down"}
         with pytest.raises(RefusedError, match="shutting down"):
             await asked
 
@@ -218,8 +225,8 @@ def test_the_status_is_the_last_one_delivered_with_the_gauges_of_this_process() 
         link = linked()
         assert not link.status().is_healthy
         link.add_gauges(lambda: {"http_requests_running": 2.0})
-        link.deliver(ToEndpoint(status=SystemStatus(is_healthy=True, gauges={"x": 1.0})))
-        link.deliver(ToEndpoint())
+        link.deliver((SystemStatus(is_healthy=True, gauges={"x": 1.0}),))
+        link.deliver(())
         await asyncio.sleep(0)
         status = link.status()
         assert status.is_healthy
@@ -235,9 +242,9 @@ def test_both_sides_may_live_on_threads_of_their_own() -> None:
     async def controller() -> None:
         while len(polled) < num_requests:
             batch = await link.poll()
-            names = [item.request.request_id for item in batch.requests]
+            names = [str(name) for name in requested(batch)]
             polled.extend(names)
-            link.deliver(ToEndpoint(ends=tuple(end(name) for name in names)))
+            link.deliver(tuple(end(name) for name in names))
 
     def run_controller() -> None:
         is_attached.wait()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
-from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.generation.commands import EngineCommand, Pause
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig
@@ -50,7 +51,7 @@ def test_a_service_that_has_begun_is_healthy_and_answers_requests_and_commands()
         async with system.service() as service:
             assert system.link.status().is_healthy
             system.link.submit(request("a"))
-            assert (await ends_of(system.link, 1))["a"].completion is not None
+            assert (await ends_of(system.link, 1))["a"].result is not None
             await system.router.sync_weights(handle(3), mode="hot_swap")
             versions = await system.link.command("versions", {})
             assert versions["newest"] == 3
@@ -72,7 +73,7 @@ def test_an_admin_pauses_and_resumes_the_router() -> None:
             await asyncio.sleep(5.0)
             assert all(replica.served == [] for replica in system.replicas)
             await system.link.command("resume", {})
-            assert (await ends_of(system.link, 1))["a"].completion is not None
+            assert (await ends_of(system.link, 1))["a"].result is not None
             with pytest.raises(RefusedError, match="give one of keep, abort, wait"):
                 await system.link.command("pause", {"mode": "stop"})
         system.link.close()
@@ -82,8 +83,10 @@ def test_an_admin_pauses_and_resumes_the_router() -> None:
 
 def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_replica() -> None:
     class Overtaken(GatedReplica):
-        async def pause(self, mode: PauseMode) -> None:
-            raise GenerationError(f"{self.name}: resumed before it was paused")
+        async def answer(self, command: EngineCommand[Any]) -> Any:
+            if command == Pause("wait"):
+                raise GenerationError(f"{self.name}: resumed before it was paused")
+            return await super().answer(command)
 
     async def scenario() -> None:
         system = parts(Overtaken)

@@ -24,7 +24,7 @@ from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, EndpointLostError
 from torchtitan_rl.serving.address import reachable
-from torchtitan_rl.serving.messages import FromEndpoint, ToEndpoint
+from torchtitan_rl.serving.messages import ToController, ToEndpoint
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.endpoint_process import EndpointProcess
@@ -46,13 +46,13 @@ class EndpointActor(Actor):
         return self._process.port
 
     @concurrent_endpoint
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         self._process.require_running()
         return await self._process.link.poll()
 
     @concurrent_endpoint
-    async def deliver(self, batch: ToEndpoint) -> None:
-        self._process.link.deliver(batch)
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._process.link.deliver(messages)
 
     @concurrent_endpoint
     async def close(self, grace_s: float) -> None:
@@ -97,11 +97,11 @@ class MonarchEndpoint:
         port = await self._call(self._actor.start.call_one(), "start", timeout_s)
         self._base_url = f"http://{reachable(self._spec.endpoint.host)}:{port}/v1"
 
-    async def poll(self) -> FromEndpoint:
+    async def poll(self) -> tuple[ToController, ...]:
         return await self._call(self._actor.poll.call_one(), "poll", _ANSWER_S)
 
-    async def deliver(self, batch: ToEndpoint) -> None:
-        await self._call(self._actor.deliver.call_one(batch), "delivery", _ANSWER_S)
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+        await self._call(self._actor.deliver.call_one(messages), "delivery", _ANSWER_S)
 
     async def drain(self, grace_s: float) -> None:
         """Stop listening; requests that run may end within ``grace_s``, while somebody polls."""

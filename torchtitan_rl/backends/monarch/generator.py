@@ -1,14 +1,14 @@
 """A generator replica in processes of its own: one actor a rank, each with its engine loop.
 
-The actors are shells: rank 0 passes calls to its `LoopReplica`, the other ranks follow the
-broadcast decisions and only stage weights. Requests, their progress and their ends travel through
-an `Exchange`, in few calls, for each costs milliseconds. All endpoints are concurrent, for a plain
-one would hold up every other call of its actor.
+Rank 0 serves the router's connection, over which requests and commands travel in few calls, for
+each costs milliseconds; the other ranks follow the broadcast decisions and only stage weights. All
+endpoints are concurrent, for a plain one would hold up every other call of its actor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
@@ -24,18 +24,8 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
-from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.generation.mailbox import Batch, News
-from torchtitan_rl.routing.exchange import Exchange
-from torchtitan_rl.types import (
-    Completion,
-    EngineReading,
-    EngineStats,
-    GenerationRequest,
-    OnProgress,
-    OnReading,
-    PullReport,
-)
+from torchtitan_rl.generation.server import FromReplica, ToReplica
+from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.transport import host_name
 
@@ -62,52 +52,24 @@ class GeneratorActor(Actor):
         self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
 
     @concurrent_endpoint
-    async def submit(self, batch: Batch) -> None:
-        self._generator.mailbox.submit(batch)
+    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
+        self._generator.server.deliver(messages)
 
     @concurrent_endpoint
-    async def collect(self) -> News:
-        return await self._generator.mailbox.collect()
+    async def poll(self) -> tuple[FromReplica, ...]:
+        return await self._generator.server.poll()
 
     @concurrent_endpoint
     async def stage(self, handle: WeightHandle) -> None:
         await self._generator.stage(handle)
 
     @concurrent_endpoint
-    async def pull(self, version: int) -> PullReport:
-        return await self._generator.replica.pull(version)
-
-    @concurrent_endpoint
-    async def pause(self, mode: PauseMode) -> None:
-        await self._generator.replica.pause(mode)
-
-    @concurrent_endpoint
-    async def resume(self) -> None:
-        await self._generator.replica.resume()
-
-    @concurrent_endpoint
-    async def sleep(self) -> None:
-        await self._generator.replica.sleep()
-
-    @concurrent_endpoint
-    async def wake_up(self) -> None:
-        await self._generator.replica.wake_up()
-
-    @concurrent_endpoint
-    async def discard_before(self, version: int) -> None:
-        self._generator.staging.discard_before(version)
-
-    @concurrent_endpoint
-    async def stats(self) -> EngineStats:
-        return await self._generator.replica.stats()
-
-    @concurrent_endpoint
     async def close(self) -> None:
         await self._generator.close()
 
 
-class MonarchReplica:
-    """A replica behind Monarch; see `Replica`. Errors arrive as this package's own."""
+class GeneratorProcesses:
+    """The processes of one replica; see `ReplicaPeer`. Errors arrive as this package's own."""
 
     def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
         self._group = group
@@ -115,29 +77,6 @@ class MonarchReplica:
         self._spec = spec
         self._ranks = mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
-        self._closing: asyncio.Task[None] | None = None
-        # The router holds the deadlines of requests.
-        self._exchange = Exchange(
-            self.name,
-            submit=lambda batch: call(
-                self._leader.submit.call_one(batch), what=f"{self.name}: submission"
-            ),
-            collect=lambda: call(
-                self._leader.collect.call_one(),
-                what=f"news of {self.name}",
-                # A process that is silent for so long is as good as dead.
-                timeout_s=2 * spec.generator.stall_timeout_s,
-            ),
-        )
-
-    @classmethod
-    async def spawn(
-        cls, group: ProcessGroup, spec: GeneratorSpec, engine_environment: Mapping[str, str]
-    ) -> MonarchReplica:
-        """Start the processes; `start` then builds the engine in them."""
-        environment = process_environment(group) | dict(engine_environment)
-        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
-        return cls(group, mesh, spec)
 
     @property
     def name(self) -> str:
@@ -157,65 +96,40 @@ class MonarchReplica:
             timeout_s=self._spec.generator.start_timeout_s,
         )
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        on_progress: OnProgress | None = None,
-        *,
-        streams: bool = False,
-    ) -> Completion:
-        return await self._exchange.generate(request, on_progress, streams=streams)
+    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
+        # The router holds the deadlines of calls.
+        await call(self._leader.deliver.call_one(messages), what=f"{self.name}: delivery")
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        await self._exchange.abort(request_ids)
+    async def poll(self) -> tuple[FromReplica, ...]:
+        return await call(
+            self._leader.poll.call_one(),
+            what=f"{self.name}: poll",
+            # A process that is silent for so long is as good as dead.
+            timeout_s=2 * self._spec.generator.stall_timeout_s,
+        )
 
     async def stage(self, handle: WeightHandle) -> None:
         await call(
             self._ranks.stage.call(handle), what=f"{self.name}: fetch of version {handle.version}"
         )
 
-    async def pull(self, version: int) -> PullReport:
-        report = await call(
-            self._leader.pull.call_one(version), what=f"{self.name}: pull of version {version}"
-        )
-        await call(self._ranks.discard_before.call(version), what=f"{self.name}: discard")
-        return report
-
-    async def pause(self, mode: PauseMode) -> None:
-        await call(self._leader.pause.call_one(mode), what=f"{self.name}: pause by {mode}")
-
-    async def resume(self) -> None:
-        await call(
-            self._leader.resume.call_one(), what=f"resume of {self.name}", timeout_s=_QUICK_CALL_S
-        )
-
-    async def read(self, on_reading: OnReading | None = None) -> EngineReading:
-        return await self._exchange.read(on_reading)
-
-    async def sleep(self) -> None:
-        await call(self._leader.sleep.call_one(), what=f"sleep of {self.name}")
-
-    async def wake_up(self) -> None:
-        await call(self._leader.wake_up.call_one(), what=f"wake-up of {self.name}")
-
-    async def stats(self) -> EngineStats:
-        self._exchange.require_replica()  # its process may answer all the same
-        return await call(
-            self._leader.stats.call_one(), what=f"stats of {self.name}", timeout_s=_QUICK_CALL_S
-        )
+    async def close_loop(self, *, is_lost: bool) -> None:
+        timeout_s = _LOST_CLOSE_S if is_lost else _QUICK_CALL_S
+        # The processes end in any case, whatever state they are in.
+        with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
+            await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """End the loop, then the processes in any case; who calls again waits for the same."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close of {self.name}")
-        await asyncio.shield(self._closing)
+        await stop_processes(self._mesh)
 
-    async def _close(self) -> None:
-        timeout_s = _LOST_CLOSE_S if self._exchange.is_lost else _QUICK_CALL_S
-        try:
-            await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
-        except (ProcessLostError, DeadlineError, WeightSyncError):
-            pass  # the processes end below, whatever state they are in
-        finally:
-            await self._exchange.close()
-            await stop_processes(self._mesh)
+
+MonarchReplica = ConnectedReplica[GeneratorProcesses]
+
+
+async def spawn_replica(
+    group: ProcessGroup, spec: GeneratorSpec, engine_environment: Mapping[str, str]
+) -> MonarchReplica:
+    """Start the processes; ``replica.peer.start()`` then builds the engine in them."""
+    environment = process_environment(group) | dict(engine_environment)
+    mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
+    return ConnectedReplica(GeneratorProcesses(group, mesh, spec))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
+import threading
 import traceback
 
 from torchtitan_rl.backends.monarch.rdma import MonarchRdmaReader
@@ -14,12 +16,13 @@ from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.mailbox import IDLE_S, Mailbox
+from torchtitan_rl.generation.server import IDLE_S, EngineServer
+from torchtitan_rl.observability.engine_trace import EngineTrace
 from torchtitan_rl.observability.trace import Tracer
-from torchtitan_rl.observability.traced_engine import TracedEngine
-from torchtitan_rl.routing.loop_replica import LoopReplica
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.staging import WeightStaging
+
+_CLOSE_S = 30.0  # for the loop to end
 
 
 class GeneratorRank:
@@ -29,11 +32,11 @@ class GeneratorRank:
         self._spec = spec
         self._rank = rank
         self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}")
-        self.staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
+        self._engine_trace = EngineTrace(self._tracer)
+        self._staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
         with self._tracer.span("start"):
             self._loop = self._build_loop()
-        self.replica = LoopReplica(spec.name, self._loop, self.staging)
-        self.mailbox = Mailbox(
+        self.server = EngineServer(
             self._loop,
             interval_s=spec.stream_interval_s,
             idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
@@ -62,10 +65,10 @@ class GeneratorRank:
                 sleeps=self._spec.sleeps,
                 reasoning_parser=self._spec.reasoning_parser,
             ),
-            self.staging,
+            self._staging,
         )
         return EngineLoop(
-            TracedEngine(engine, self._tracer),
+            engine,
             self._channel(),
             is_leader=self._rank == 0,
             config=LoopConfig(
@@ -79,6 +82,8 @@ class GeneratorRank:
                 ),
             ),
             on_end=self._on_loop_end,
+            on_pulled=self._on_pulled,
+            on_work=self._engine_trace,
         )
 
     def _channel(self) -> LockstepChannel:
@@ -88,7 +93,12 @@ class GeneratorRank:
 
         return GlooLockstep(timeout_s=self._spec.generator.collective_timeout_s)
 
+    def _on_pulled(self, version: int) -> None:
+        # In a thread of its own: to give memory back takes time.
+        threading.Thread(target=self._staging.discard_before, args=(version,), daemon=True).start()
+
     def _on_loop_end(self, failure: LoopFailedError | None) -> None:
+        self._engine_trace.flush()
         if failure is None:
             return
         traceback.print_exception(failure)
@@ -100,9 +110,9 @@ class GeneratorRank:
     async def stage(self, handle: WeightHandle) -> None:
         """Fetch a version while decoding goes on; on every rank."""
         with self._tracer.span("fetch weights", track="fetch", version=handle.version):
-            await self.replica.stage(handle)
+            await asyncio.to_thread(self._staging.stage, handle)
 
     async def close(self) -> None:
         if self._rank == 0:
-            await self.replica.close()
+            await asyncio.to_thread(self._loop.close, _CLOSE_S)
         self._tracer.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
-from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec
@@ -45,7 +45,7 @@ async def run_processes(
         for index, group in enumerate(plan.replicas):
             spec = _generator_spec(prepared, index, trace_dir)
             environment = engine_environment(group.threads, plan.device)
-            replicas.append(await MonarchReplica.spawn(group, spec, environment))
+            replicas.append(await spawn_replica(group, spec, environment))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         transport = await _transport(prepared, trainer, replicas)
@@ -68,18 +68,18 @@ async def _start(
 ) -> None:
     """On shared devices the engines, which take what memory they find, come second."""
     if not is_shared:
-        await all_of(trainer.start(transport), *(replica.start() for replica in replicas))
+        await all_of(trainer.start(transport), *(replica.peer.start() for replica in replicas))
         return
     await trainer.start(transport)
     await trainer.offload()
-    await all_of(*(replica.start() for replica in replicas))
+    await all_of(*(replica.peer.start() for replica in replicas))
 
 
 async def _transport(
     prepared: PreparedRun, trainer: MonarchTrainer, replicas: Sequence[MonarchReplica]
 ) -> Transport:
     """From where the processes are, which they themselves know best."""
-    hosts = await asyncio.gather(*(replica.hosts() for replica in replicas))
+    hosts = await asyncio.gather(*(replica.peer.hosts() for replica in replicas))
     return choose_transport(
         prepared.config.weight_sync.transport,
         trainer_host=await trainer.host(),

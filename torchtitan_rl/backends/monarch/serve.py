@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
-from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
@@ -37,8 +37,8 @@ async def serve_processes(prepared: PreparedServe) -> AsyncIterator[ServeProcess
         for index, group in enumerate(plan.replicas):
             environment = engine_environment(group.threads, plan.device)
             spec = _generator_spec(prepared, index)
-            replicas.append(await MonarchReplica.spawn(group, spec, environment))
-        await all_of(endpoint.start(), *(replica.start() for replica in replicas))
+            replicas.append(await spawn_replica(group, spec, environment))
+        await all_of(endpoint.start(), *(replica.peer.start() for replica in replicas))
         yield ServeProcesses(endpoint=endpoint, replicas=tuple(replicas))
     finally:
         await asyncio.gather(endpoint.close(), *(replica.close() for replica in replicas))

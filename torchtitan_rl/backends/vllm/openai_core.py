@@ -39,7 +39,7 @@ from vllm.v1.outputs import LogprobsLists
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import EndpointRequest, Refusal, RequestEnd, ToEndpoint
+from torchtitan_rl.serving.messages import EndpointRequest, Outputs, Refusal, RequestEnd
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -214,21 +214,22 @@ class RouterCore(EngineCoreClient):
     def shutdown(self, timeout: float | None = None) -> None:
         self.resources.engine_dead = True
 
-    def _take(self, batch: ToEndpoint) -> None:
+    def _take(self, batch: Outputs) -> None:
         pieces: defaultdict[str, list[Piece]] = defaultdict(list)
         for progress in batch.progress:
             if (running := self._running.get(progress.request_id)) is not None:
                 pieces[progress.request_id].extend(_progressed(running, progress))
         for end in batch.ends:
-            if (running := self._running.pop(end.request_id, None)) is not None:
-                pieces[end.request_id].extend(self._ended(running, end))
+            request_id = str(end.call_id)
+            if (running := self._running.pop(request_id, None)) is not None:
+                pieces[request_id].extend(self._ended(running, end))
         self._ready.extend(_batches(list(pieces.values())))
 
     def _ended(self, running: _Running, end: RequestEnd) -> Iterator[Piece]:
-        if end.completion is not None:
-            yield from _completed(running, end.completion)
-        elif end.refusal is not None:
-            self.fail(end.request_id, RefusedRequest(end.refusal))
+        if end.result is not None:
+            yield from _completed(running, end.result)
+        elif end.error is not None:
+            self.fail(str(end.call_id), RefusedRequest(end.error))
 
 
 def _progressed(running: _Running, progress: Progress) -> Iterator[Piece]:

@@ -1,0 +1,79 @@
+"""What an engine loop can be told to do besides completing requests: one dataclass per command.
+
+A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
+its answer travels back. To add one, define it here, issue it in the router and execute it in the
+loop: nothing in between knows commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.types import EngineReading, EngineStats, PullReport
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EngineCommand(Generic[T_co]):
+    """``T_co`` is the type of the answer."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(EngineCommand[None]):
+    """Stop stepping; answered once all ranks are between two steps.
+
+    Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
+    or finish first (``wait``); new ones queue, in each case, until `Resume`. Pulls and aborts
+    go on. Where another pause still waits, the later mode holds for both; one that `Resume`
+    overtakes fails with a `GenerationError`.
+    """
+
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(EngineCommand[None]):
+    """Go on where a pause stopped; without one nothing happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep(EngineCommand[None]):
+    """Pause by abort, then give the memory of all ranks back; answered once they have.
+
+    Nothing is stepped until a `Pull` after `WakeUp` has brought weights, whatever `Resume`
+    says; a pull that is asked for meanwhile waits for the wake-up.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp(EngineCommand[None]):
+    """Take the memory back on all ranks. The loop is still paused, and without weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(EngineCommand[PullReport]):
+    """Swap in the staged weights of ``version`` between two steps.
+
+    Where another pull is still waiting, the later one wins, and the report of its version is
+    the answer to both.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTokens(EngineCommand[EngineReading]):
+    """What each request that the engine holds has so far, and how many tokens all have sampled.
+
+    Read between two steps: exact in tokens, logprobs and versions. It disturbs no step. Requests
+    that ended before have ended for their callers, too, when it is answered.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats(EngineCommand[EngineStats]):
+    """A reading at most a few steps old; requests still in the inbox count as waiting."""

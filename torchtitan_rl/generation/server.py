@@ -1,0 +1,137 @@
+"""The replica's end of its connection to the router: calls come in batches, for an engine loop in a
+thread of its own; what becomes of them is polled.
+
+Invariants: each call has exactly one end, whatever happens to the loop, and it comes after all
+progress of that request; ends leave in the order in which they happened; a stuck loop is reported
+as lost; while requests run, batches leave at most once per interval, unless a command was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torchtitan_rl.errors import GenerationError, LoopStalledError
+from torchtitan_rl.generation.commands import EngineCommand
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.generation.stall import StallWatch
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.outbox import Outbox
+from torchtitan_rl.types import GenerationRequest, Progress
+
+IDLE_S = 30.0  # a poll without anything to say returns after so long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """``hears``: its progress is wanted; ``streams``: within milliseconds."""
+
+    request: GenerationRequest
+    hears: bool = False
+    streams: bool = False
+
+
+ToReplica = Call[Submission | EngineCommand[Any]] | Abort
+FromReplica = Progress | End[Any, BaseException]
+
+
+class EngineServer:
+    """``interval_s``: between two batches, as long as requests run; a poll without anything to say
+    returns after ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck
+    (None: never)."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        interval_s: float = 0.02,
+        idle_s: float = IDLE_S,
+        stall_timeout_s: float | None = None,
+    ) -> None:
+        self._loop = loop
+        self._watch = None if stall_timeout_s is None else StallWatch(stall_timeout_s)
+        self._look_s = idle_s if stall_timeout_s is None else stall_timeout_s / 8
+        self._idle_s = idle_s
+        self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
+        self._lock = threading.Lock()
+        self._num_running = 0  # requests
+
+    def deliver(self, messages: Iterable[ToReplica]) -> None:
+        """Hand them to the loop, in order; a request that is refused ends by that."""
+        for message in messages:
+            match message:
+                case Call(payload=Submission() as submission):
+                    self._submit(submission)
+                case Call(call_id=number, payload=EngineCommand() as command):
+                    self._loop.execute(command).add_done_callback(partial(self._on_answer, number))
+                case Abort(call_id=str(request_id)):
+                    self._loop.abort((request_id,))
+
+    async def poll(self) -> tuple[FromReplica, ...]:
+        """What happened since the last poll, as soon as there is something and the interval has
+        passed. One call at a time.
+
+        Raises:
+            LoopStalledError: the loop has made no progress for too long.
+        """
+        now = asyncio.get_running_loop().time
+        deadline_s = now() + self._idle_s
+        while True:
+            self._require_progress(now())
+            left_s = deadline_s - now()
+            messages = await self._outbox.take(min(left_s, self._look_s))
+            if messages or left_s <= self._look_s:
+                return messages
+
+    def _require_progress(self, now_s: float) -> None:
+        if self._watch is None or not self._watch.is_stuck(self._loop.pulse(), now_s):
+            return
+        if not self._outbox.has_messages:  # those are told first
+            raise LoopStalledError(
+                f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests "
+                "to run"
+            )
+
+    def _submit(self, submission: Submission) -> None:
+        request = submission.request
+        listener = None
+        if submission.hears:
+            listener = Listener(sink=self._hear, streams=submission.streams)
+        with self._lock:
+            self._num_running += 1
+        try:
+            future = self._loop.submit(request, listener)
+        except GenerationError as error:
+            self._end(End(call_id=request.request_id, error=error))
+        else:
+            future.add_done_callback(partial(self._on_done, request.request_id))
+
+    # The rest runs in the loop's thread, as a rule.
+
+    def _on_done(self, request_id: str, future: Future[Any]) -> None:
+        self._end(_end_of(request_id, future))
+
+    def _on_answer(self, number: CallId, future: Future[Any]) -> None:
+        self._outbox.put(_end_of(number, future), is_urgent=True)
+
+    def _hear(self, progress: tuple[Progress, ...]) -> None:
+        self._outbox.put(*progress)
+
+    def _end(self, end: End[Any, BaseException]) -> None:
+        with self._lock:
+            self._num_running -= 1
+            is_last = self._num_running == 0
+        self._outbox.put(end, is_urgent=is_last)  # nothing is left to wait for
+
+
+def _end_of(call_id: CallId, future: Future[Any]) -> End[Any, BaseException]:
+    error = future.exception()
+    if error is not None:
+        return End(call_id=call_id, error=error)
+    return End(call_id=call_id, result=future.result())
