@@ -71,6 +71,7 @@ def kill_and_resume(root: Path, after_s: float) -> None:
     assert [row["policy/version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["policy/staleness_max"] for row in rows) <= 2
     assert rows[-1]["policy/staleness_max"] > 0
+    assert rows[-1]["total/groups_discarded"] == 0
     groups: dict[int, Counter[str]] = {}  # by step: rollouts of each group
     for rollout in read_rollouts(run_dir):
         if rollout["split"] == "train":
