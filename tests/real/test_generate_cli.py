@@ -10,7 +10,7 @@ import pytest
 
 from tests.real.models import hf_logprobs, tiny_tokenizer
 from tests.real.runs import run_module
-from torchtitan_rl.commands.generate import main
+from torchtitan_rl.commands.cli import main
 
 GOOD = [
     {"prompt": "sort these names: ", "temperature": 0, "id": "greedy"},
