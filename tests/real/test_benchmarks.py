@@ -151,7 +151,7 @@ def test_learning_curves_are_those_of_the_runs_that_are_there(runs, tmp_path):
     bench(
         "learning_curves",
         *("--staleness", "0", "--seeds", "0", "1"),
-        *("--output-dir", str(tmp_path), "--docs", str(tmp_path)),
+        *("--output-dir", str(tmp_path), "--results", str(tmp_path)),
     )
     report = report_of(tmp_path / "async_learning.json")
     assert set(report["curves"]) == {"S=0 seed 0", "S=0 seed 1"}
