@@ -69,7 +69,7 @@ async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, Any]]:
         environment=partial(task.environment, tokenizer=tokenizer, limits=config.rollout),
         config=config.rollout,
     )
-    dataset = task.dataset("evaluation", seed=0)
+    dataset = task.dataset("validation", seed=0)
     groups = await asyncio.gather(
         *(rollouter.run_group(f"g{i}", dataset.next(), size=4, seed=1) for i in range(8))
     )
