@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from torchtitan_rl import Problem, Split
 
@@ -28,11 +28,16 @@ class ProceduralDataset:
 
     The train split is shuffled again in each epoch; validation keeps its order, so that its first n
     problems are always the same ones.
+
+    Raises:
+        ValueError: there is no such split.
     """
 
     def __init__(
         self, split: Split, *, seed: int, num_problems: int, make: Callable[[int], Problem]
     ) -> None:
+        if split not in get_args(Split):
+            raise ValueError(f"split is {split!r}: give one of {', '.join(get_args(Split))}")
         self._split = split
         self._seed = seed
         self._num_problems = num_problems

@@ -103,3 +103,9 @@ def test_a_dataset_that_is_resumed_continues_with_the_same_problems(taken: int) 
     resumed.load_state_dict(state)
     assert resumed.epoch == source.epoch
     assert take(resumed, 50) == take(source, 50)
+
+
+def test_a_split_that_does_not_exist_is_refused() -> None:
+    """Its problems would be looked for without end."""
+    with pytest.raises(ValueError, match="split is 'evaluation': give one of train, validation"):
+        dataset("evaluation", seed=0)
