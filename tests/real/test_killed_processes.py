@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.real.runs import Run, options, read_metrics, require_audit
+from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
 from tests.real.served import require_end_by_loss_of_endpoint
 
 
@@ -35,6 +35,53 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_c
     assert "evaluation/reward_mean" in rows[-1]
     for row in rows[1:]:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
+
+
+# Found on PYTHONPATH by every process of a run: the first engine to get to its 40th step never
+# returns from it, while its process goes on answering.
+WEDGE = """
+import os, sys, threading, time
+
+def wedge():
+    while not hasattr(engine := sys.modules.get("torchtitan_rl.backends.vllm.engine"), "VllmEngine"):
+        time.sleep(0.05)
+    step, taken = engine.VllmEngine.step, []
+
+    def wedging_step(self):
+        taken.append(None)
+        if len(taken) == 40:
+            try:
+                os.mkdir(os.environ["WEDGED"])
+            except FileExistsError:
+                pass
+            else:
+                threading.Event().wait()
+        return step(self)
+
+    engine.VllmEngine.step = wedging_step
+
+threading.Thread(target=wedge, daemon=True).start()
+"""
+
+
+def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WEDGE)
+    wedged = tmp_path / "wedged"
+    more = ("--generator.replicas", "2", "--generator.stall-timeout-s", "15")
+    run = Run(
+        options(tmp_path, "run", "--num-steps", "4", *more),
+        log=tmp_path / "log",
+        environment={"PYTHONPATH": f"{tmp_path}:{ROOT}", "WEDGED": str(wedged)},
+    )
+    run.require_success()
+    assert wedged.exists()
+    said = run.log.read_text()
+    assert "Traceback" not in said
+    assert "no progress" in said
+    require_audit(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["policy/version"] == 4
 
 
 def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):

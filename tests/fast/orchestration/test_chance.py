@@ -67,7 +67,7 @@ def check(plan: Plan, dies_after: float | None) -> None:
     assert counts[GroupState.TRAINED] == plan.num_steps * plan.groups_per_step
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=120, deadline=None)
 @given(plan=PLANS, dies_after=DEATHS)
 def test_whatever_happens_the_bound_holds_the_account_adds_up_and_the_run_ends(
     plan: Plan, dies_after: float | None

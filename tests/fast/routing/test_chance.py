@@ -202,13 +202,13 @@ async def _in_time(trial: Trial) -> None:
         await trial.run()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(case=CASES)
 def test_whatever_happens_each_request_ends_once_and_no_token_is_lost(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=2000, deadline=None)
 @given(case=CASES)
 def test_the_same_two_thousand_times(case: Case) -> None:
