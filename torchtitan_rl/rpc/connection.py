@@ -43,6 +43,7 @@ class Connection(Generic[Out, In]):
         self._handle = handle
         self._outbox: Outbox[Out] = Outbox(interval_s=interval_s)
         self._arrival: asyncio.Future[None] | None = None  # of the next batch
+        self._has_ended = False
 
     def put(self, *messages: Out, is_urgent: bool = False) -> None:
         """Have them delivered with the next batch; see `Outbox.put`."""
@@ -57,8 +58,10 @@ class Connection(Generic[Out, In]):
         return self._outbox.take_now()
 
     async def arrived(self) -> None:
-        """Return when what was put so far, and has not left yet, was delivered, or never will be
-        because the connection has ended."""
+        """Return when the messages that are waiting now were delivered, or at once where the
+        connection has ended and delivers nothing more."""
+        if self._has_ended:
+            return
         if self._arrival is None:
             self._arrival = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._arrival)
@@ -81,6 +84,7 @@ class Connection(Generic[Out, In]):
             raise _failure(done)
         finally:
             await cancel_all(loops)
+            self._has_ended = True
             _set(self._arrival)
 
     async def _send_all(self) -> None:
