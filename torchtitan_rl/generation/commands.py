@@ -1,4 +1,4 @@
-"""What an engine loop can be told to do besides completing requests: one dataclass per command.
+"""The commands of an engine loop: one dataclass for each.
 
 A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
 its answer travels back. To add one, define it here, issue it in the router and execute it in the
@@ -67,10 +67,11 @@ class Pull(EngineCommand[PullReport]):
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens(EngineCommand[EngineReading]):
-    """What each request that the engine holds has so far, and how many tokens all have sampled.
+    """Report the progress of every running request now, and count the engine's tokens.
 
-    Read between two steps: exact in tokens, logprobs and versions. It disturbs no step. Requests
-    that ended before have ended for their callers, too, when it is answered.
+    Both are read between two steps, which go on afterwards. When the answer arrives, callers know
+    all tokens, logprobs and versions of that moment, and requests that ended before it have ended
+    for their callers.
     """
 
 

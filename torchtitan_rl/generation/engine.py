@@ -30,13 +30,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """One request that ended in a step or by an abort, or, with ABORT as its reason, what one that
-    still runs has so far. Times are time.monotonic() seconds.
+    """A request that ended in a step or by an abort; or, with ABORT as the finish reason, tokens of
+    one that still runs. Times are time.monotonic() seconds.
 
     ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
-    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be gone on
-    with, such as constraints that leave it no token: it fails alone, and what it has sampled goes
-    with its error.
+    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be
+    continued, such as constraints that leave it no token: it fails alone, and its error carries
+    what it has sampled.
     """
 
     request_id: str
@@ -78,10 +78,6 @@ class Engine(Protocol):
 
     def generated_lengths(self) -> dict[str, int]:
         """Tokens sampled so far, for each unfinished request."""
-        ...
-
-    def partial_outputs(self) -> list[EngineOutput]:
-        """What each unfinished request has so far. Read on rank 0 alone: it changes nothing."""
         ...
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:

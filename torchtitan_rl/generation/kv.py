@@ -8,7 +8,7 @@ from torchtitan_rl.generation.engine import Engine
 
 
 def refresh_kv(engine: Engine, policy: KvPolicy | None, *, running: int, what: str) -> bool:
-    """Apply ``policy`` beside ``running`` requests; True where those were recomputed.
+    """Apply ``policy`` while ``running`` requests are unfinished; True where those recompute.
 
     Raises:
         WeightSyncError: ``what`` (replica and version) left old prefixes in the cache.
@@ -16,8 +16,8 @@ def refresh_kv(engine: Engine, policy: KvPolicy | None, *, running: int, what: s
     if policy is None or not policy.reset_prefix_cache:
         return False
     was_reset = engine.reset_prefix_cache(recompute_running=policy.recompute_running)
-    # Beside running requests that keep their KV a refusal is expected; the engine keeps later
-    # requests off old blocks by itself (see `Engine.swap_weights`).
+    # While running requests keep their KV a refusal is expected; the engine itself keeps later
+    # requests from reading old blocks (see `Engine.swap_weights`).
     if not was_reset and (policy.recompute_running or running == 0):
         raise WeightSyncError(
             f"{what}: the prefix cache was not reset ({running} requests unfinished)"

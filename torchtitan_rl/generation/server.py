@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.generation.outstanding import Listener
 from torchtitan_rl.generation.stall import StallWatch
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.rpc.outbox import Outbox

@@ -200,6 +200,7 @@ class ConnectedReplica(Generic[PeerT]):
                 case End(call_id=str()):
                     self._end(message)
                 case End():
+                    await asyncio.sleep(0)  # earlier progress is passed on first
                     while self._returning:
                         self._all_returned.clear()
                         await self._all_returned.wait()

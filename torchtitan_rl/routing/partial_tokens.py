@@ -1,8 +1,7 @@
-"""What is known of one request's tokens while it is completed in pieces, and what its caller was
-told of them.
+"""The known tokens of one request while it is completed in pieces, and their reports to its caller.
 
-Invariants: what is known never shrinks, and what was told is a beginning of it, told once, in
-order, whatever pieces it came in; what a caller was told is never lost with a replica.
+Invariants: the known tokens never shrink; the reported ones are their beginning, each reported once
+and in order, in whatever pieces they came; a reported token is never lost with a replica.
 """
 
 from __future__ import annotations
@@ -24,18 +23,15 @@ from torchtitan_rl.types import (
 
 @dataclass(slots=True)
 class _Piece:
-    """What was heard of the piece that runs."""
+    """The reported tokens of the running piece."""
 
     piece_id: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     runs: tuple[VersionRun, ...] = ()
-    read: Completion | None = None  # all of it, read at some moment
 
     def known(self) -> Completion:
-        if self.read is not None and len(self.read.token_ids) >= len(self.token_ids):
-            return self.read
         return Completion(
             request_id=self.piece_id or "",
             token_ids=tuple(self.token_ids),
@@ -47,7 +43,7 @@ class _Piece:
 
 
 class PartialTokens:
-    """``on_progress`` hears of tokens behind those of ``resume_from``."""
+    """``on_progress`` gets the tokens after those of ``resume_from``."""
 
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
         self._request_id = request.request_id
@@ -62,22 +58,22 @@ class PartialTokens:
 
     @property
     def so_far(self) -> Completion:
-        """All pieces that are over."""
+        """All pieces that have ended."""
         return self._so_far
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of all pieces that are over."""
+        """Tokens of all pieces that have ended."""
         return len(self._so_far.token_ids) - self._num_resumed
 
     @property
     def known(self) -> Completion:
-        """With what was heard or read of the piece that runs, whichever is more."""
+        """`so_far`, and the reported tokens of the running piece."""
         piece = self._piece.known()
         return join(self._request_id, [self._so_far, piece]) if piece.token_ids else self._so_far
 
     def start_piece(self, piece_id: str) -> None:
-        """What the pieces before had, and the caller was not told, is told first."""
+        """Begin a piece; tokens of earlier ones that were not reported are reported first."""
         self._piece = _Piece(piece_id)
         start = self._num_told
         if start < len(self._so_far.token_ids):
@@ -89,7 +85,7 @@ class PartialTokens:
             )
 
     def hear(self, progress: Progress) -> None:
-        """``progress`` counts from the beginning of its piece; that of another is ignored."""
+        """Take the running piece's progress; that of any other piece is ignored."""
         piece = self._piece
         if progress.request_id != piece.piece_id:
             return
@@ -100,16 +96,12 @@ class PartialTokens:
         runs = join_runs(self._so_far.version_runs, piece.runs, length=len(self._so_far.token_ids))
         self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
 
-    def read(self, partial: Completion) -> None:
-        """All that the piece that runs has at some moment."""
-        self._piece.read = partial
-
     def end_piece(self, done: Completion) -> None:
         self._so_far = join(self._request_id, [self._so_far, done])
         self._piece = _Piece()
 
     def lose_piece(self) -> int:
-        """Its replica is lost; what is known of it stays: so many tokens."""
+        """End the piece of a lost replica; returns the number of its known tokens, which stay."""
         before = len(self._so_far.token_ids)
         self._so_far = self.known
         self._piece = _Piece()

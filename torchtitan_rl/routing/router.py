@@ -246,7 +246,7 @@ class GeneratorRouter:
         try:
             async with deadline(_STATS_TIMEOUT_S):
                 stats = await self._slots.answer(slot, slot.replica.execute(ReadStats()))
-            slot.hear_of_sampled(stats.generated_tokens)
+            slot.note_sampled(stats.generated_tokens)
             return stats
         except ReplicaError as error:
             self._slots.mark_dead(slot, error)

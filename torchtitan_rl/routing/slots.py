@@ -70,7 +70,7 @@ class Slot:
     def is_swapping(self) -> bool:
         return self.state in (ReplicaState.SYNCING, ReplicaState.DRAINING)
 
-    def hear_of_sampled(self, num_tokens: int) -> None:
+    def note_sampled(self, num_tokens: int) -> None:
         self.sampled_tokens = max(self.sampled_tokens, num_tokens)
 
 

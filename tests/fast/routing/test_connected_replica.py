@@ -446,12 +446,14 @@ def test_the_end_of_the_last_request_waits_for_no_interval() -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_comes_after_earlier_ends_and_before_later_ones() -> None:
+def test_an_answer_comes_after_earlier_progress_and_ends_and_before_later_ones() -> None:
     async def scenario(wire: Wire) -> None:
         order: list[str] = []
 
         async def complete(name: str) -> None:
-            await wire.replica.generate(request(name))
+            await wire.replica.generate(
+                request(name), lambda one: order.append(f"progress of {one.request_id}")
+            )
             order.append(name)
 
         calls = [asyncio.create_task(complete(name)) for name in "ab"]
@@ -460,11 +462,12 @@ def test_an_answer_comes_after_earlier_ends_and_before_later_ones() -> None:
         )
         await settle()
         (command,) = (one for one in wire.batches[0] if one.call_id not in ("a", "b"))
-        reading = EngineReading(partials={}, sampled_tokens=3)
-        wire.tell(done("a"), End(call_id=command.call_id, result=reading), done("b"))
+        reading = EngineReading(sampled_tokens=3, running_tokens=1)
+        answer = End(call_id=command.call_id, result=reading)
+        wire.tell(done("a"), progress("b"), answer, done("b"))
         assert await answering is reading
         await asyncio.gather(*calls)
-        assert order == ["a", "answer", "b"]
+        assert order == ["progress of b", "a", "answer", "b"]
 
     virtually(scenario)
 

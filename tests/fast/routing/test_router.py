@@ -22,9 +22,8 @@ from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
-    Completion,
     EngineReading,
-    FinishReason,
+    Progress,
     VersionRun,
 )
 
@@ -377,20 +376,27 @@ def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
 
 
 def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+    class Reporting(GatedReplica):
+        """Reports two tokens when it is read."""
+
+        async def generate(self, request, on_progress=None, *, streams=False):
+            self.on_progress = on_progress
+            return await super().generate(request, on_progress, streams=streams)
+
+        async def answer(self, command: EngineCommand[Any]) -> EngineReading:
+            self.on_progress(
+                Progress(
+                    request_id="a",
+                    start=0,
+                    token_ids=(5, 6),
+                    logprobs=(-1.0, -2.0),
+                    version_runs=(VersionRun(0, 0),),
+                )
+            )
+            return EngineReading(sampled_tokens=2, running_tokens=2)
+
     async def scenario():
-        dying, other = GatedReplica("dying", is_open=False), GatedReplica("other")
-        partial = Completion(
-            request_id="a",
-            token_ids=(5, 6),
-            logprobs=(-1.0, -2.0),
-            version_runs=(VersionRun(0, 0),),
-            finish_reason=FinishReason.ABORT,
-        )
-
-        async def answer(command: EngineCommand[Any]) -> EngineReading:
-            return EngineReading(partials={"a": partial}, sampled_tokens=2)
-
-        dying.answer = answer  # type: ignore[method-assign]
+        dying, other = Reporting("dying", is_open=False), GatedReplica("other")
         router = GeneratorRouter([dying, other])
         call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
         await settle()
