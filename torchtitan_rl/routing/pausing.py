@@ -1,9 +1,9 @@
 """Stops replicas between two steps, puts them to sleep, and lets them go on.
 
-Invariants: from the moment a pause is asked for no request is given to a replica that it stops, and
-no request but its pin's to one that it leaves to a pin; what was on its way to a stopped one
-queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No weights are
-swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
+Invariants: from the start of a pause no request is given to a replica that it stops, and only those
+of its pin to one that it leaves to a pin; requests in transit to a stopped one queue in the
+replica's inbox; a replica that does not stop, or does not resume, is dead. No weights are swapped
+while a replica falls asleep or sleeps, and it holds none when it wakes up.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
         slot.is_asleep = True  # from here on it starts no swap
     _stop(slots, slots.live())
     await asyncio.gather(*(_put_to_sleep(slots, slot, timeout_s) for slot in slots.live()))
-    # A dead one whose processes live on, and may go on at any moment, must not keep its devices.
+    # The processes of a dead one may still run, and must not keep its devices.
     await asyncio.gather(*(slot.replica.close() for slot in slots.all if not slot.is_live))
 
 
