@@ -15,8 +15,7 @@ from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
-from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,

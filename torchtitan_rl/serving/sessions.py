@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError
-from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
 from torchtitan_rl.serving.session_recording import (
     TURN_TOKENS,
     Router,
@@ -193,7 +192,7 @@ class Sessions:
         raise self._missing(session_id)
 
     def handlers(self) -> Mapping[CommandName, Handler]:
-        """The commands of clients. Their arguments were checked where they came in, in `routes`."""
+        """The handlers of clients' commands, whose arguments `routes` has checked."""
 
         async def open_(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             return {"session_id": self.open(arguments.get("session_id"))}
