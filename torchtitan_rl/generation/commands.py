@@ -28,8 +28,8 @@ class Pause(EngineCommand[None]):
 
     Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
     or finish first (``wait``); new ones queue, in each case, until `Resume`. Pulls and aborts
-    go on. Where another pause still waits, the later mode holds for both; one that `Resume`
-    overtakes fails with a `GenerationError`.
+    continue. Where another pause still waits, the later mode holds for both; one that a `Resume`
+    ends before it is answered fails with a `GenerationError`.
     """
 
     mode: PauseMode
@@ -37,21 +37,21 @@ class Pause(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(EngineCommand[None]):
-    """Go on where a pause stopped; without one nothing happens."""
+    """End a pause; no effect without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep(EngineCommand[None]):
-    """Pause by abort, then give the memory of all ranks back; answered once they have.
+    """Pause by abort, then release the device memory of all ranks; answered when that is done.
 
-    Nothing is stepped until a `Pull` after `WakeUp` has brought weights, whatever `Resume`
-    says; a pull that is asked for meanwhile waits for the wake-up.
+    No step follows before `WakeUp` and then a `Pull` of new weights, even after a `Resume`. A
+    pull that is requested while the engine sleeps waits for the wake-up.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp(EngineCommand[None]):
-    """Take the memory back on all ranks. The loop is still paused, and without weights."""
+    """Allocate the memory again on all ranks. The loop stays paused, without weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""What rank 0 decides and every rank of a replica applies, one decision per loop iteration.
+"""The decision that rank 0 makes and every rank of a replica applies, one per loop iteration.
 
-A decision carries all that must be equal on all ranks. Its bytes only travel between the ranks of
-one replica, which trust each other.
+It carries all that must be equal on all ranks. Its bytes travel only between the ranks of one
+replica, which trust each other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ have, or they finish first. New ones queue in each case."""
 
 
 class Power(StrEnum):
-    """Whether an engine could step. `sleep` loses the weights, so only a pull makes it AWAKE."""
+    """Whether an engine can step. A sleep loses the weights, so only a pull makes it AWAKE."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
-    EMPTY = "empty"  # woken up, and without weights
+    EMPTY = "empty"  # woken up, without weights
 
 
 class Action(StrEnum):
@@ -32,15 +32,15 @@ class Action(StrEnum):
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache, then step
-    PAUSE = "pause"  # end all requests if so decided, then meet the other ranks between two steps
-    SLEEP = "sleep"  # the same, then give the device's memory back
-    WAKE_UP = "wake_up"  # take it back; the weights are those of the next pull
+    PAUSE = "pause"  # abort all requests if so decided, then wait for the other ranks
+    SLEEP = "sleep"  # the same, and release the device's memory
+    WAKE_UP = "wake_up"  # allocate it again; the next pull brings the weights
     CLOSE = "close"  # leave the loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPolicy:
-    """What a pull does to KV that older weights computed.
+    """The treatment of KV that older weights computed, at a pull.
 
     ``reset_prefix_cache``: no request admitted later reads such KV. ``recompute_running``: running
     requests prefill again under the new weights; else they keep what they have.
@@ -59,7 +59,7 @@ class KvPolicy:
 def kv_policy_errors(
     *, resets: bool, recomputes: bool, drains: bool = False, is_batch_invariant: bool = False
 ) -> list[str]:
-    """Combinations that cannot be right, one message each; ``drains``: weight_sync.mode."""
+    """Contradictory combinations, one message each; ``drains``: weight_sync.mode."""
     if resets:
         return []
     needs_reset = {
@@ -79,8 +79,8 @@ class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
     STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``: what decodes waits for no
-    further decision. PAUSE reads ``aborts_all``.
+    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``, so that decoding continues
+    without a further decision. PAUSE and SLEEP read ``aborts_all``.
     """
 
     action: Action

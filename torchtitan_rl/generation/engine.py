@@ -22,7 +22,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request with everything that must be equal on all ranks: its arrival time, above all."""
+    """A request, and its arrival time, which must be equal on all ranks."""
 
     request: GenerationRequest
     arrival_s: float  # time.time() of rank 0 when it entered the inbox
@@ -86,8 +86,8 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back; all requests have ended. `wake_up`, then `swap_weights`,
-        come before the next step."""
+        """Release the device's memory; all requests have ended. `wake_up`, then `swap_weights`,
+        precede the next step."""
         ...
 
     def wake_up(self) -> None: ...
@@ -95,8 +95,8 @@ class Engine(Protocol):
     def swap_weights(self, version: int) -> None:
         """Copy the staged weights of ``version`` into the model.
 
-        Requests added later read no prefix blocks from before, unless the engine was configured
-        to share them, whatever `reset_prefix_cache` can do.
+        Requests added later read no earlier prefix blocks, also where `reset_prefix_cache` fails,
+        unless the engine was configured to share them.
 
         Raises:
             WeightSyncError: that version is not staged, or a tensor does not fit.

@@ -48,7 +48,7 @@ class StickyLeastLoaded:
 
 @dataclass(slots=True)
 class RoundRobin:
-    """Each replica in turn, whatever its load: the baseline that others are measured against."""
+    """Each replica in turn, without regard to load: a baseline for measurements."""
 
     _next: int = 0
 

@@ -68,7 +68,7 @@ def refused(status: int, code: str, message: str) -> RefusedError:
 
 
 RequestEnd = End[Completion, Refusal]
-"""The completion is whole, whatever progress was delivered before."""
+"""The completion is whole, also after progress."""
 
 CommandEnd = End[Mapping[str, Any], Refusal]
 """The result is JSON-able."""
