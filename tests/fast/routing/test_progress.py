@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.replicas import GatedReplica, request, settle
 from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     FinishReason,
     GenerationRequest,
     OnProgress,
@@ -161,3 +164,38 @@ def test_progress_of_a_resumed_request_starts_behind_what_it_brought() -> None:
     assert heard[0].start == 3
     assert [token for one in heard for token in one.token_ids] == list(range(7, 13))
     assert replica.calls == [(7, True), (11, True)]
+
+
+def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+    class Reporting(GatedReplica):
+        """Reports two tokens when it is read."""
+
+        async def generate(self, request, on_progress=None, *, streams=False):
+            self.on_progress = on_progress
+            return await super().generate(request, on_progress, streams=streams)
+
+        async def answer(self, command: EngineCommand[Any]) -> EngineReading:
+            self.on_progress(
+                Progress(
+                    request_id="a",
+                    start=0,
+                    token_ids=(5, 6),
+                    logprobs=(-1.0, -2.0),
+                    version_runs=(VersionRun(0, 0),),
+                )
+            )
+            return EngineReading(sampled_tokens=2, running_tokens=2)
+
+    async def scenario():
+        dying, other = Reporting("dying", is_open=False), GatedReplica("other")
+        router = GeneratorRouter([dying, other])
+        call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
+        await settle()
+        assert (await router.partials())["a"].token_ids == (5, 6)
+        dying.is_dead = True
+        dying.gate.set()
+        done = await call
+        assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
+        assert other.served == ["a#1"]
+
+    asyncio.run(scenario())

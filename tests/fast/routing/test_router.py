@@ -1,3 +1,5 @@
+"""The router: placement, losses, deadlines and load."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import GatedReplica, handle, request, settle
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     DeadlineError,
     GenerationError,
@@ -18,14 +18,9 @@ from torchtitan_rl.errors import (
     ReplicaError,
     WeightSyncError,
 )
-from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume
+from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import (
-    EngineReading,
-    Progress,
-    VersionRun,
-)
 
 
 def test_turns_of_a_session_go_to_one_replica():
@@ -115,60 +110,6 @@ def test_trap_12_load_is_released_when_the_caller_is_cancelled():
     asyncio.run(scenario())
 
 
-def test_a_hot_swap_pulls_while_requests_run():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-        router = GeneratorRouter(replicas)
-        running = [asyncio.create_task(router.generate(request(str(i)))) for i in range(4)]
-        await settle()
-        report = await router.sync_weights(handle(1), mode="hot_swap")
-        assert [r.running_at_pull for r in replicas] == [[2], [2]]
-        assert report.version == 1
-        assert report.lost == ()
-        for replica in replicas:
-            replica.gate.set()
-        await asyncio.gather(*running)
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_pulls_when_nothing_runs_and_holds_new_requests_meanwhile():
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        old = asyncio.create_task(router.generate(request("old")))
-        await settle()
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
-        await settle()
-        new = asyncio.create_task(router.generate(request("new")))
-        await settle()
-        assert replica.served == ["old"]
-        assert replica.running_at_pull == []
-        replica.gate.set()
-        await asyncio.gather(old, sync, new)
-        assert replica.running_at_pull == [0]
-        assert (await old).versions == (0,) * 4
-        assert (await new).versions == (1,) * 4
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_that_cannot_follow_a_sync_serves_no_more():
-    async def scenario():
-        stuck, good = GatedReplica("stuck"), GatedReplica("good")
-        stuck.refuses_weights = True
-        router = GeneratorRouter([stuck, good])
-        report = await router.sync_weights(handle(1), mode="hot_swap")
-        assert report.lost == ("stuck",)
-        completions = [await router.generate(request(str(i))) for i in range(4)]
-        assert {c.replica for c in completions} == {"good"}
-        good.refuses_weights = True
-        with pytest.raises(WeightSyncError, match="no replica holds version 2"):
-            await router.sync_weights(handle(2), mode="hot_swap")
-
-    asyncio.run(scenario())
-
-
 def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
     async def scenario():
         replica = GatedReplica("r", is_open=False)
@@ -188,41 +129,6 @@ def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
         await running
         assert replica.is_closed
         assert replica.running_at_pull == []
-
-    asyncio.run(scenario())
-
-
-def test_a_request_goes_only_to_replicas_that_hold_its_version():
-    async def scenario():
-        old, new = GatedReplica("old"), GatedReplica("new")
-        old.stage_gate.clear()
-        router = GeneratorRouter([old, new])
-        await router.generate(request("a", session="s"))
-        assert old.served == ["a"]
-        report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=0.01)
-        assert report.lagging == ("old",)
-        assert router.versions() == {"old": 0, "new": 1}
-        fresh = await router.generate(request("b", session="s", min_version=1))
-        assert (fresh.replica, fresh.versions[0]) == ("new", 1)
-
-    asyncio.run(scenario())
-
-
-def test_a_request_for_a_version_that_nobody_holds_waits_for_it():
-    async def scenario():
-        replica = GatedReplica("r")
-        router = GeneratorRouter([replica], request_timeout_s=5.0)
-        waiting = asyncio.create_task(router.generate(request("a", min_version=2)))
-        await router.sync_weights(handle(1), mode="hot_swap")
-        await settle()
-        assert replica.served == []
-        await router.sync_weights(handle(2), mode="hot_swap")
-        assert (await waiting).versions[0] == 2
-        hasty = GeneratorRouter([replica], request_timeout_s=0.01)
-        with pytest.raises(
-            GenerationTimeoutError, match=r"at version 3 or newer.*\('serving', 0\)"
-        ):
-            await hasty.generate(request("b", min_version=3))
 
     asyncio.run(scenario())
 
@@ -278,138 +184,6 @@ def test_load_is_zero_once_every_call_has_ended(events):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_a_drain_does_not_wait_for_what_queues_at_a_replica_that_a_pause_emptied(mode):
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        queued = asyncio.create_task(router.generate(request("a")))
-        await settle()
-        await router.pause(mode=mode)
-        await router.sync_weights(handle(1), mode="drain")
-        await router.resume()
-        assert replica.stops == [Pause(mode), Resume()]
-        replica.gate.set()
-        await queued
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_waits_while_requests_are_frozen():
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica], sync_timeout_s=0.01)
-        running = asyncio.create_task(router.generate(request("a")))
-        await settle()
-        await router.pause(mode="keep")
-        report = await router.sync_weights(handle(1), mode="drain", lag_timeout_s=0.05)
-        assert (report.lagging, report.lost, replica.pulled) == (("r",), (), [])
-        await router.resume()
-        replica.gate.set()
-        await running
-        await router.wait_for_version(1)
-
-    asyncio.run(scenario())
-
-
-def test_a_pause_that_waits_waits_for_deadlines_and_loses_no_replica():
-    async def scenario():
-        router = GeneratorRouter(connected([FarReplica("r", step_s=1.0)]), request_timeout_s=10.0)
-        call = asyncio.create_task(router.generate(request("a", max_tokens=400)))
-        await asyncio.sleep(0.5)
-        await router.pause(mode="wait")
-        with pytest.raises(GenerationTimeoutError, match="within its 10 s"):
-            await call
-        assert router.states() == {"r": ReplicaState.SERVING}
-        await router.resume()
-        await router.generate(request("b"))
-        await router.close()
-
-    run_virtually(scenario())
-
-
-@pytest.mark.parametrize("stop", ["keep", "abort", "sleep"])
-@pytest.mark.parametrize("is_running", [True, False])
-def test_a_deadline_counts_only_time_in_which_the_request_could_run(stop, is_running):
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica], request_timeout_s=10.0)
-        if is_running:
-            call = asyncio.create_task(router.generate(request("a")))
-            await asyncio.sleep(4.0)
-        await (router.sleep() if stop == "sleep" else router.pause(mode=stop))
-        if not is_running:
-            call = asyncio.create_task(router.generate(request("a")))
-            await settle()
-        await asyncio.sleep(5000.0)
-        assert not call.done()
-        if stop == "sleep":
-            await router.wake_up()
-            await router.sync_weights(handle(1), mode="hot_swap")
-        await router.resume()
-        resumed_s = asyncio.get_running_loop().time()
-        with pytest.raises(
-            GenerationTimeoutError, match=r"within its 10 s \(and 5000 s of pauses\)"
-        ):
-            await call
-        took_s = asyncio.get_running_loop().time() - resumed_s
-        assert took_s == pytest.approx(6.0 if is_running else 10.0)
-
-    run_virtually(scenario())
-
-
-def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
-    async def scenario():
-        stuck, good = GatedReplica("stuck"), GatedReplica("good")
-
-        async def lost(command: EngineCommand[Any]) -> None:
-            raise ReplicaError(f"stuck cannot {command}")
-
-        stuck.answer = lost  # type: ignore[method-assign]
-        router = GeneratorRouter([stuck, good])
-        await router.pause(mode="keep")
-        await router.resume()
-        assert router.states()["stuck"] is ReplicaState.DEAD
-        assert (await router.generate(request("a"))).replica == "good"
-
-    asyncio.run(scenario())
-
-
-def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
-    class Reporting(GatedReplica):
-        """Reports two tokens when it is read."""
-
-        async def generate(self, request, on_progress=None, *, streams=False):
-            self.on_progress = on_progress
-            return await super().generate(request, on_progress, streams=streams)
-
-        async def answer(self, command: EngineCommand[Any]) -> EngineReading:
-            self.on_progress(
-                Progress(
-                    request_id="a",
-                    start=0,
-                    token_ids=(5, 6),
-                    logprobs=(-1.0, -2.0),
-                    version_runs=(VersionRun(0, 0),),
-                )
-            )
-            return EngineReading(sampled_tokens=2, running_tokens=2)
-
-    async def scenario():
-        dying, other = Reporting("dying", is_open=False), GatedReplica("other")
-        router = GeneratorRouter([dying, other])
-        call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
-        await settle()
-        assert (await router.partials())["a"].token_ids == (5, 6)
-        dying.is_dead = True
-        dying.gate.set()
-        done = await call
-        assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
-        assert other.served == ["a#1"]
-
-    asyncio.run(scenario())
-
-
 def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read():
     class Unreadable(GatedReplica):
         async def answer(self, command: EngineCommand[Any]) -> Any:
@@ -427,14 +201,5 @@ def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read()
             "slow": ReplicaState.SERVING,
             "well": ReplicaState.SERVING,
         }
-
-    asyncio.run(scenario())
-
-
-def test_a_wait_for_a_version_that_does_not_come_ends_and_says_what_there_is():
-    async def scenario():
-        router = GeneratorRouter([GatedReplica("r")])
-        with pytest.raises(DeadlineError, match=r"no replica held version 3.*'r': 0"):
-            await router.wait_for_version(3, timeout_s=0.01)
 
     asyncio.run(scenario())
