@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.fast.generation.test_loop import SteppedEngine, request, running_loop
+from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
@@ -206,32 +207,30 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
+@on_event_loop
+async def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
     expected = undisturbed(200)
 
-    async def scenario() -> None:
-        loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
-        loops[0].start()
-        router = GeneratorRouter([loop_replica("r", loops[0])])
-        calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]
-        for _ in range(5):
-            await asyncio.sleep(0.01)
-            await router.pause(mode=mode)
-            partials = await router.partials()
-            late = asyncio.create_task(router.generate(request("late", 1)))
-            await asyncio.sleep(0.002)
-            assert await router.partials() == {
-                **partials,
-                "late": (await router.partials())["late"],
-            }
-            assert not late.done()
-            for partial in partials.values():
-                assert partial.token_ids == expected[: len(partial.token_ids)]
-            await router.resume()
-            await late
-        for done in await asyncio.gather(*calls):
-            assert done.token_ids == expected
-            assert done.finish_reason is FinishReason.LENGTH
-        await router.close()
-
-    asyncio.run(scenario())
+    loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
+    loops[0].start()
+    router = GeneratorRouter([loop_replica("r", loops[0])])
+    calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+        await router.pause(mode=mode)
+        partials = await router.partials()
+        late = asyncio.create_task(router.generate(request("late", 1)))
+        await asyncio.sleep(0.002)
+        assert await router.partials() == {
+            **partials,
+            "late": (await router.partials())["late"],
+        }
+        assert not late.done()
+        for partial in partials.values():
+            assert partial.token_ids == expected[: len(partial.token_ids)]
+        await router.resume()
+        await late
+    for done in await asyncio.gather(*calls):
+        assert done.token_ids == expected
+        assert done.finish_reason is FinishReason.LENGTH
+    await router.close()

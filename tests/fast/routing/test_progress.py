@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, request, settle
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand
@@ -118,15 +119,13 @@ def test_progress_is_a_beginning_of_the_completion_however_it_was_cut(
     assert len(told) > 30 - every
 
 
-def test_a_lost_replica_costs_only_the_tokens_since_the_last_message() -> None:
-    async def scenario() -> None:
-        replicas = [TellingReplica("dies", [-7], every=3), TellingReplica("alive", [])]
-        router = GeneratorRouter(replicas)
-        done = await router.generate(request("a", prompt_len=4, max_tokens=10))
-        assert done.token_ids == tuple(range(4, 14))
-        assert [replica.calls for replica in replicas] == [[(4, False)], [(4 + 6, False)]]
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_a_lost_replica_costs_only_the_tokens_since_the_last_message() -> None:
+    replicas = [TellingReplica("dies", [-7], every=3), TellingReplica("alive", [])]
+    router = GeneratorRouter(replicas)
+    done = await router.generate(request("a", prompt_len=4, max_tokens=10))
+    assert done.token_ids == tuple(range(4, 14))
+    assert [replica.calls for replica in replicas] == [[(4, False)], [(4 + 6, False)]]
 
 
 def test_progress_of_a_piece_that_is_over_is_not_taken_for_that_of_the_next() -> None:
@@ -166,7 +165,8 @@ def test_progress_of_a_resumed_request_starts_behind_what_it_brought() -> None:
     assert replica.calls == [(7, True), (11, True)]
 
 
-def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+@on_event_loop
+async def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
     class Reporting(GatedReplica):
         """Reports two tokens when it is read."""
 
@@ -186,16 +186,13 @@ def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
             )
             return EngineReading(sampled_tokens=2, running_tokens=2)
 
-    async def scenario():
-        dying, other = Reporting("dying", is_open=False), GatedReplica("other")
-        router = GeneratorRouter([dying, other])
-        call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
-        await settle()
-        assert (await router.partials())["a"].token_ids == (5, 6)
-        dying.is_dead = True
-        dying.gate.set()
-        done = await call
-        assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
-        assert other.served == ["a#1"]
-
-    asyncio.run(scenario())
+    dying, other = Reporting("dying", is_open=False), GatedReplica("other")
+    router = GeneratorRouter([dying, other])
+    call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
+    await settle()
+    assert (await router.partials())["a"].token_ids == (5, 6)
+    dying.is_dead = True
+    dying.gate.set()
+    done = await call
+    assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
+    assert other.served == ["a#1"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.errors import (
     DeadlineError,
@@ -23,130 +24,112 @@ from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
-def test_turns_of_a_session_go_to_one_replica():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(3)]
-        router = GeneratorRouter(replicas)
-        for turn in range(4):
-            for session in "abc":
-                await router.generate(request(f"{session}{turn}", session=session))
-        homes = {
-            session: [r.name for r in replicas if f"{session}0" in r.served] for session in "abc"
-        }
-        for session, (home,) in homes.items():
-            served = next(r.served for r in replicas if r.name == home)
-            assert all(f"{session}{turn}" in served for turn in range(4))
-
-    asyncio.run(scenario())
+@on_virtual_clock
+async def test_turns_of_a_session_go_to_one_replica():
+    replicas = [GatedReplica(f"r{i}") for i in range(3)]
+    router = GeneratorRouter(replicas)
+    for turn in range(4):
+        for session in "abc":
+            await router.generate(request(f"{session}{turn}", session=session))
+    homes = {session: [r.name for r in replicas if f"{session}0" in r.served] for session in "abc"}
+    for session, (home,) in homes.items():
+        served = next(r.served for r in replicas if r.name == home)
+        assert all(f"{session}{turn}" in served for turn in range(4))
 
 
-def test_new_sessions_spread_by_outstanding_tokens():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-        router = GeneratorRouter(replicas)
-        big = asyncio.create_task(router.generate(request("big", max_tokens=100)))
-        await settle()
-        small = [asyncio.create_task(router.generate(request(f"s{i}"))) for i in range(5)]
-        await settle()
-        assert replicas[0].served == ["big"]
-        assert len(replicas[1].served) == 5
-        for replica in replicas:
-            replica.gate.set()
-        await asyncio.gather(big, *small)
-        assert router.outstanding_tokens() == {"r0": 0, "r1": 0}
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_loses_its_replica_runs_on_another():
-    async def scenario():
-        dead, alive = GatedReplica("dead"), GatedReplica("alive")
-        dead.is_dead = True
-        router = GeneratorRouter([dead, alive])
-        completion = await router.generate(request("a"))
-        assert completion.replica == "alive"
-        assert router.states() == {"dead": ReplicaState.DEAD, "alive": ReplicaState.SERVING}
-
-    asyncio.run(scenario())
-
-
-def test_with_no_replica_left_requests_fail_and_say_why():
-    async def scenario():
-        replica = GatedReplica("only")
-        replica.is_dead = True
-        router = GeneratorRouter([replica])
-        for _ in range(2):
-            with pytest.raises(GenerationError, match="only: ReplicaError: only is dead"):
-                await router.generate(request("a"))
-
-    asyncio.run(scenario())
-
-
-def test_a_request_past_its_deadline_is_aborted_on_its_replica():
-    async def scenario():
-        replica = GatedReplica("slow", is_open=False)
-        router = GeneratorRouter([replica], request_timeout_s=0.01)
-        with pytest.raises(GenerationTimeoutError, match="a was not completed by replica slow"):
-            await router.generate(request("a"))
-        assert replica.aborted == ["a"]
-        assert router.outstanding_tokens() == {"slow": 0}
-
-    asyncio.run(scenario())
-
-
-def test_trap_12_load_is_released_when_the_caller_is_cancelled():
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        task = asyncio.create_task(router.generate(request("a")))
-        await settle()
-        assert router.outstanding_tokens()["r"] == 8
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert router.outstanding_tokens()["r"] == 0
-        assert replica.aborted == ["a"]
-
-    asyncio.run(scenario())
-
-
-def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        running = asyncio.create_task(router.generate(request("old")))
-        await settle()
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
-        await settle()
-        waiting = asyncio.create_task(router.generate(request("new")))
-        await settle()
-        await router.close()
-        with pytest.raises(GenerationError, match="router is closed"):
-            await waiting
-        with pytest.raises(WeightSyncError, match="router is closed"):
-            await sync
+@on_virtual_clock
+async def test_new_sessions_spread_by_outstanding_tokens():
+    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+    router = GeneratorRouter(replicas)
+    big = asyncio.create_task(router.generate(request("big", max_tokens=100)))
+    await settle()
+    small = [asyncio.create_task(router.generate(request(f"s{i}"))) for i in range(5)]
+    await settle()
+    assert replicas[0].served == ["big"]
+    assert len(replicas[1].served) == 5
+    for replica in replicas:
         replica.gate.set()
-        await running
-        assert replica.is_closed
-        assert replica.running_at_pull == []
-
-    asyncio.run(scenario())
+    await asyncio.gather(big, *small)
+    assert router.outstanding_tokens() == {"r0": 0, "r1": 0}
 
 
-def test_trap_10_an_id_that_is_still_running_is_refused_and_not_run_twice():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-        router = GeneratorRouter(replicas)
-        first = asyncio.create_task(router.generate(request("a")))
-        await settle()
-        with pytest.raises(InvalidRequestError, match="still outstanding"):
+@on_virtual_clock
+async def test_a_request_that_loses_its_replica_runs_on_another():
+    dead, alive = GatedReplica("dead"), GatedReplica("alive")
+    dead.is_dead = True
+    router = GeneratorRouter([dead, alive])
+    completion = await router.generate(request("a"))
+    assert completion.replica == "alive"
+    assert router.states() == {"dead": ReplicaState.DEAD, "alive": ReplicaState.SERVING}
+
+
+@on_virtual_clock
+async def test_with_no_replica_left_requests_fail_and_say_why():
+    replica = GatedReplica("only")
+    replica.is_dead = True
+    router = GeneratorRouter([replica])
+    for _ in range(2):
+        with pytest.raises(GenerationError, match="only: ReplicaError: only is dead"):
             await router.generate(request("a"))
-        for replica in replicas:
-            replica.gate.set()
-        await first
-        assert (await router.generate(request("a"))).request_id == "a"
 
-    asyncio.run(scenario())
+
+@on_virtual_clock
+async def test_a_request_past_its_deadline_is_aborted_on_its_replica():
+    replica = GatedReplica("slow", is_open=False)
+    router = GeneratorRouter([replica], request_timeout_s=0.01)
+    with pytest.raises(GenerationTimeoutError, match="a was not completed by replica slow"):
+        await router.generate(request("a"))
+    assert replica.aborted == ["a"]
+    assert router.outstanding_tokens() == {"slow": 0}
+
+
+@on_virtual_clock
+async def test_trap_12_load_is_released_when_the_caller_is_cancelled():
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    task = asyncio.create_task(router.generate(request("a")))
+    await settle()
+    assert router.outstanding_tokens()["r"] == 8
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert router.outstanding_tokens()["r"] == 0
+    assert replica.aborted == ["a"]
+
+
+@on_virtual_clock
+async def test_close_fails_requests_and_syncs_that_wait_for_a_replica():
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    running = asyncio.create_task(router.generate(request("old")))
+    await settle()
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+    await settle()
+    waiting = asyncio.create_task(router.generate(request("new")))
+    await settle()
+    await router.close()
+    with pytest.raises(GenerationError, match="router is closed"):
+        await waiting
+    with pytest.raises(WeightSyncError, match="router is closed"):
+        await sync
+    replica.gate.set()
+    await running
+    assert replica.is_closed
+    assert replica.running_at_pull == []
+
+
+@on_virtual_clock
+async def test_trap_10_an_id_that_is_still_running_is_refused_and_not_run_twice():
+    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+    router = GeneratorRouter(replicas)
+    first = asyncio.create_task(router.generate(request("a")))
+    await settle()
+    with pytest.raises(InvalidRequestError, match="still outstanding"):
+        await router.generate(request("a"))
+    for replica in replicas:
+        replica.gate.set()
+    await first
+    assert (await router.generate(request("a"))).request_id == "a"
 
 
 @settings(max_examples=50, deadline=None)
@@ -156,35 +139,34 @@ def test_trap_10_an_id_that_is_still_running_is_refused_and_not_run_twice():
         max_size=30,
     )
 )
-def test_load_is_zero_once_every_call_has_ended(events):
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(4)]
-        router = GeneratorRouter(replicas)
-        calls: list[asyncio.Task] = []
-        for number, (event, index) in enumerate(events):
-            if event == "call":
-                calls.append(asyncio.create_task(router.generate(request(str(number)))))
-            elif event == "cancel" and calls:
-                calls[index % len(calls)].cancel()
-            elif event == "kill":
-                replicas[index].is_dead = True
-                replicas[index].gate.set()
-            elif event == "open":
-                replicas[index].gate.set()
-            await settle()
-        for replica in replicas:
-            replica.gate.set()
-        for call in calls:
-            try:
-                await call
-            except (GenerationError, asyncio.CancelledError):
-                continue
-        assert set(router.outstanding_tokens().values()) == {0}
-
-    asyncio.run(scenario())
+@on_virtual_clock
+async def test_load_is_zero_once_every_call_has_ended(events):
+    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(4)]
+    router = GeneratorRouter(replicas)
+    calls: list[asyncio.Task] = []
+    for number, (event, index) in enumerate(events):
+        if event == "call":
+            calls.append(asyncio.create_task(router.generate(request(str(number)))))
+        elif event == "cancel" and calls:
+            calls[index % len(calls)].cancel()
+        elif event == "kill":
+            replicas[index].is_dead = True
+            replicas[index].gate.set()
+        elif event == "open":
+            replicas[index].gate.set()
+        await settle()
+    for replica in replicas:
+        replica.gate.set()
+    for call in calls:
+        try:
+            await call
+        except (GenerationError, asyncio.CancelledError):
+            continue
+    assert set(router.outstanding_tokens().values()) == {0}
 
 
-def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read():
+@on_virtual_clock
+async def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read():
     class Unreadable(GatedReplica):
         async def answer(self, command: EngineCommand[Any]) -> Any:
             raise ReplicaError("it died while idle")
@@ -193,13 +175,10 @@ def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_read()
         async def answer(self, command: EngineCommand[Any]) -> Any:
             raise DeadlineError("busy")
 
-    async def scenario():
-        router = GeneratorRouter([Unreadable("dead"), Slow("slow"), GatedReplica("well")])
-        assert set(await router.stats()) == {"well"}
-        assert router.states() == {
-            "dead": ReplicaState.DEAD,
-            "slow": ReplicaState.SERVING,
-            "well": ReplicaState.SERVING,
-        }
-
-    asyncio.run(scenario())
+    router = GeneratorRouter([Unreadable("dead"), Slow("slow"), GatedReplica("well")])
+    assert set(await router.stats()) == {"well"}
+    assert router.states() == {
+        "dead": ReplicaState.DEAD,
+        "slow": ReplicaState.SERVING,
+        "well": ReplicaState.SERVING,
+    }
