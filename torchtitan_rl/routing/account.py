@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.commands import ReadTokens
 from torchtitan_rl.routing.slots import Slot, Slots
 from torchtitan_rl.types import EngineReading
@@ -59,13 +57,8 @@ async def read_slot(
         if on_reading is not None:
             on_reading(reading)
 
-    try:
-        async with deadline(_READING_TIMEOUT_S):
-            await slots.answer(slot, slot.replica.execute(ReadTokens(), note))
-    except ReplicaError as error:
-        slots.mark_dead(slot, error)
-    except (TimeoutError, DeadlineError):
-        pass  # busy with something long, which is no error: less is known of it
+    # One that does not answer is busy with something long, which has a deadline of its own.
+    await slots.ask(slot, slot.replica.execute(ReadTokens(), note), timeout_s=_READING_TIMEOUT_S)
 
 
 async def _account_of(slots: Slots, slot: Slot) -> ReplicaAccount:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume, Sleep, WakeUp
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.replica import ReplicaState
@@ -124,18 +122,10 @@ async def _wake_up(slots: Slots, slot: Slot, timeout_s: float) -> None:
 
 
 async def _execute(
-    slots: Slots, slot: Slot, command: EngineCommand[None], what: str, timeout_s: float
+    slots: Slots, slot: Slot, command: EngineCommand[None], required: str, timeout_s: float
 ) -> bool:
     """False where the slot could not do it, and is dead."""
-    try:
-        async with deadline(timeout_s):
-            await slots.answer(slot, slot.replica.execute(command))
-    except ReplicaError as error:
-        slots.mark_dead(slot, error)
-    except (TimeoutError, DeadlineError) as error:
-        lost = ReplicaError(f"{slot.name} did not {what} within {timeout_s:.0f} s")
-        lost.__cause__ = error
-        slots.mark_dead(slot, lost)
+    await slots.ask(slot, slot.replica.execute(command), timeout_s=timeout_s, required=required)
     return slot.is_live
 
 

@@ -10,17 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.errors import (
-    DeadlineError,
-    GenerationError,
-    ReplicaError,
-    WeightSyncError,
-)
+from torchtitan_rl.errors import DeadlineError, GenerationError, WeightSyncError
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.pausing import leave_to_pin
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
-from torchtitan_rl.routing.weight_sync import WeightSync
+from torchtitan_rl.routing.weight_sync import LOSSES, WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -152,7 +147,7 @@ async def _prepare(
     slot.pinned_weights = target
     try:
         await weights.bring(slot, target)
-    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+    except LOSSES as error:
         slots.mark_dead(slot, error)
         raise WeightSyncError(
             f"{slot.name} could not be brought to version {target.version} for a pin: {error}"
@@ -173,5 +168,5 @@ async def _restore(slots: Slots, weights: WeightSync, slot: Slot) -> None:
                 "it cannot get them back"
             )
         await weights.bring(slot, slot.pinned_weights)
-    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+    except LOSSES as error:
         slots.mark_dead(slot, error)

@@ -13,8 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
+from torchtitan_rl.errors import DeadlineError, GenerationError
 from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
@@ -243,16 +242,11 @@ class GeneratorRouter:
         return {slot.name: stat for slot, stat in zip(live, stats, strict=True) if stat}
 
     async def _stats(self, slot: Slot) -> EngineStats | None:
-        try:
-            async with deadline(_STATS_TIMEOUT_S):
-                stats = await self._slots.answer(slot, slot.replica.execute(ReadStats()))
+        reading = slot.replica.execute(ReadStats())
+        stats = await self._slots.ask(slot, reading, timeout_s=_STATS_TIMEOUT_S)
+        if stats is not None:
             slot.note_sampled(stats.generated_tokens)
-            return stats
-        except ReplicaError as error:
-            self._slots.mark_dead(slot, error)
-        except (TimeoutError, DeadlineError):
-            pass  # busy with something long, which has a deadline of its own
-        return None
+        return stats
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every replica's cause, where none takes requests."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import (
-    DeadlineError,
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
@@ -37,10 +36,8 @@ from torchtitan_rl.types import (
     OnProgress,
 )
 
-_ABORT_TIMEOUT_S = 30.0  # until the replica knows
-_END_TIMEOUT_S = (
-    900.0  # until it has ended what was aborted: swaps and stalls have their own limits
-)
+_ABORT_TIMEOUT_S = 30.0  # until the replica has the abort
+_END_TIMEOUT_S = 900.0  # until the aborted piece has ended
 _MAX_ENGINE_FAILURES = 2  # under one request
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
@@ -291,15 +288,9 @@ class RunningRequests:
             await asyncio.wait({sampling})
 
     async def _abort_piece(self, running: _Running) -> None:
-        """End what the replica samples for a request whose caller no longer waits."""
+        """Abort the running piece on its replica."""
         slot, piece_id = running.slot, running.piece_id
         if slot is None or piece_id is None or not running.is_sent:
             return
-        try:
-            async with deadline(_ABORT_TIMEOUT_S):
-                await self._slots.answer(slot, slot.replica.abort((piece_id,)))
-        except ReplicaError as error:
-            self._slots.mark_dead(slot, error)
-        except (TimeoutError, DeadlineError):
-            message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
-            self._slots.mark_dead(slot, ReplicaError(message))
+        abort = slot.replica.abort((piece_id,))
+        await self._slots.ask(slot, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import ConfigError, GenerationError, ReplicaError
+from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.futures import copy_of
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.load_index import LoadIndex
@@ -160,6 +160,25 @@ class Slots:
         if task.cancelled() and not slot.is_live:
             raise loss_of(slot)
         return task.result()
+
+    async def ask(
+        self, slot: Slot, work: Coroutine[Any, Any, _T], *, timeout_s: float, required: str = ""
+    ) -> _T | None:
+        """`answer`, or None where the replica is lost, and hence dead, or exceeds ``timeout_s``.
+
+        ``required``, such as "resume": a replica that does not do it in time is dead, too.
+        """
+        try:
+            async with deadline(timeout_s):
+                return await self.answer(slot, work)
+        except ReplicaError as error:
+            self.mark_dead(slot, error)
+        except (TimeoutError, DeadlineError) as error:
+            if required:
+                lost = ReplicaError(f"{slot.name} did not {required} within {timeout_s:.0f} s")
+                lost.__cause__ = error
+                self.mark_dead(slot, lost)
+        return None
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every cause, where no replica takes requests any more."""

@@ -23,7 +23,8 @@ from torchtitan_rl.weights.handle import WeightHandle
 SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]
 
-_LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+"""What a fetch or a swap raises where its replica is to be marked dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,7 @@ class WeightSync:
                     continue
                 self._slots.mark_dead(slot, error)
                 return
-            except _LOSSES as error:
+            except LOSSES as error:
                 self._slots.mark_dead(slot, error)
                 return
             if self._order == "one_by_one":
@@ -191,7 +192,7 @@ class WeightSync:
                 return  # it follows again when the pin ends, or it wakes up
             try:
                 await self._swap(slot, handle, stage_s)
-            except _LOSSES as error:
+            except LOSSES as error:
                 self._slots.mark_dead(slot, error)
 
     async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
