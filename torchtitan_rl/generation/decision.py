@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.generation.engine import Admission
+from torchtitan_rl.errors import ConfigError, WeightSyncError
+from torchtitan_rl.generation.engine import Admission, Engine
 
 PauseMode = Literal["keep", "abort", "wait"]
 """What a pause does to running requests: they freeze with their KV, they end with the tokens they
@@ -54,6 +54,23 @@ class KvPolicy:
             resets=self.reset_prefix_cache, recomputes=self.recompute_running
         ):
             raise ConfigError(errors)
+
+    def apply(self, engine: Engine, *, running: int, what: str) -> bool:
+        """Apply it while ``running`` requests are unfinished; True where those recompute.
+
+        Raises:
+            WeightSyncError: ``what`` (replica and version) left old prefixes in the cache.
+        """
+        if not self.reset_prefix_cache:
+            return False
+        was_reset = engine.reset_prefix_cache(recompute_running=self.recompute_running)
+        # While running requests keep their KV a refusal is expected; the engine itself keeps later
+        # requests from reading old blocks (see `Engine.swap_weights`).
+        if not was_reset and (self.recompute_running or running == 0):
+            raise WeightSyncError(
+                f"{what}: the prefix cache was not reset ({running} requests unfinished)"
+            )
+        return self.recompute_running and running > 0
 
 
 def kv_policy_errors(

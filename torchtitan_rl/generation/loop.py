@@ -39,7 +39,6 @@ from torchtitan_rl.generation.decision import Action, LoopDecision
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
 from torchtitan_rl.generation.futures import done_future, fail_future, failed_future
 from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
 from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
 from torchtitan_rl.generation.stall import Pulse
@@ -285,9 +284,11 @@ class EngineLoop:
         running = self._engine.num_unfinished()
         with self._work("swap weights", version=decision.version):
             self._engine.swap_weights(decision.version)
-        what = f"{self._config.name}: version {decision.version}"
-        with self._work("reset prefix cache"):
-            recomputed = refresh_kv(self._engine, decision.kv_policy, running=running, what=what)
+        recomputed = False
+        if decision.kv_policy is not None:
+            what = f"{self._config.name}: version {decision.version}"
+            with self._work("reset prefix cache"):
+                recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
         if not self._is_leader:
             return
         with self._lock:

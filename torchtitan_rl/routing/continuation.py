@@ -21,6 +21,7 @@ from torchtitan_rl.types import (
     CompletionMetrics,
     FinishReason,
     GenerationRequest,
+    Progress,
 )
 
 
@@ -97,6 +98,18 @@ def continued_seed(seed: int, tokens: Sequence[int]) -> int:
     for value in (seed, *tokens):
         digest.update(value.to_bytes(8, "little", signed=value < 0))
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
+    """The tokens of consecutive progress reports, as a completion that was aborted after them."""
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(token for one in progress for token in one.token_ids),
+        logprobs=tuple(logprob for one in progress for logprob in one.logprobs),
+        version_runs=progress[-1].version_runs if progress else (),
+        finish_reason=FinishReason.ABORT,
+        top_logprobs=tuple(top for one in progress for top in one.top_logprobs),
+    )
 
 
 def join(request_id: str, pieces: Sequence[Completion]) -> Completion:

@@ -6,40 +6,16 @@ and in order, in whatever pieces they came; a reported token is never lost with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torchtitan_rl.generation.versions import join_runs
-from torchtitan_rl.routing.continuation import join
+from torchtitan_rl.routing.continuation import join, reported
 from torchtitan_rl.types import (
     Completion,
-    FinishReason,
     GenerationRequest,
     OnProgress,
     Progress,
     TopLogprobs,
     VersionRun,
 )
-
-
-@dataclass(slots=True)
-class _Piece:
-    """The reported tokens of the running piece."""
-
-    piece_id: str | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    runs: tuple[VersionRun, ...] = ()
-
-    def known(self) -> Completion:
-        return Completion(
-            request_id=self.piece_id or "",
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            version_runs=self.runs,
-            finish_reason=FinishReason.ABORT,
-            top_logprobs=tuple(self.top_logprobs),
-        )
 
 
 class PartialTokens:
@@ -50,7 +26,8 @@ class PartialTokens:
         self._on_progress = on_progress
         self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
         self._num_told = self._num_resumed = len(self._so_far.token_ids)
-        self._piece = _Piece()
+        self._piece_id: str | None = None  # of the running piece
+        self._piece: list[Progress] = []
 
     @property
     def streams(self) -> bool:
@@ -69,12 +46,14 @@ class PartialTokens:
     @property
     def known(self) -> Completion:
         """`so_far`, and the reported tokens of the running piece."""
-        piece = self._piece.known()
-        return join(self._request_id, [self._so_far, piece]) if piece.token_ids else self._so_far
+        if not self._piece:
+            return self._so_far
+        piece = reported(self._request_id, self._piece)
+        return join(self._request_id, [self._so_far, piece])
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
-        self._piece = _Piece(piece_id)
+        self._piece_id = piece_id
         start = self._num_told
         if start < len(self._so_far.token_ids):
             self._tell(
@@ -86,26 +65,22 @@ class PartialTokens:
 
     def hear(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
-        piece = self._piece
-        if progress.request_id != piece.piece_id:
+        if progress.request_id != self._piece_id:
             return
-        piece.token_ids += progress.token_ids
-        piece.logprobs += progress.logprobs
-        piece.top_logprobs += progress.top_logprobs
-        piece.runs = progress.version_runs
-        runs = join_runs(self._so_far.version_runs, piece.runs, length=len(self._so_far.token_ids))
+        self._piece.append(progress)
+        num_before = len(self._so_far.token_ids)
+        runs = join_runs(self._so_far.version_runs, progress.version_runs, length=num_before)
         self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
 
     def end_piece(self, done: Completion) -> None:
         self._so_far = join(self._request_id, [self._so_far, done])
-        self._piece = _Piece()
+        self._piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
         """End the piece of a lost replica; returns the number of its known tokens, which stay."""
-        before = len(self._so_far.token_ids)
-        self._so_far = self.known
-        self._piece = _Piece()
-        return len(self._so_far.token_ids) - before
+        num_before = len(self._so_far.token_ids)
+        self.end_piece(reported(self._request_id, self._piece))
+        return len(self._so_far.token_ids) - num_before
 
     def _tell(
         self,

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
+from torchtitan_rl.routing.continuation import reported
 from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
@@ -174,7 +175,7 @@ class SessionRecording:
             self._held_tokens += turn.num_tokens
             return completion
         except asyncio.CancelledError:  # the router did not return the aborted request in time
-            turn.complete_from_partial(request.request_id)
+            turn.completion = reported(request.request_id, turn.partial)
             raise
         except Exception as error:
             is_expected = isinstance(error, GenerationError)

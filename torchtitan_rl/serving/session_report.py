@@ -17,7 +17,6 @@ from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episode
 from torchtitan_rl.types import (
     Completion,
     Episode,
-    FinishReason,
     GenerationRequest,
     Progress,
     Rollout,
@@ -66,15 +65,6 @@ class SessionTurn:
             prompt_token_ids=request.prompt_token_ids,
             temperature=sampling.temperature,
             is_truncated=replace(sampling, engine_options=options).truncates,
-        )
-
-    def complete_from_partial(self, request_id: str) -> None:
-        self.completion = Completion(
-            request_id=request_id,
-            token_ids=tuple(token for p in self.partial for token in p.token_ids),
-            logprobs=tuple(logprob for p in self.partial for logprob in p.logprobs),
-            version_runs=self.partial[-1].version_runs if self.partial else (),
-            finish_reason=FinishReason.ABORT,
         )
 
 
