@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -13,6 +13,7 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.stepped_engine import GivingUpEngine
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     GenerationError,
@@ -20,7 +21,7 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
+from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
@@ -275,21 +276,9 @@ async def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_can
     assert router.outstanding_tokens() == {"r": 0}
 
 
-class GivingUp(ScriptedEngine):
-    """Gives up every request whose id begins with "bad" where another would end."""
-
-    def step(self) -> list:
-        return [
-            replace(output, refusal="no token is left")
-            if output.request_id.startswith("bad")
-            else output
-            for output in super().step()
-        ]
-
-
 @on_event_loop
 async def test_cancels_aborts_pulls_and_refusals_of_an_engine_loop_lose_no_token() -> None:
-    with running_loop(GivingUp(step_delay_s=0.0005, max_running=4)) as loop:
+    with running_loop(GivingUpEngine(step_delay_s=0.0005, max_running=4)) as loop:
         ended = Ended()
         replica = loop_replica("r", loop)
         router = GeneratorRouter([replica], on_ended=ended)
