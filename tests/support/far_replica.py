@@ -186,8 +186,7 @@ class FarReplica:
                 continue
             self._runs_of[request.request_id] = (VersionRun(0, engine.version),)
             self.resumed.append(request.num_resumed > 0)
-            if submission.hears:
-                self._listening[request.request_id] = 0
+            self._listening[request.request_id] = 0
             engine.add_request(Admission(request=request, arrival_s=0.0))
         self._inbox = kept
 

@@ -30,10 +30,9 @@ IDLE_S = 30.0  # a poll without messages returns after this time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """``hears``: with progress reports; ``streams``: within milliseconds."""
+    """``streams``: its progress is reported within milliseconds, else about every second."""
 
     request: GenerationRequest
-    hears: bool = False
     streams: bool = False
 
 
@@ -100,9 +99,7 @@ class EngineServer:
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request
-        listener = None
-        if submission.hears:
-            listener = Listener(sink=self._hear, streams=submission.streams)
+        listener = Listener(sink=self._hear, streams=submission.streams)
         with self._lock:
             self._num_running += 1
         try:

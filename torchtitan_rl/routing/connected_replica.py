@@ -111,7 +111,7 @@ class ConnectedReplica(Generic[PeerT]):
                 )
             await asyncio.wait({earlier.future})
             self._require_replica()
-        submission = Submission(request=request, hears=on_progress is not None, streams=streams)
+        submission = Submission(request=request, streams=streams)
         call = self._call(request_id, submission, on_progress)
         try:
             completion: Completion = await asyncio.shield(call.future)

@@ -96,7 +96,7 @@ def test_progress_is_heard_before_the_end_and_by_those_who_asked() -> None:
         (batch,) = wire.batches
         payloads = [one.payload for one in batch if isinstance(one, Call)]
         assert payloads == [
-            Submission(request=request("s"), hears=True, streams=True),
+            Submission(request=request("s"), streams=True),
             Submission(request=request("q")),
         ]
         wire.tell(progress("s"), progress("q"), done("s"), done("q"))
