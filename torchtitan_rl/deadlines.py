@@ -1,7 +1,7 @@
-"""Time-outs that do not count time in which this process itself stood still.
+"""Time-outs that do not count time in which this process was stopped.
 
-A process that was stopped (Ctrl-Z, a debugger, a laptop that slept) finds all its deadlines over
-when it goes on, though the answers are there and only have to be read.
+When a stopped process continues (after Ctrl-Z, a debugger, a suspended laptop), all its deadlines
+have passed, although the answers have arrived and only have to be read.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-STOOD_STILL_S = 5.0  # a timer that is later than this was not late by load alone
+STOOD_STILL_S = 5.0  # load alone does not delay a timer by more than this
 
 
 @asynccontextmanager
 async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """As `asyncio.timeout`, but where the event loop gets to look at the deadline more than 5 s
-    after it was over, the time begins anew.
+    """As `asyncio.timeout`, but the time starts again where the event loop finds that the deadline
+    passed more than 5 s ago.
 
     Raises:
         TimeoutError: the block took longer than ``delay_s`` (None: it may take any time).

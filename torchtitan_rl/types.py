@@ -281,19 +281,14 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """What an engine has sampled, read between two steps.
+    """An engine's own counts of tokens, read between two steps.
 
-    ``partials``: the tokens of each unfinished request on the engine, by id, with ABORT as the
-    finish reason. ``sampled_tokens``: all tokens that the engine has sampled since it was built, by
-    its own count: those of ``partials`` and of all requests that ended before.
+    ``sampled_tokens``: of all requests since the engine was built; ``running_tokens``: of those
+    that are unfinished.
     """
 
-    partials: Mapping[str, Completion]
     sampled_tokens: int
-
-
-OnReading = Callable[[EngineReading], None]
-"""Called on the event loop that asked, in order with the completions; must not raise."""
+    running_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from typing import Any
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.generation.commands import Pause, ReadTokens, Resume
 from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.generation.outstanding import Listener
+from torchtitan_rl.routing.partial_tokens import PartialTokens
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.types import Completion, GenerationRequest, Progress
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
 WAIT_S = 120.0
@@ -29,11 +31,21 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
         is_paused.set()
 
     engine.triggers = {FREEZE_STEP: pause}
-    futures = {item.request_id: loop.submit(item) for item in requests}
+    partials = {item.request_id: PartialTokens(item) for item in requests}
+
+    def hear(batch: tuple[Progress, ...]) -> None:
+        for progress in batch:
+            partials[progress.request_id].hear(progress)
+
+    futures = {}
+    for item in requests:
+        partials[item.request_id].start_piece(item.request_id)
+        futures[item.request_id] = loop.submit(item, Listener(sink=hear))
     loop.start()
     assert is_paused.wait(WAIT_S)
     seen.pop("acknowledged").result(WAIT_S)
-    seen["partials"] = loop.execute(ReadTokens()).result(WAIT_S).partials
+    loop.execute(ReadTokens()).result(WAIT_S)
+    seen["partials"] = {name: partial.known for name, partial in partials.items()}
     seen["steps-while-paused"] = engine.steps
     loop.execute(Resume())
     seen["done"] = {name: future.result(WAIT_S) for name, future in futures.items()}

@@ -22,10 +22,10 @@ from torchtitan_rl.generation.commands import (
 from torchtitan_rl.generation.engine import Admission, EngineOutput
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
-from torchtitan_rl.generation.versions import VersionLedger
+from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
-from torchtitan_rl.types import Completion, EngineReading, FinishReason, Progress, PullReport
+from torchtitan_rl.types import Completion, EngineReading, Progress, PullReport, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 
 
@@ -48,7 +48,7 @@ class FarReplica:
         self._name = name
         self.engine = engine or ScriptedEngine(eos_token_id=7, vocab_size=40)
         self.latency_s, self.step_s = latency_s, step_s
-        self._versions = VersionLedger(self.engine.version)
+        self._runs_of: dict[str, tuple[VersionRun, ...]] = {}
         self._inbox: list[Submission] = []
         self._listening: dict[str, int] = {}  # tokens told
         self._news: list[FromReplica] = []
@@ -135,7 +135,11 @@ class FarReplica:
     async def _execute(self, command: EngineCommand[Any]) -> Any:
         match command:
             case ReadTokens():
-                return self._reading()
+                self._tell()
+                return EngineReading(
+                    sampled_tokens=self.engine.stats().generated_tokens,
+                    running_tokens=sum(self.engine.generated_lengths().values()),
+                )
             case ReadStats():
                 return self.engine.stats()
             case Resume():
@@ -145,7 +149,9 @@ class FarReplica:
         await self._moves.wait()
         match command:
             case Pull(version):
-                self._versions.pull(version, self.engine.generated_lengths())
+                for name, length in self.engine.generated_lengths().items():
+                    runs = self._runs_of[name]
+                    self._runs_of[name] = add_run(runs, length=length, version=version)
                 self.engine.swap_weights(version)
                 self._admit()
                 return PullReport(
@@ -168,13 +174,6 @@ class FarReplica:
     def _abort_all(self) -> None:
         self._end(self.engine.abort(tuple(self.engine.generated_lengths())))
 
-    def _reading(self) -> EngineReading:
-        outputs = self.engine.partial_outputs()
-        return EngineReading(
-            partials={one.request_id: self._completion(one, is_over=False) for one in outputs},
-            sampled_tokens=self.engine.stats().generated_tokens,
-        )
-
     def _admit(self, also: tuple[str, ...] = ()) -> None:
         """What came, where the engine is not stopped; those in ``also`` in any case."""
         engine = self.engine
@@ -185,10 +184,9 @@ class FarReplica:
             if is_held and request.request_id not in also:
                 kept.append(submission)
                 continue
-            self._versions.admit(request.request_id)
+            self._runs_of[request.request_id] = (VersionRun(0, engine.version),)
             self.resumed.append(request.num_resumed > 0)
-            if submission.hears:
-                self._listening[request.request_id] = 0
+            self._listening[request.request_id] = 0
             engine.add_request(Admission(request=request, arrival_s=0.0))
         self._inbox = kept
 
@@ -235,27 +233,27 @@ class FarReplica:
                     start=start,
                     token_ids=output.token_ids,
                     logprobs=output.logprobs,
-                    version_runs=self._versions.so_far(name, end),
+                    version_runs=runs_before(self._runs_of[name], end),
                 )
             )
 
     def _end(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             self._listening.pop(output.request_id, None)
-            completion = self._completion(output, is_over=True)
+            completion = self._completion(output)
             if self.dropped_ends:
                 self.dropped_ends -= 1
             else:
                 self._tell_of(End(call_id=output.request_id, result=completion))
 
-    def _completion(self, output: EngineOutput, *, is_over: bool) -> Completion:
-        runs = self._versions.finish if is_over else self._versions.so_far
+    def _completion(self, output: EngineOutput) -> Completion:
+        runs = self._runs_of.pop(output.request_id)
         return Completion(
             request_id=output.request_id,
             token_ids=output.token_ids,
             logprobs=output.logprobs,
-            version_runs=runs(output.request_id, len(output.token_ids)),
-            finish_reason=output.finish_reason if is_over else FinishReason.ABORT,
+            version_runs=runs_before(runs, len(output.token_ids)),
+            finish_reason=output.finish_reason,
             replica=self.name,
             stop_reason=output.stop_reason,
         )

@@ -152,7 +152,7 @@ class GatedReplica:
             case Pull(version):
                 return await self._pull(version)
             case ReadTokens():
-                return EngineReading(partials={}, sampled_tokens=self.sampled)
+                return EngineReading(sampled_tokens=self.sampled, running_tokens=0)
             case ReadStats():
                 return self._stats()
             case _:

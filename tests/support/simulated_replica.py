@@ -272,8 +272,13 @@ class SimReplica:
 
     async def _read(self, on_reading: Callable[[EngineReading], None] | None) -> EngineReading:
         await self._reach("read")
-        partials = {name: call.completion(FinishReason.ABORT) for name, call in self._calls.items()}
-        reading = EngineReading(partials=partials, sampled_tokens=self.sampled)
+        now, running = asyncio.get_running_loop().time(), self._calls.values()
+        for call in running:
+            if call.num_told < len(call.tokens) and not call.is_given_up:
+                self._tell(call, now)
+        reading = EngineReading(
+            sampled_tokens=self.sampled, running_tokens=sum(len(call.tokens) for call in running)
+        )
 
         def hear() -> None:
             if on_reading is not None and not self.is_dead:

@@ -1,8 +1,9 @@
-"""A scripted engine that steps when it is told to, for tests of the engine loop."""
+"""Scripted engines with steps on demand, or that give requests up, for tests of the engine loop."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.types import GenerationRequest, SamplingParams
@@ -28,6 +29,18 @@ class SteppedEngine(ScriptedEngine):
         for _ in range(steps):
             self.permits.release()
             assert self.asked.acquire(timeout=WAIT_S)
+
+
+class GivingUpEngine(ScriptedEngine):
+    """Gives up every request whose id begins with "bad" where another would end."""
+
+    def step(self) -> list:
+        return [
+            replace(output, refusal="no token is left")
+            if output.request_id.startswith("bad")
+            else output
+            for output in super().step()
+        ]
 
 
 def request(name: str, max_tokens: int = 4, *, prompt: tuple[int, ...] = (1, 2, 3)):

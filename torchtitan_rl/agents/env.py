@@ -31,8 +31,7 @@ from torchtitan_rl.agents.agent import Agent, AgentError, AgentHost, AgentResult
 from torchtitan_rl.agents.running import RunningAgent
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
     Completion,

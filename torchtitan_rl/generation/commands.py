@@ -1,4 +1,4 @@
-"""What an engine loop can be told to do besides completing requests: one dataclass per command.
+"""The commands of an engine loop: one dataclass for each.
 
 A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
 its answer travels back. To add one, define it here, issue it in the router and execute it in the
@@ -28,8 +28,8 @@ class Pause(EngineCommand[None]):
 
     Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
     or finish first (``wait``); new ones queue, in each case, until `Resume`. Pulls and aborts
-    go on. Where another pause still waits, the later mode holds for both; one that `Resume`
-    overtakes fails with a `GenerationError`.
+    continue. Where another pause still waits, the later mode holds for both; one that a `Resume`
+    ends before it is answered fails with a `GenerationError`.
     """
 
     mode: PauseMode
@@ -37,21 +37,21 @@ class Pause(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(EngineCommand[None]):
-    """Go on where a pause stopped; without one nothing happens."""
+    """End a pause; no effect without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep(EngineCommand[None]):
-    """Pause by abort, then give the memory of all ranks back; answered once they have.
+    """Pause by abort, then release the device memory of all ranks; answered when that is done.
 
-    Nothing is stepped until a `Pull` after `WakeUp` has brought weights, whatever `Resume`
-    says; a pull that is asked for meanwhile waits for the wake-up.
+    No step follows before `WakeUp` and then a `Pull` of new weights, even after a `Resume`. A
+    pull that is requested while the engine sleeps waits for the wake-up.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp(EngineCommand[None]):
-    """Take the memory back on all ranks. The loop is still paused, and without weights."""
+    """Allocate the memory again on all ranks. The loop stays paused, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,11 @@ class Pull(EngineCommand[PullReport]):
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens(EngineCommand[EngineReading]):
-    """What each request that the engine holds has so far, and how many tokens all have sampled.
+    """Report the progress of every running request now, and count the engine's tokens.
 
-    Read between two steps: exact in tokens, logprobs and versions. It disturbs no step. Requests
-    that ended before have ended for their callers, too, when it is answered.
+    Both are read between two steps, which go on afterwards. When the answer arrives, callers know
+    all tokens, logprobs and versions of that moment, and requests that ended before it have ended
+    for their callers.
     """
 
 

@@ -1,7 +1,7 @@
-"""What rank 0 decides and every rank of a replica applies, one decision per loop iteration.
+"""The decision that rank 0 makes and every rank of a replica applies, one per loop iteration.
 
-A decision carries all that must be equal on all ranks. Its bytes only travel between the ranks of
-one replica, which trust each other.
+It carries all that must be equal on all ranks. Its bytes travel only between the ranks of one
+replica, which trust each other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.generation.engine import Admission
+from torchtitan_rl.errors import ConfigError, WeightSyncError
+from torchtitan_rl.generation.engine import Admission, Engine
 
 PauseMode = Literal["keep", "abort", "wait"]
 """What a pause does to running requests: they freeze with their KV, they end with the tokens they
@@ -20,11 +20,11 @@ have, or they finish first. New ones queue in each case."""
 
 
 class Power(StrEnum):
-    """Whether an engine could step. `sleep` loses the weights, so only a pull makes it AWAKE."""
+    """Whether an engine can step. A sleep loses the weights, so only a pull makes it AWAKE."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
-    EMPTY = "empty"  # woken up, and without weights
+    EMPTY = "empty"  # woken up, without weights
 
 
 class Action(StrEnum):
@@ -32,15 +32,15 @@ class Action(StrEnum):
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache, then step
-    PAUSE = "pause"  # end all requests if so decided, then meet the other ranks between two steps
-    SLEEP = "sleep"  # the same, then give the device's memory back
-    WAKE_UP = "wake_up"  # take it back; the weights are those of the next pull
+    PAUSE = "pause"  # abort all requests if so decided, then wait for the other ranks
+    SLEEP = "sleep"  # the same, and release the device's memory
+    WAKE_UP = "wake_up"  # allocate it again; the next pull brings the weights
     CLOSE = "close"  # leave the loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPolicy:
-    """What a pull does to KV that older weights computed.
+    """The treatment of KV that older weights computed, at a pull.
 
     ``reset_prefix_cache``: no request admitted later reads such KV. ``recompute_running``: running
     requests prefill again under the new weights; else they keep what they have.
@@ -55,11 +55,28 @@ class KvPolicy:
         ):
             raise ConfigError(errors)
 
+    def apply(self, engine: Engine, *, running: int, what: str) -> bool:
+        """Apply it while ``running`` requests are unfinished; True where those recompute.
+
+        Raises:
+            WeightSyncError: ``what`` (replica and version) left old prefixes in the cache.
+        """
+        if not self.reset_prefix_cache:
+            return False
+        was_reset = engine.reset_prefix_cache(recompute_running=self.recompute_running)
+        # While running requests keep their KV a refusal is expected; the engine itself keeps later
+        # requests from reading old blocks (see `Engine.swap_weights`).
+        if not was_reset and (self.recompute_running or running == 0):
+            raise WeightSyncError(
+                f"{what}: the prefix cache was not reset ({running} requests unfinished)"
+            )
+        return self.recompute_running and running > 0
+
 
 def kv_policy_errors(
     *, resets: bool, recomputes: bool, drains: bool = False, is_batch_invariant: bool = False
 ) -> list[str]:
-    """Combinations that cannot be right, one message each; ``drains``: weight_sync.mode."""
+    """Contradictory combinations, one message each; ``drains``: weight_sync.mode."""
     if resets:
         return []
     needs_reset = {
@@ -79,8 +96,8 @@ class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
     STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``: what decodes waits for no
-    further decision. PAUSE reads ``aborts_all``.
+    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``, so that decoding continues
+    without a further decision. PAUSE and SLEEP read ``aborts_all``.
     """
 
     action: Action

@@ -22,7 +22,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request with everything that must be equal on all ranks: its arrival time, above all."""
+    """A request, and its arrival time, which must be equal on all ranks."""
 
     request: GenerationRequest
     arrival_s: float  # time.time() of rank 0 when it entered the inbox
@@ -30,13 +30,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """One request that ended in a step or by an abort, or, with ABORT as its reason, what one that
-    still runs has so far. Times are time.monotonic() seconds.
+    """A request that ended in a step or by an abort; or, with ABORT as the finish reason, tokens of
+    one that still runs. Times are time.monotonic() seconds.
 
     ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
-    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be gone on
-    with, such as constraints that leave it no token: it fails alone, and what it has sampled goes
-    with its error.
+    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be
+    continued, such as constraints that leave it no token: it fails alone, and its error carries
+    what it has sampled.
     """
 
     request_id: str
@@ -80,18 +80,14 @@ class Engine(Protocol):
         """Tokens sampled so far, for each unfinished request."""
         ...
 
-    def partial_outputs(self) -> list[EngineOutput]:
-        """What each unfinished request has so far. Read on rank 0 alone: it changes nothing."""
-        ...
-
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
         """For each of these unfinished requests that has tokens from index ``start`` on: those
         tokens alone, with ABORT as the reason. Read on rank 0 alone: it changes nothing."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back; all requests have ended. `wake_up`, then `swap_weights`,
-        come before the next step."""
+        """Release the device's memory; all requests have ended. `wake_up`, then `swap_weights`,
+        precede the next step."""
         ...
 
     def wake_up(self) -> None: ...
@@ -99,8 +95,8 @@ class Engine(Protocol):
     def swap_weights(self, version: int) -> None:
         """Copy the staged weights of ``version`` into the model.
 
-        Requests added later read no prefix blocks from before, unless the engine was configured
-        to share them, whatever `reset_prefix_cache` can do.
+        Requests added later read no earlier prefix blocks, also where `reset_prefix_cache` fails,
+        unless the engine was configured to share them.
 
         Raises:
             WeightSyncError: that version is not staged, or a tensor does not fit.

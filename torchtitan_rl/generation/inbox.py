@@ -1,10 +1,12 @@
-"""Where rank 0 queues what callers want, and how it is turned into the next decision.
+"""Where rank 0 queues requests and commands, and how they become the next decision.
 
 Invariants: what is put in leaves exactly once, in a decision; close goes before a pull, a pull
 before a pause, a pause before admissions and aborts; at most one pull and one pause wait (the
-latest). While it is held (paused, or waiting to be) nothing is admitted, and while it is paused
-nothing is stepped; pulls and aborts go on. From a sleep on, which is a pause, too, nothing is
-stepped or admitted before a pull after the wake-up, resumed or not. Waiting never spins.
+latest). While the inbox is held (paused, or waiting for a pause) nothing is admitted; while it is
+paused nothing is stepped; pulls and aborts go on. A sleep is a pause, too: after it nothing is
+stepped or admitted before a pull that follows the wake-up, resumed or not. Waiting never spins.
+Each command has one future, which is resolved, failed by the caller of `drain` or `resume`, or
+still waits here.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from torchtitan_rl.generation.commands import (
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
 from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
-from torchtitan_rl.types import EngineReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Queued:
         return self.pause is not None and (self.pause != "wait" or is_idle)
 
     def has_news(self, *, is_idle: bool) -> bool:
-        """Is there something to decide beside going on as before?"""
+        """Whether there is anything to decide but to go on stepping."""
         return (
             self.must_close
             or self.pull_is_due
@@ -94,7 +95,7 @@ def decide(
         return pause, replace(queued, pause=None, is_paused=True)
     admitted, kept = queued.admissions, queued.admissions[:0]
     if queued.is_held:
-        # One that is to end at once is admitted all the same: the engine knows how to end it.
+        # A request that is aborted is admitted all the same: the engine knows how to end it.
         aborts = frozenset(queued.aborts)
         admitted = tuple(a for a in queued.admissions if a.request.request_id in aborts)
         kept = tuple(a for a in queued.admissions if a.request.request_id not in aborts)
@@ -126,7 +127,8 @@ class Inbox:
         self._admissions: list[Admission] = []
         self._aborts: list[str] = []
         self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
-        self._readers: list[Future[EngineReading]] = []
+        self._readers: list[Future[Any]] = []
+        self._answering: list[Future[Any]] = []  # of what the loop is doing now
 
     def admit(self, admission: Admission) -> None:
         with self._changed:
@@ -139,52 +141,57 @@ class Inbox:
             self._changed.notify()
 
     def ask(self, command: EngineCommand[Any]) -> Future[Any]:
-        """Queue a command. A pull, and a pause, that waits already is replaced; who waits for it
-        waits on. Sleeps and wake-ups are decided in the order they were asked for."""
+        """Queue a command. It replaces a pull, or a pause, that waits already; the futures of both
+        get the answer to the later one. Sleeps and wake-ups are decided in order."""
         with self._changed:
             queued = self._queued
             match command:
                 case Pull(version):
                     self._queued = replace(queued, pull_version=version)
-                    return self._wait_for(Action.PULL)
+                    return self._wait_in(self._waiters[Action.PULL])
                 case Pause(mode):
                     # Running requests cannot finish while nothing is stepped.
                     is_paused = queued.is_paused and mode != "wait"
                     self._queued = replace(queued, pause=mode, is_paused=is_paused)
-                    return self._wait_for(Action.PAUSE)
+                    return self._wait_in(self._waiters[Action.PAUSE])
                 case Sleep():
                     self._queued = replace(queued, powers=(*queued.powers, Action.SLEEP))
-                    return self._wait_for(Action.SLEEP)
+                    return self._wait_in(self._waiters[Action.SLEEP])
                 case WakeUp():
                     self._queued = replace(queued, powers=(*queued.powers, Action.WAKE_UP))
-                    return self._wait_for(Action.WAKE_UP)
+                    return self._wait_in(self._waiters[Action.WAKE_UP])
                 case ReadTokens():
-                    future: Future[EngineReading] = uncancellable_future()
-                    self._readers.append(future)
-                    self._changed.notify()
-                    return future
+                    return self._wait_in(self._readers)
                 case _:
                     raise TypeError(f"no engine loop executes {command!r}")
 
     def resume(self) -> list[Future[None]]:
-        """Go on; returns the futures of those who wait for a pause that is not to be."""
+        """Go on; returns the futures of pauses that were not decided yet."""
         with self._changed:
             self._queued = replace(self._queued, pause=None, is_paused=False)
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
 
-    def take_readers(self) -> list[Future[EngineReading]]:
+    def take_readings(self) -> bool:
+        """Whether readings were asked for; the next `answer` is theirs."""
         with self._changed:
-            readers, self._readers = self._readers, []
-            return readers
+            self._answering, self._readers = self._readers, []
+            return bool(self._answering)
+
+    def answer(self, result: Any) -> None:
+        """Resolve the futures of the decision, or of the readings, that were taken last."""
+        with self._changed:
+            futures, self._answering = self._answering, []
+        for future in futures:
+            future.set_result(result)
 
     def drain(self) -> list[Future[Any]]:
-        """Give up what was asked for beside requests; returns the futures of those who wait."""
+        """Forget all commands; returns their futures."""
         with self._changed:
             futures = [one for waiting in self._waiters.values() for one in waiting]
-            futures += self._readers
+            futures += self._readers + self._answering
             self._waiters.clear()
-            self._readers = []
+            self._readers, self._answering = [], []
             self._queued = replace(self._queued, pull_version=None, powers=(), pause=None)
             return futures
 
@@ -194,7 +201,7 @@ class Inbox:
             self._changed.notify()
 
     def has_news(self) -> bool:
-        """Is there something for an engine that is stepping to be interrupted for?"""
+        """Whether an engine that is stepping is to be interrupted."""
         with self._changed:
             return self._has_news(is_idle=False)
 
@@ -208,8 +215,8 @@ class Inbox:
 
     def next_decision(
         self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
-    ) -> tuple[LoopDecision, list[Future[Any]]]:
-        """Take the next decision and the futures that wait for it.
+    ) -> LoopDecision:
+        """Take the next decision; the next `answer` is that of the commands it executes.
 
         With nothing to step (idle or paused) and no news it sleeps until there is some, or for
         ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
@@ -225,14 +232,15 @@ class Inbox:
             self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
             self._queued = replace(rest, admissions=(), aborts=())
             waiting = self._waiters[decision.action]
-            # Sleeps and wake-ups are applied one by one, all others for all who wait.
-            is_one = decision.action in (Action.SLEEP, Action.WAKE_UP)
-            self._waiters[decision.action] = waiting[1:] if is_one else []
-            return decision, waiting[:1] if is_one else waiting
+            # Sleeps and wake-ups are applied one by one, other commands together with their equals.
+            count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
+            self._answering = waiting[:count]
+            self._waiters[decision.action] = waiting[count:]
+            return decision
 
-    def _wait_for(self, action: Action) -> Future[Any]:
+    def _wait_in(self, futures: list[Future[Any]]) -> Future[Any]:
         future = uncancellable_future()
-        self._waiters[action].append(future)
+        futures.append(future)
         self._changed.notify()
         return future
 

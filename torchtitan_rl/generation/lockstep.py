@@ -41,7 +41,7 @@ class SoloChannel:
 
     def broadcast(self, data: bytes | None) -> bytes:
         if data is None:
-            raise ValueError("the only rank of a replica has nobody to hear from")
+            raise ValueError("the only rank of a replica decides: give it data")
         return data
 
     def barrier(self) -> None:

@@ -1,15 +1,17 @@
 """The engine loop of one rank: takes or receives decisions and applies them, in its own thread.
 
-Rank 0 (the leader) owns the inbox and the futures; the other ranks apply what is broadcast.
+Rank 0 (the leader) owns the inbox and the outstanding requests; the other ranks apply what is
+broadcast.
 
 Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
 - Every future ends: with a completion, with `LoopFailedError` (its cause attached) once a step,
   broadcast or pull has failed, or with `LoopClosedError`. That holds for later calls, too.
-- A pause is acknowledged once every rank is between two steps; until `resume` none is run then,
-  nor, once it slept, before new weights were pulled.
+- A pause is acknowledged once every rank is between two steps. No step follows before `Resume`,
+  nor, after a sleep, before new weights were pulled.
 - With several ranks each runs exactly the decided steps, unless nothing is left to step: a rank
-  that stopped alone would leave the others in a collective. With one rank it stops for the inbox.
+  that stopped alone would leave the others in a collective. A single rank stops early for its
+  inbox.
 """
 
 from __future__ import annotations
@@ -35,16 +37,10 @@ from torchtitan_rl.generation.commands import EngineCommand, ReadStats, Resume
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, LoopDecision
 from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
-from torchtitan_rl.generation.futures import (
-    OutstandingRequests,
-    done_future,
-    fail_future,
-    failed_future,
-)
+from torchtitan_rl.generation.futures import done_future, fail_future, failed_future
 from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.kv import refresh_kv
 from torchtitan_rl.generation.lockstep import LockstepChannel
-from torchtitan_rl.generation.progress import Listener, ProgressBook
+from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
 from torchtitan_rl.generation.stall import Pulse
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
@@ -61,8 +57,8 @@ T = TypeVar("T")
 
 
 class OnWork(Protocol):
-    """Is told, in the loop's thread, of each piece of work that the engine did: a ``step``, a
-    weight swap and so on, between two readings of ``time.perf_counter_ns()``."""
+    """Called in the loop's thread after each piece of work of the engine (a ``step``, a weight swap
+    and so on), with its start and end by ``time.perf_counter_ns()``."""
 
     def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None: ...
 
@@ -72,8 +68,8 @@ class EngineLoop:
 
     ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or None
     after a close. A follower that failed must end its process there: the other ranks may wait for
-    it inside a collective. ``on_pulled`` is told, on every rank, of each version that was swapped
-    in; ``on_work`` of what the engine did. Both must neither block nor raise.
+    it inside a collective. ``on_pulled`` gets, on every rank, each version that was swapped in.
+    It and ``on_work`` must neither block nor raise.
     """
 
     def __init__(
@@ -96,13 +92,13 @@ class EngineLoop:
         self._on_work = on_work
         self._limits = engine.limits
         self._inbox = Inbox()
-        self._lock = threading.Lock()  # guards the three below
-        book = ProgressBook(
+        self._lock = threading.Lock()  # guards the two below
+        self._requests = OutstandingRequests(
+            self._config.version,
+            replica=self._config.name,
             stream_interval_s=self._config.stream_interval_s,
             interval_s=self._config.progress_interval_s,
         )
-        self._requests = OutstandingRequests(self._config.version, self._config.name, book)
-        self._waiters: list[Future[Any]] = []  # of the decision that is being applied
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
         self._is_asleep = False
@@ -132,8 +128,8 @@ class EngineLoop:
     ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        Its listener is told of its progress before the future ends, and never after. What
-        `validate_request` does not know and the engine refuses fails the future likewise.
+        Its listener gets progress until the future ends, and none afterwards. A request that only
+        the engine itself can refuse fails through its future.
 
         Raises:
             InvalidRequestError: the engine could not serve it; nothing else is affected.
@@ -157,14 +153,16 @@ class EngineLoop:
             self._inbox.abort(outstanding)
 
     def execute(self, command: EngineCommand[T]) -> Future[T]:
-        """What each command does, and answers, is said where it is defined."""
+        """Execute a command as its class says; the future gets its answer."""
         self._check_leader()
         match command:
             case ReadStats():
                 waiting = self._stats.waiting + self._inbox.num_admissions()
                 return done_future(replace(self._stats, waiting=waiting))
             case Resume():
-                self._resume()
+                name = self._config.name
+                for future in self._inbox.resume():
+                    fail_future(future, GenerationError(f"{name}: resumed before it was paused"))
                 return done_future(None)
         with self._lock:
             if self._ended is not None:
@@ -172,7 +170,7 @@ class EngineLoop:
             return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
-        """What its thread has got done: whether it is stuck shows here, and nowhere else."""
+        """The progress of its thread, from which `StallWatch` decides whether it is stuck."""
         return Pulse(count=self._num_done, is_busy=self._is_busy)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -187,12 +185,6 @@ class EngineLoop:
             self._inbox.close()
         if self._thread.ident is not None and not self.join(timeout_s):
             raise DeadlineError(f"engine loop of {name} did not end within {timeout_s} s of close")
-
-    def _resume(self) -> None:
-        for future in self._inbox.resume():
-            fail_future(
-                future, GenerationError(f"{self._config.name}: resumed before it was paused")
-            )
 
     # The rest runs in the loop's thread.
 
@@ -214,20 +206,19 @@ class EngineLoop:
     def _next_decision(self) -> LoopDecision:
         if not self._is_leader:
             return LoopDecision.from_bytes(self._channel.broadcast(None))
-        self._answer_readers()
+        if self._inbox.take_readings():
+            self._answer_reading()
         is_idle = self._engine.num_unfinished() == 0
         self._read_stats(is_due=is_idle)
         if is_idle or self._inbox.is_stopped():
             self._is_busy = False
         is_solo = self._channel.world_size == 1
-        decision, waiters = self._inbox.next_decision(
+        decision = self._inbox.next_decision(
             is_idle=is_idle,
             sleep_s=None if is_solo else self._config.heartbeat_s,
             max_steps=self._config.max_steps_per_decision,
             kv_policy=self._config.kv_policy,
         )
-        with self._lock:
-            self._waiters = waiters
         if not is_solo:
             self._channel.broadcast(decision.to_bytes())
         return decision
@@ -293,9 +284,11 @@ class EngineLoop:
         running = self._engine.num_unfinished()
         with self._work("swap weights", version=decision.version):
             self._engine.swap_weights(decision.version)
-        what = f"{self._config.name}: version {decision.version}"
-        with self._work("reset prefix cache"):
-            recomputed = refresh_kv(self._engine, decision.kv_policy, running=running, what=what)
+        recomputed = False
+        if decision.kv_policy is not None:
+            what = f"{self._config.name}: version {decision.version}"
+            with self._work("reset prefix cache"):
+                recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
         if not self._is_leader:
             return
         with self._lock:
@@ -307,7 +300,7 @@ class EngineLoop:
             running_requests=running,
             recomputed=recomputed,
         )
-        self._answer(report)
+        self._inbox.answer(report)
 
     def _stop(self, decision: LoopDecision) -> None:
         """Apply a PAUSE, SLEEP or WAKE_UP, and meet the other ranks."""
@@ -326,11 +319,10 @@ class EngineLoop:
         if self._is_leader:
             self._tell_progress(at_once=True)
             self._read_stats(is_due=True)
-            self._answer(None)
+            self._inbox.answer(None)
 
     @contextmanager
     def _work(self, work: str, **details: Any) -> Iterator[None]:
-        """Tell of a piece of the engine's work."""
         start_ns = time.perf_counter_ns()
         try:
             yield
@@ -339,52 +331,39 @@ class EngineLoop:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _tell_progress(self, *, at_once: bool = False) -> None:
-        """Tell listeners what was sampled since they were told last, where it is time to."""
+        """Report to listeners what is new, where their interval has passed."""
         if not self._is_leader:
             return
         with self._lock:
-            starts = self._requests.untold(at_once=at_once)
+            starts = self._requests.due(at_once=at_once)
         if not starts:
             return
         outputs = self._engine.sampled_since(starts)
         with self._lock:
-            batches = self._requests.tell(outputs, starts)
+            batches = self._requests.tell(outputs)
         for sink, progress in batches:
             sink(progress)
 
-    def _answer_readers(self) -> None:
-        with self._lock:
-            self._waiters = [*self._inbox.take_readers()]
-            if not self._waiters:
-                return
-        outputs = self._engine.partial_outputs()
-        with self._lock:
-            found = [self._requests.so_far(output, len(outputs)) for output in outputs]
-        partials = {partial.request_id: partial for partial in found if partial is not None}
-        sampled = self._engine.stats().generated_tokens
-        self._answer(EngineReading(partials=partials, sampled_tokens=sampled))
-
-    def _answer(self, result: Any) -> None:
-        """Tell those who wait for what has just been done."""
-        with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for future in waiters:
-            future.set_result(result)
+    def _answer_reading(self) -> None:
+        self._tell_progress(at_once=True)
+        reading = EngineReading(
+            sampled_tokens=self._engine.stats().generated_tokens,
+            running_tokens=sum(self._engine.generated_lengths().values()),
+        )
+        self._inbox.answer(reading)
 
     def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
         self._num_done += any(one.finish_reason is not FinishReason.ABORT for one in outputs)
         if not outputs or not self._is_leader:
             return
         with self._lock:
-            ended = [
-                (output.refusal, self._requests.finish(output, in_flight)) for output in outputs
-            ]
-        for refusal, owed in ended:
-            if owed is None:
+            ended = [self._requests.finish(output, in_flight) for output in outputs]
+        for output, answer in zip(outputs, ended, strict=True):
+            if answer is None:
                 continue
-            future, completion = owed
-            if refusal:
-                message = f"request {completion.request_id!r} given up: {refusal}"
+            future, completion = answer
+            if output.refusal:
+                message = f"request {output.request_id!r} given up: {output.refusal}"
                 fail_future(future, RequestGivenUpError(message, completion))
             else:
                 future.set_result(completion)
@@ -402,10 +381,8 @@ class EngineLoop:
             if self._ended is None:
                 self._ended = error
             ended = self._ended
-            requests = self._requests.drain()
-            waiters = [*self._waiters, *self._inbox.drain()]
-            self._waiters = []
-        for future in [*requests, *waiters]:
+            futures = [*self._requests.drain(), *self._inbox.drain()]
+        for future in futures:
             fail_future(future, ended)
 
     def _check_leader(self) -> None:

@@ -1,9 +1,9 @@
 """A small deterministic engine without a model, for tests of everything above the engine.
 
 One token per running request and step. The next token is a pure function of all tokens so far, the
-seed and the weight version (`scripted_token`): a request that goes on from its partial tokens, on
-whatever replica, samples what it would have sampled undisturbed. Each token is a letter of text
-(`scripted_text`), so that stop strings stop. Engine options are ignored.
+seed and the weight version (`scripted_token`): a request that continues from its partial tokens, on
+any replica, samples what it would have sampled without the interruption. Each token is a letter of
+text (`scripted_text`), so that stop strings work. Engine options are ignored.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Request:
 
 class ScriptedEngine:
     """An `Engine`. ``fail_at_step`` and ``fail_at_pull`` make that step (from 1) or that version
-    raise. Like vLLM it refuses to reset the prefix cache beside running requests, unless those are
+    raise. Like vLLM it refuses to reset the prefix cache while requests run, unless those are
     recomputed. After a sleep a step needs `wake_up` and `swap_weights` first."""
 
     def __init__(
@@ -140,9 +140,6 @@ class ScriptedEngine:
 
     def generated_lengths(self) -> dict[str, int]:
         return {name: len(state.tokens) for name, state in self._requests.items()}
-
-    def partial_outputs(self) -> list[EngineOutput]:
-        return [state.output(FinishReason.ABORT) for state in self._requests.values()]
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
         found = [

@@ -1,9 +1,9 @@
-"""The replica's end of its connection to the router: calls come in batches, for an engine loop in a
-thread of its own; what becomes of them is polled.
+"""The replica's end of its connection to the router: delivers batches of calls to an engine loop in
+a thread of its own, whose progress and ends are polled.
 
-Invariants: each call has exactly one end, whatever happens to the loop, and it comes after all
-progress of that request; ends leave in the order in which they happened; a stuck loop is reported
-as lost; while requests run, batches leave at most once per interval, unless a command was answered.
+Invariants: each call has exactly one end, also where the loop fails, and it follows all progress of
+that request; ends leave in the order in which they happened; a stuck loop is reported as lost;
+while requests run, batches leave at most once per interval, unless a command was answered.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from typing import Any
 from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.progress import Listener
+from torchtitan_rl.generation.outstanding import Listener
 from torchtitan_rl.generation.stall import StallWatch
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.rpc.outbox import Outbox
 from torchtitan_rl.types import GenerationRequest, Progress
 
-IDLE_S = 30.0  # a poll without anything to say returns after so long
+IDLE_S = 30.0  # a poll without messages returns after this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """``hears``: its progress is wanted; ``streams``: within milliseconds."""
+    """``streams``: its progress is reported within milliseconds, else about every second."""
 
     request: GenerationRequest
-    hears: bool = False
     streams: bool = False
 
 
@@ -42,9 +41,9 @@ FromReplica = Progress | End[Any, BaseException]
 
 
 class EngineServer:
-    """``interval_s``: between two batches, as long as requests run; a poll without anything to say
-    returns after ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck
-    (None: never)."""
+    """``interval_s``: between two batches, as long as requests run. A poll without messages returns
+    after ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck (None:
+    never)."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class EngineServer:
         self._num_running = 0  # requests
 
     def deliver(self, messages: Iterable[ToReplica]) -> None:
-        """Hand them to the loop, in order; a request that is refused ends by that."""
+        """Pass calls and aborts to the loop, in order; a refusal is the end of its request."""
         for message in messages:
             match message:
                 case Call(payload=Submission() as submission):
@@ -74,8 +73,8 @@ class EngineServer:
                     self._loop.abort((request_id,))
 
     async def poll(self) -> tuple[FromReplica, ...]:
-        """What happened since the last poll, as soon as there is something and the interval has
-        passed. One call at a time.
+        """The messages since the last poll, as soon as there are any and the interval has passed.
+        One call at a time.
 
         Raises:
             LoopStalledError: the loop has made no progress for too long.
@@ -92,7 +91,7 @@ class EngineServer:
     def _require_progress(self, now_s: float) -> None:
         if self._watch is None or not self._watch.is_stuck(self._loop.pulse(), now_s):
             return
-        if not self._outbox.has_messages:  # those are told first
+        if not self._outbox.has_messages:  # these are sent first
             raise LoopStalledError(
                 f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests "
                 "to run"
@@ -100,9 +99,7 @@ class EngineServer:
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request
-        listener = None
-        if submission.hears:
-            listener = Listener(sink=self._hear, streams=submission.streams)
+        listener = Listener(sink=self._hear, streams=submission.streams)
         with self._lock:
             self._num_running += 1
         try:
@@ -112,7 +109,7 @@ class EngineServer:
         else:
             future.add_done_callback(partial(self._on_done, request.request_id))
 
-    # The rest runs in the loop's thread, as a rule.
+    # The rest runs in the loop's thread, except at refusals.
 
     def _on_done(self, request_id: str, future: Future[Any]) -> None:
         self._end(_end_of(request_id, future))
@@ -127,7 +124,7 @@ class EngineServer:
         with self._lock:
             self._num_running -= 1
             is_last = self._num_running == 0
-        self._outbox.put(end, is_urgent=is_last)  # nothing is left to wait for
+        self._outbox.put(end, is_urgent=is_last)  # no later message could join the batch
 
 
 def _end_of(call_id: CallId, future: Future[Any]) -> End[Any, BaseException]:

@@ -1,4 +1,4 @@
-"""Decides from an engine loop's progress, not from whether its process answers, that it is stuck.
+"""Decides whether an engine loop is stuck: from its progress, not from its process's answers.
 
 Pure: no clock, no thread.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What an engine loop has got done. ``count`` grows with the tokens that are sampled, requests
-    that end by themselves, and decisions other than to go on stepping; not with what callers do.
+    """An engine loop's progress. ``count`` grows with sampled tokens, requests that end by
+    themselves, and decisions other than STEP; not with calls of its methods.
 
     ``is_busy``: it has requests to step, and is not stopped by a pause, a swap or a sleep.
     """
@@ -29,7 +29,7 @@ class StallWatch:
         self._since_s = 0.0
 
     def stalled_s(self, pulse: Pulse, now_s: float) -> float:
-        """Seconds for which the loop was busy and got nothing done, as far as was observed."""
+        """Observed seconds in which the loop was busy without progress."""
         if not pulse.is_busy or pulse != self._pulse:
             self._pulse, self._since_s = pulse, now_s
         return now_s - self._since_s

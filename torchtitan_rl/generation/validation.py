@@ -1,7 +1,7 @@
-"""Refuses a request that its engine could not serve, before it disturbs anybody else.
+"""Refuses a request that its engine could not serve, before it reaches the engine.
 
-Whatever passes here must be accepted by every engine: a request that fails inside an engine ends
-the loop and everything in it.
+What passes here must be accepted by every engine: a request that fails inside an engine ends the
+loop with all its requests.
 """
 
 from __future__ import annotations

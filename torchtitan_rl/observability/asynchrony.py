@@ -61,7 +61,7 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 
 
 def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
-    """One sentence: who waits, and which knob would help."""
+    """One sentence: what is the bottleneck, and which setting would help."""
     if is_colocated:
         return (
             f"the trainer has the devices {1 - overlap.trainer_idle_share:.0%} of the time; with "

@@ -1,19 +1,18 @@
-"""What replicas say they sampled, against what the router got from them.
+"""Compares the tokens that replicas count as sampled with those that the router received.
 
-Invariant: for a live replica that answered, ``unaccounted`` is exact: all three numbers that it is
-made of belong to one moment, whatever is on its way between replica and router.
+Invariant: for a live replica that answered, ``unaccounted`` is exact: the three numbers that it is
+computed from belong to one moment, whatever is in transit between replica and router.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.commands import ReadTokens
 from torchtitan_rl.routing.slots import Slot, Slots
-from torchtitan_rl.types import EngineReading, OnReading
+from torchtitan_rl.types import EngineReading
 
 _READING_TIMEOUT_S = 30.0
 
@@ -22,12 +21,12 @@ _READING_TIMEOUT_S = 30.0
 class ReplicaAccount:
     """Tokens of one replica since it started, at one moment.
 
-    ``sampled`` is the engine's own count: of a replica that is dead, or did not answer in time, the
-    last that was heard. ``received``: of pieces that came back, and what is known of those that
-    were lost with a dead replica. ``running``: of pieces that the engine has not ended.
+    ``sampled`` is the engine's own count: the newest one of a replica that is dead or did not
+    answer in time. ``received``: of pieces that came back, and the known tokens of those that were
+    lost with a dead replica. ``running``: of pieces that the engine has not ended.
     ``unaccounted`` is ``sampled - received - running``, which must be 0; None where the replica is
-    dead or did not answer. ``lost_tokens``, of a dead one: it is known to have sampled them, and
-    nobody has them.
+    dead or did not answer. ``lost_tokens``: tokens that a dead replica is known to have sampled,
+    and that were never received.
     """
 
     is_live: bool
@@ -44,18 +43,22 @@ async def account_of(slots: Slots) -> dict[str, ReplicaAccount]:
     return {slot.name: account for slot, account in zip(slots.all, accounts, strict=True)}
 
 
-async def read_slot(slots: Slots, slot: Slot, on_reading: OnReading) -> None:
-    """Have the replica read, for ``on_reading``, as in `Replica.execute`.
+async def read_slot(
+    slots: Slots, slot: Slot, on_reading: Callable[[EngineReading], None] | None = None
+) -> None:
+    """Have the replica report all progress, and its counts to ``on_reading``, which must not raise.
 
-    Nothing is heard of one that does not answer in time, or is lost and hence dead.
+    ``on_reading`` is called in the order of `Replica.execute`; it is not called for a replica that
+    does not answer in time, or is lost and hence dead.
     """
-    try:
-        async with deadline(_READING_TIMEOUT_S):
-            await slots.answer(slot, slot.replica.execute(ReadTokens(), on_reading))
-    except ReplicaError as error:
-        slots.mark_dead(slot, error)
-    except (TimeoutError, DeadlineError):
-        pass  # busy with something long; less is known, and nothing is wrong
+
+    def note(reading: EngineReading) -> None:
+        slot.note_sampled(reading.sampled_tokens)
+        if on_reading is not None:
+            on_reading(reading)
+
+    # One that does not answer is busy with something long, which has a deadline of its own.
+    await slots.ask(slot, slot.replica.execute(ReadTokens(), note), timeout_s=_READING_TIMEOUT_S)
 
 
 async def _account_of(slots: Slots, slot: Slot) -> ReplicaAccount:
@@ -63,15 +66,13 @@ async def _account_of(slots: Slots, slot: Slot) -> ReplicaAccount:
 
     def on_reading(reading: EngineReading) -> None:
         nonlocal account
-        slot.hear_of_sampled(reading.sampled_tokens)
         sampled, received = reading.sampled_tokens, slot.received_tokens
-        running = sum(len(partial.token_ids) for partial in reading.partials.values())
         account = ReplicaAccount(
             is_live=True,
             sampled=sampled,
             received=received,
-            running=running,
-            unaccounted=sampled - received - running,
+            running=reading.running_tokens,
+            unaccounted=sampled - received - reading.running_tokens,
             lost_tokens=0,
         )
 

@@ -1,8 +1,8 @@
 """A clock that stands still while work is paused, and deadlines on it.
 
-Invariant: a deadline passes only after so many seconds in which the clock ran, however often and
-for how long it was paused in between. Time in which this process itself stood still, and a deadline
-passed, does not count either (see `deadlines.py`).
+Invariant: a deadline passes only after its number of seconds in which the clock ran; pauses do not
+count. Time in which this process was stopped, and a deadline passed, does not count either (see
+`deadlines.py`).
 """
 
 from __future__ import annotations

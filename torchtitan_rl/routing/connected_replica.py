@@ -1,9 +1,9 @@
-"""A replica on the other end of a connection, wherever that is.
+"""A replica at the other end of a connection.
 
-Invariants: every call ends once: with its result, its own error or, all of them and all later ones,
-with the loss of the replica. Of a request that was given up nothing more is heard, and its id is
-taken again only when the replica has ended it. Ends and answers are passed on in the order in which
-they happened: no answer is passed on before what came before has reached its caller.
+Invariants: every call ends once, with its result, its own error, or the loss of the replica, which
+also ends all later calls. A request whose caller was cancelled reports nothing more, and its id is
+accepted again only when the replica has ended it. Progress, ends and answers are passed on in the
+order in which they happened: an answer follows once all earlier ones have reached their callers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class ReplicaPeer(Protocol):
-    """What carries the messages of a replica: its processes, as a rule.
+    """Carries the messages of a replica, in general to its processes.
 
-    ``deliver`` and ``poll`` are those of its `EngineServer`; what they raise is its loss.
+    ``deliver`` and ``poll`` are those of its `EngineServer`; an error of either loses the replica.
     """
 
     @property
@@ -43,7 +43,7 @@ class ReplicaPeer(Protocol):
         ...
 
     async def close_loop(self, *, is_lost: bool) -> None:
-        """Have the engine loop end; one that ``is_lost`` need not be given much time."""
+        """End the engine loop; one that ``is_lost`` gets little time for it."""
         ...
 
     async def close(self) -> None:
@@ -55,8 +55,8 @@ PeerT = TypeVar("PeerT", bound=ReplicaPeer)
 
 
 class _Running:
-    """One call. A request is given up when its caller no longer waits, and has returned when the
-    caller runs on."""
+    """One call. A request is given up when its caller was cancelled, and has returned when the
+    caller continues."""
 
     def __init__(self, heard_by: Callable[[Any], None] | None) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -70,7 +70,7 @@ class _Running:
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
             self.future.set_exception(error)
-            self.future.exception()  # retrieved: where the caller is gone nobody else does it
+            self.future.exception()  # retrieved: the caller may be gone
 
 
 class ConnectedReplica(Generic[PeerT]):
@@ -82,7 +82,7 @@ class ConnectedReplica(Generic[PeerT]):
             peer.name, deliver=peer.deliver, poll=peer.poll, handle=self._handle
         )
         self._calls: dict[CallId, _Running] = {}
-        self._returning: set[_Running] = set()  # that have ended, and whose callers run on soon
+        self._returning: set[_Running] = set()  # have ended; their callers continue soon
         self._all_returned = asyncio.Event()
         self._numbers = itertools.count()
         self._connecting: asyncio.Task[None] | None = None
@@ -111,7 +111,7 @@ class ConnectedReplica(Generic[PeerT]):
                 )
             await asyncio.wait({earlier.future})
             self._require_replica()
-        submission = Submission(request=request, hears=on_progress is not None, streams=streams)
+        submission = Submission(request=request, streams=streams)
         call = self._call(request_id, submission, on_progress)
         try:
             completion: Completion = await asyncio.shield(call.future)
@@ -129,7 +129,7 @@ class ConnectedReplica(Generic[PeerT]):
                 self._all_returned.set()
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        """See `Replica.abort`; returns when the replica knows."""
+        """See `Replica.abort`; returns when the replica has received it."""
         self._require_replica()
         calls = {name: self._calls[name] for name in request_ids if name in self._calls}
         if not calls:
@@ -153,8 +153,8 @@ class ConnectedReplica(Generic[PeerT]):
         await self.peer.stage(handle)
 
     async def close(self) -> None:
-        """End the peer; calls that are still outstanding fail. Who calls again waits for the
-        same."""
+        """End the peer; calls that are still outstanding fail. A second call waits for the
+        first."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close of {self.name}")
         await asyncio.shield(self._closing)
@@ -195,11 +195,12 @@ class ConnectedReplica(Generic[PeerT]):
             match message:
                 case Progress(request_id=request_id):
                     if (call := self._calls.get(request_id)) is not None:
-                        # Each by itself: one that raises disturbs nobody else.
+                        # In a callback of its own: an error in one does not affect the others.
                         asyncio.get_running_loop().call_soon(call.hear, message)
                 case End(call_id=str()):
                     self._end(message)
                 case End():
+                    await asyncio.sleep(0)  # earlier progress is passed on first
                     while self._returning:
                         self._all_returned.clear()
                         await self._all_returned.wait()
@@ -230,7 +231,7 @@ class ConnectedReplica(Generic[PeerT]):
             call.future.set_result(end.result)
 
     def _lose(self, error: BaseException) -> None:
-        """The first loss stays; who waits, and whoever comes later, gets a copy."""
+        """Keep the first loss; every outstanding and every later call fails with a copy."""
         if self._lost is not None:
             return
         lost = error

@@ -1,10 +1,10 @@
 """A completion that was sampled in pieces: what is still to be sampled, and the pieces as one.
 
-Pure. The tokens so far become part of the prompt, in token ids, never as text; nothing that was
-handed in is changed. ``num_resumed`` tells the engine which of them were sampled: stop strings,
-penalties, minimum lengths and grammars go on as if there had been no cut, and a piece that was
-stopped is the last. A greedy continuation equals the undisturbed run; one of a seeded request
-differs from it, for the generator starts again, with `continued_seed`, but is itself reproducible.
+Pure. The tokens so far become part of the prompt, as token ids, never as text; no argument is
+changed. ``num_resumed`` tells the engine which of them were sampled: stop strings, penalties,
+minimum lengths and grammars continue as without the interruption, and a piece that ended by a stop
+is the last. A greedy continuation equals the uninterrupted run. A seeded one differs from it,
+because its random generator starts again from `continued_seed`, but is itself reproducible.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.generation.versions import join_runs
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
     FinishReason,
     GenerationRequest,
-    VersionRun,
+    Progress,
 )
 
 
 def check_resumable(request: GenerationRequest) -> None:
     """Refuse a ``resume_from`` that cannot be the beginning of this request's completion.
 
-    That prompt and tokens fit into the context is checked by the replica, as for any prompt.
+    The replica checks that prompt and tokens fit into the context, as for any prompt.
 
     Raises:
         InvalidRequestError: what does not fit, in numbers.
@@ -62,10 +63,10 @@ def check_resumable(request: GenerationRequest) -> None:
 def remaining_request(
     request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
 ) -> GenerationRequest | None:
-    """What a replica is to sample behind ``so_far``; None where nothing is left.
+    """What a replica is to sample after ``so_far``; None where nothing is left.
 
-    ``attempt`` counts the pieces that were asked for before; each has an id of its own on the
-    engine. Nothing is left once a piece ended by itself or the budget is used up exactly.
+    ``attempt`` counts the earlier pieces; each has an id of its own on the engine. Nothing is left
+    once a piece ended by itself or the budget is used up.
     """
     request_id = f"{request.request_id}#{attempt}" if attempt else request.request_id
     tokens = so_far.token_ids if so_far is not None else ()
@@ -99,6 +100,18 @@ def continued_seed(seed: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
+    """The tokens of consecutive progress reports, as a completion that was aborted after them."""
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(token for one in progress for token in one.token_ids),
+        logprobs=tuple(logprob for one in progress for logprob in one.logprobs),
+        version_runs=progress[-1].version_runs if progress else (),
+        finish_reason=FinishReason.ABORT,
+        top_logprobs=tuple(top for one in progress for top in one.top_logprobs),
+    )
+
+
 def join(request_id: str, pieces: Sequence[Completion]) -> Completion:
     """The pieces in order as one completion; finish reason and replica are the last one's.
 
@@ -124,11 +137,14 @@ def used_up(so_far: Completion) -> Completion:
 
 
 def _append(joined: Completion, piece: Completion) -> Completion:
+    runs = joined.version_runs
+    if piece.token_ids:
+        runs = join_runs(runs, piece.version_runs, length=len(joined.token_ids))
     return Completion(
         request_id=joined.request_id,
         token_ids=joined.token_ids + piece.token_ids,
         logprobs=joined.logprobs + piece.logprobs,
-        version_runs=_append_runs(joined, piece),
+        version_runs=runs,
         finish_reason=piece.finish_reason,
         metrics=_append_metrics(joined, piece),
         replica=piece.replica or joined.replica,
@@ -137,18 +153,8 @@ def _append(joined: Completion, piece: Completion) -> Completion:
     )
 
 
-def _append_runs(joined: Completion, piece: Completion) -> tuple[VersionRun, ...]:
-    runs = list(joined.version_runs)
-    if not piece.token_ids:
-        return tuple(runs)
-    for start, version in piece.version_runs:
-        if not runs or runs[-1].version != version:
-            runs.append(VersionRun(len(joined.token_ids) + start, version))
-    return tuple(runs)
-
-
 def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics | None:
-    """Times on replicas add up; what passes between two pieces is nobody's. The wait for a later
+    """Times on replicas add up; the time between two pieces is not counted. The wait for a later
     piece's first token is part of decoding."""
     first, second = joined.metrics, piece.metrics
     if first is None or second is None:

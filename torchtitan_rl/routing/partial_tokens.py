@@ -1,19 +1,15 @@
-"""What is known of one request's tokens while it is completed in pieces, and what its caller was
-told of them.
+"""The known tokens of one request while it is completed in pieces, and their reports to its caller.
 
-Invariants: what is known never shrinks, and what was told is a beginning of it, told once, in
-order, whatever pieces it came in; what a caller was told is never lost with a replica.
+Invariants: the known tokens never shrink; the reported ones are their beginning, each reported once
+and in order, in whatever pieces they came; a reported token is never lost with a replica.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torchtitan_rl.generation.versions import join_runs
-from torchtitan_rl.routing.continuation import join
+from torchtitan_rl.routing.continuation import join, reported
 from torchtitan_rl.types import (
     Completion,
-    FinishReason,
     GenerationRequest,
     OnProgress,
     Progress,
@@ -22,39 +18,16 @@ from torchtitan_rl.types import (
 )
 
 
-@dataclass(slots=True)
-class _Piece:
-    """What was heard of the piece that runs."""
-
-    piece_id: str | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    runs: tuple[VersionRun, ...] = ()
-    read: Completion | None = None  # all of it, read at some moment
-
-    def known(self) -> Completion:
-        if self.read is not None and len(self.read.token_ids) >= len(self.token_ids):
-            return self.read
-        return Completion(
-            request_id=self.piece_id or "",
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            version_runs=self.runs,
-            finish_reason=FinishReason.ABORT,
-            top_logprobs=tuple(self.top_logprobs),
-        )
-
-
 class PartialTokens:
-    """``on_progress`` hears of tokens behind those of ``resume_from``."""
+    """``on_progress`` gets the tokens after those of ``resume_from``."""
 
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
         self._request_id = request.request_id
         self._on_progress = on_progress
         self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
         self._num_told = self._num_resumed = len(self._so_far.token_ids)
-        self._piece = _Piece()
+        self._piece_id: str | None = None  # of the running piece
+        self._piece: list[Progress] = []
 
     @property
     def streams(self) -> bool:
@@ -62,23 +35,25 @@ class PartialTokens:
 
     @property
     def so_far(self) -> Completion:
-        """All pieces that are over."""
+        """All pieces that have ended."""
         return self._so_far
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of all pieces that are over."""
+        """Tokens of all pieces that have ended."""
         return len(self._so_far.token_ids) - self._num_resumed
 
     @property
     def known(self) -> Completion:
-        """With what was heard or read of the piece that runs, whichever is more."""
-        piece = self._piece.known()
-        return join(self._request_id, [self._so_far, piece]) if piece.token_ids else self._so_far
+        """`so_far`, and the reported tokens of the running piece."""
+        if not self._piece:
+            return self._so_far
+        piece = reported(self._request_id, self._piece)
+        return join(self._request_id, [self._so_far, piece])
 
     def start_piece(self, piece_id: str) -> None:
-        """What the pieces before had, and the caller was not told, is told first."""
-        self._piece = _Piece(piece_id)
+        """Begin a piece; tokens of earlier ones that were not reported are reported first."""
+        self._piece_id = piece_id
         start = self._num_told
         if start < len(self._so_far.token_ids):
             self._tell(
@@ -89,31 +64,23 @@ class PartialTokens:
             )
 
     def hear(self, progress: Progress) -> None:
-        """``progress`` counts from the beginning of its piece; that of another is ignored."""
-        piece = self._piece
-        if progress.request_id != piece.piece_id:
+        """Take the running piece's progress; that of any other piece is ignored."""
+        if progress.request_id != self._piece_id:
             return
-        piece.token_ids += progress.token_ids
-        piece.logprobs += progress.logprobs
-        piece.top_logprobs += progress.top_logprobs
-        piece.runs = progress.version_runs
-        runs = join_runs(self._so_far.version_runs, piece.runs, length=len(self._so_far.token_ids))
+        self._piece.append(progress)
+        num_before = len(self._so_far.token_ids)
+        runs = join_runs(self._so_far.version_runs, progress.version_runs, length=num_before)
         self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
-
-    def read(self, partial: Completion) -> None:
-        """All that the piece that runs has at some moment."""
-        self._piece.read = partial
 
     def end_piece(self, done: Completion) -> None:
         self._so_far = join(self._request_id, [self._so_far, done])
-        self._piece = _Piece()
+        self._piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
-        """Its replica is lost; what is known of it stays: so many tokens."""
-        before = len(self._so_far.token_ids)
-        self._so_far = self.known
-        self._piece = _Piece()
-        return len(self._so_far.token_ids) - before
+        """End the piece of a lost replica; returns the number of its known tokens, which stay."""
+        num_before = len(self._so_far.token_ids)
+        self.end_piece(reported(self._request_id, self._piece))
+        return len(self._so_far.token_ids) - num_before
 
     def _tell(
         self,

@@ -1,9 +1,9 @@
 """Stops replicas between two steps, puts them to sleep, and lets them go on.
 
-Invariants: from the moment a pause is asked for no request is given to a replica that it stops, and
-no request but its pin's to one that it leaves to a pin; what was on its way to a stopped one
-queues in the replica's inbox; a replica that does not stop, or not go on, is dead. No weights are
-swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
+Invariants: from the start of a pause no request is given to a replica that it stops, and only those
+of its pin to one that it leaves to a pin; requests in transit to a stopped one queue in the
+replica's inbox; a replica that does not stop, or does not resume, is dead. No weights are swapped
+while a replica falls asleep or sleeps, and it holds none when it wakes up.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume, Sleep, WakeUp
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.replica import ReplicaState
@@ -86,7 +84,7 @@ async def put_to_sleep(slots: Slots, *, timeout_s: float) -> None:
         slot.is_asleep = True  # from here on it starts no swap
     _stop(slots, slots.live())
     await asyncio.gather(*(_put_to_sleep(slots, slot, timeout_s) for slot in slots.live()))
-    # A dead one whose processes live on, and may go on at any moment, must not keep its devices.
+    # The processes of a dead one may still run, and must not keep its devices.
     await asyncio.gather(*(slot.replica.close() for slot in slots.all if not slot.is_live))
 
 
@@ -124,18 +122,10 @@ async def _wake_up(slots: Slots, slot: Slot, timeout_s: float) -> None:
 
 
 async def _execute(
-    slots: Slots, slot: Slot, command: EngineCommand[None], what: str, timeout_s: float
+    slots: Slots, slot: Slot, command: EngineCommand[None], required: str, timeout_s: float
 ) -> bool:
     """False where the slot could not do it, and is dead."""
-    try:
-        async with deadline(timeout_s):
-            await slots.answer(slot, slot.replica.execute(command))
-    except ReplicaError as error:
-        slots.mark_dead(slot, error)
-    except (TimeoutError, DeadlineError) as error:
-        lost = ReplicaError(f"{slot.name} did not {what} within {timeout_s:.0f} s")
-        lost.__cause__ = error
-        slots.mark_dead(slot, lost)
+    await slots.ask(slot, slot.replica.execute(command), timeout_s=timeout_s, required=required)
     return slot.is_live
 
 

@@ -1,7 +1,7 @@
-"""One replica for a while, at one version: how evaluation runs beside training.
+"""Pins: a replica is kept at one version, so that evaluation can run alongside training.
 
-Invariants: while a pin lasts its replica holds exactly ``version``; when it ends, however it
-ends, the replica follows the newest weights at once. A replica has at most one pin at a time.
+Invariants: while a pin lasts its replica holds exactly ``version``; at its end, normal or not, the
+replica follows the newest weights at once. A replica has at most one pin at a time.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.errors import (
-    DeadlineError,
-    GenerationError,
-    ReplicaError,
-    WeightSyncError,
-)
+from torchtitan_rl.errors import DeadlineError, GenerationError, WeightSyncError
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.pausing import leave_to_pin
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
-from torchtitan_rl.routing.weight_sync import WeightSync
+from torchtitan_rl.routing.weight_sync import LOSSES, WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -52,7 +47,7 @@ class PinnedReplica:
         return self._slot.active_time
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """A `GenerateFn` on this replica alone. Its calls are over before the pin ends.
+        """A `GenerateFn` on this replica alone. Its calls must end before the pin does.
 
         Raises:
             GenerationError: the replica is lost, the pin has ended, or the request wants a newer
@@ -120,7 +115,7 @@ async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> 
 def _free_slot(slots: Slots, handle: WeightHandle | None) -> Slot | None:
     """The reserved replica while one lives, else of the newest replicas the least loaded.
 
-    A shared one has to serve what it has promised, so it never goes back to an older ``handle``.
+    A shared one serves requests with a ``min_version``, so it never returns to an older ``handle``.
     """
     candidates = slots.reserved() or slots.serving()
     if handle is not None and not slots.reserved():
@@ -152,7 +147,7 @@ async def _prepare(
     slot.pinned_weights = target
     try:
         await weights.bring(slot, target)
-    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+    except LOSSES as error:
         slots.mark_dead(slot, error)
         raise WeightSyncError(
             f"{slot.name} could not be brought to version {target.version} for a pin: {error}"
@@ -160,17 +155,18 @@ async def _prepare(
 
 
 async def restore_pinned(slots: Slots, weights: WeightSync) -> None:
-    """Give pinned replicas, which no sync reaches, the weights back that they slept away."""
-    bereft = [slot for slot in slots.live() if slot.is_pinned and slot.version == NO_WEIGHTS]
-    await asyncio.gather(*(_restore(slots, weights, slot) for slot in bereft))
+    """Fetch the weights of pinned replicas again, which a sleep released and no sync restores."""
+    empty = [slot for slot in slots.live() if slot.is_pinned and slot.version == NO_WEIGHTS]
+    await asyncio.gather(*(_restore(slots, weights, slot) for slot in empty))
 
 
 async def _restore(slots: Slots, weights: WeightSync, slot: Slot) -> None:
     try:
         if slot.pinned_weights is None:
             raise WeightSyncError(
-                f"{slot.name} slept while it was pinned, and nobody published its weights"
+                f"{slot.name} slept while it was pinned to weights that were never published, so "
+                "it cannot get them back"
             )
         await weights.bring(slot, slot.pinned_weights)
-    except (TimeoutError, ReplicaError, WeightSyncError, DeadlineError) as error:
+    except LOSSES as error:
         slots.mark_dead(slot, error)

@@ -2,8 +2,8 @@
 
 Invariants: a call's load is released on every exit path; a replica that failed is dead and gets no
 further request (a fast-failing one never looks idle); a request that was interrupted, or lost its
-replica, goes on from the tokens that are known of it, and its caller sees one completion and never
-an abort that nobody asked for; every wait has a deadline and says what it waited for.
+replica, continues from its known tokens, and its caller sees one completion and never an abort that
+was not requested; every wait has a deadline and says what it waited for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import DeadlineError, GenerationError, ReplicaError
+from torchtitan_rl.errors import DeadlineError, GenerationError
 from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
@@ -45,8 +44,8 @@ class GeneratorRouter:
 
     ``reserved`` names replicas that only pins use. ``request_timeout_s`` is the deadline of one
     request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
-    swap, of weights by one replica. ``on_ended`` hears of each request that was not refused here,
-    pins' ones too, when it ends, however it does.
+    swap, of weights by one replica. ``on_ended`` is called at the end of each request that was not
+    refused here, those of pins included.
     """
 
     def __init__(
@@ -74,16 +73,16 @@ class GeneratorRouter:
     ) -> Completion:
         """Complete one request on some replica that holds its ``min_version``.
 
-        ``on_progress`` is told what is sampled behind ``resume_from``, as tokens of the whole
-        completion whatever pieces it is made of, and is silent once this has returned or raised.
-        It must not raise.
+        ``on_progress`` gets the tokens sampled after ``resume_from``, as tokens of the whole
+        completion whatever pieces it is made of, and is not called once this has returned or
+        raised. It must not raise.
 
         A greedy request that is continued, here or from ``resume_from``, ends as it would have
-        undisturbed. A seeded one goes on with a seed derived from its seed and its tokens so far:
-        reproducible, but not what the undisturbed run samples.
+        without the interruption. A seeded one continues with a seed derived from its seed and its
+        tokens so far: reproducible, but not the tokens of an uninterrupted run.
 
         Raises:
-            InvalidRequestError: the replica refused it; nobody else is disturbed.
+            InvalidRequestError: the replica refused it; other requests are not affected.
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left.
         """
@@ -94,23 +93,24 @@ class GeneratorRouter:
         await self._requests.abort(request_ids)
 
     async def partials(self) -> dict[str, Completion]:
-        """What every request that runs has so far, by id: tokens, logprobs and exact versions.
+        """The partial completion of every running request, by id, with exact versions.
 
-        For checkpoints: as ``resume_from`` of the same request it goes on from there. It disturbs
-        no decoding. Of a replica that does not answer in time, what was known before is given.
+        For checkpoints: each can be the ``resume_from`` of the same request. Decoding continues
+        meanwhile. Requests of a replica that does not answer in time have their last known tokens.
         """
         return await self._requests.snapshot()
 
     async def account(self) -> dict[str, ReplicaAccount]:
-        """By replica: what it says it has sampled, and where those tokens are.
+        """By replica: how many tokens it counts as sampled, and where they are.
 
-        What live replicas sampled and nobody has, ``unaccounted``, is 0. It disturbs no decoding.
+        ``unaccounted``, the tokens of a live replica that were not received and do not belong to a
+        running request, is 0. Decoding continues meanwhile.
         """
         return await account_of(self._slots)
 
     def received_tokens(self) -> int:
-        """Tokens that all replicas sampled and the router got, those of running requests included
-        as far as their pieces have ended."""
+        """Tokens that the router received from all replicas; of running requests those of pieces
+        that have ended."""
         return sum(slot.received_tokens for slot in self._slots.all)
 
     def held_tokens(self) -> int:
@@ -121,12 +121,11 @@ class GeneratorRouter:
         """Stop all replicas; returns once each rank is between two steps.
 
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
-        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here; no pause
-        counts against a time-out but the wait for those that finish first. Weights can be pulled
-        meanwhile. A replica that does not stop is dead. Without ``pinned`` (``abort`` alone)
-        replicas that are pinned now go on, with requests of their pins; all others are cut there,
-        too. A pin that begins
-        later has its replica go on, too.
+        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here. Paused
+        time does not count against time-outs, except while ``wait`` lets requests finish. Weights
+        can be pulled meanwhile. A replica that does not stop is dead. Without ``pinned`` (only with
+        ``abort``) pinned replicas continue to serve their pins, also of pins that begin later; all
+        other requests are cut there, too.
 
         Raises:
             GenerationError: `resume` was called before this was done.
@@ -153,8 +152,8 @@ class GeneratorRouter:
         await put_to_sleep(self._slots, timeout_s=self._sync_timeout_s)
 
     async def wake_up(self) -> None:
-        """Take the devices back. Replicas are still paused, and hold no weights: `sync_weights`,
-        of whatever version, then `resume`. Leased ones get theirs back here."""
+        """Take the devices back. Replicas stay paused and hold no weights: call `sync_weights`,
+        with any version, then `resume`. Pinned replicas get their weights back here."""
         await wake_up(self._slots, timeout_s=self._sync_timeout_s)
         self._weights.follow_all()  # for a sync that waits already
         await restore_pinned(self._slots, self._weights)
@@ -221,7 +220,7 @@ class GeneratorRouter:
 
         Raises:
             GenerationError: no replica is left.
-            DeadlineError: none did within ``timeout_s`` (None: somebody else watches the wait).
+            DeadlineError: none did within ``timeout_s`` (None: the caller limits the wait).
         """
 
         def holds() -> bool:
@@ -236,23 +235,18 @@ class GeneratorRouter:
             )
 
     async def stats(self) -> dict[str, EngineStats]:
-        """State of every live replica, by name. One that is lost is dead and not among them, nor
-        is one that does not answer in time."""
+        """State of every live replica, by name, without those that are lost or do not answer in
+        time."""
         live = self._slots.live()
         stats = await asyncio.gather(*(self._stats(slot) for slot in live))
         return {slot.name: stat for slot, stat in zip(live, stats, strict=True) if stat}
 
     async def _stats(self, slot: Slot) -> EngineStats | None:
-        try:
-            async with deadline(_STATS_TIMEOUT_S):
-                stats = await self._slots.answer(slot, slot.replica.execute(ReadStats()))
-            slot.hear_of_sampled(stats.generated_tokens)
-            return stats
-        except ReplicaError as error:
-            self._slots.mark_dead(slot, error)
-        except (TimeoutError, DeadlineError):
-            pass  # busy with something long, which has a deadline of its own
-        return None
+        reading = slot.replica.execute(ReadStats())
+        stats = await self._slots.ask(slot, reading, timeout_s=_STATS_TIMEOUT_S)
+        if stats is not None:
+            slot.note_sampled(stats.generated_tokens)
+        return stats
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every replica's cause, where none takes requests."""

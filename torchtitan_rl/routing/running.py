@@ -3,9 +3,10 @@
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
 continued unless its caller asked for the abort; a piece ends before its request does, cancelled or
 timed out or not, so that all its tokens are known, and at once where its replica dies; a lost
-replica costs the tokens since they were last heard of (every second, or at once where the caller
-streams) or read (`snapshot`); a request does not take all engines with it; its deadline counts only
-time in which it could run. Of each request that is not refused here `on_ended` hears once.
+replica costs the tokens since the last report (every second, within milliseconds where the caller
+streams, and at each `snapshot`); one bad request cannot crash every engine; a deadline counts only
+time in which its request could run. `on_ended` is called once for each request that is not refused
+here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import (
-    DeadlineError,
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
@@ -31,16 +31,13 @@ from torchtitan_rl.routing.partial_tokens import PartialTokens
 from torchtitan_rl.routing.slots import Slot, Slots, loss_of
 from torchtitan_rl.types import (
     Completion,
-    EngineReading,
     FinishReason,
     GenerationRequest,
     OnProgress,
 )
 
-_ABORT_TIMEOUT_S = 30.0  # until the replica knows
-_END_TIMEOUT_S = (
-    900.0  # until it has ended what was aborted: swaps and stalls have their own limits
-)
+_ABORT_TIMEOUT_S = 30.0  # until the replica has the abort
+_END_TIMEOUT_S = 900.0  # until the aborted piece has ended
 _MAX_ENGINE_FAILURES = 2  # under one request
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
@@ -137,7 +134,7 @@ class RunningRequests:
 
         Of a replica that does not answer in time, what was known before is given.
         """
-        await asyncio.gather(*(self._read(slot) for slot in self._slots.live()))
+        await asyncio.gather(*(read_slot(self._slots, slot) for slot in self._slots.live()))
         return {name: running.tokens.known for name, running in self._running.items()}
 
     def held_tokens(self) -> int:
@@ -291,25 +288,9 @@ class RunningRequests:
             await asyncio.wait({sampling})
 
     async def _abort_piece(self, running: _Running) -> None:
-        """End what the replica samples for a request whose caller no longer waits."""
+        """Abort the running piece on its replica."""
         slot, piece_id = running.slot, running.piece_id
         if slot is None or piece_id is None or not running.is_sent:
             return
-        try:
-            async with deadline(_ABORT_TIMEOUT_S):
-                await self._slots.answer(slot, slot.replica.abort((piece_id,)))
-        except ReplicaError as error:
-            self._slots.mark_dead(slot, error)
-        except (TimeoutError, DeadlineError):
-            message = f"{slot.name} did not answer within {_ABORT_TIMEOUT_S:.0f} s"
-            self._slots.mark_dead(slot, ReplicaError(message))
-
-    async def _read(self, slot: Slot) -> None:
-        def on_reading(reading: EngineReading) -> None:
-            slot.hear_of_sampled(reading.sampled_tokens)
-            for running in self._running.values():
-                partial = reading.partials.get(running.piece_id or "")
-                if running.slot is slot and partial is not None:
-                    running.tokens.read(partial)
-
-        await read_slot(self._slots, slot, on_reading)
+        abort = slot.replica.abort((piece_id,))
+        await self._slots.ask(slot, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")

@@ -1,9 +1,9 @@
-"""What the router keeps about each replica, and how those who wait for a change hear of it.
+"""The router's state of each replica, and waits for a change of it.
 
-Invariants: what waits for a replica's answer ends at once when the replica dies; everything here
-runs on one event loop and changes without awaiting, so what is read between two awaits is
-consistent and needs no lock; a dead replica stays dead, with its first cause; load, state and
-version of a slot change through `Slots` alone, which keeps `Slots.index` true.
+Invariants: a wait for a replica's answer ends at once when the replica dies; everything here runs
+on one event loop and changes without awaiting, so what is read between two awaits is consistent
+and needs no lock; a dead replica stays dead, with its first cause; load, state and version of a
+slot change through `Slots` alone, which keeps `Slots.index` up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.errors import ConfigError, GenerationError, ReplicaError
+from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.futures import copy_of
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.load_index import LoadIndex
@@ -32,7 +32,8 @@ class Slot:
     """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
 
     ``pinned_weights``: the weights that a pin keeps it at, where they can be fetched again.
-    ``active_time`` stands still while its engine is stopped; ``work``: what waits for its answers.
+    ``active_time`` stands still while its engine is stopped. ``work``: tasks that wait for its
+    answers.
     """
 
     replica: Replica
@@ -44,12 +45,12 @@ class Slot:
     pinned_weights: WeightHandle | None = None
     is_stopped: bool = False  # or about to be, by a pause or a sleep
     is_asleep: bool = False  # or about to be
-    is_emptied: bool = False  # by a pause; what it is given waits in its inbox
+    is_emptied: bool = False  # by a pause; new requests wait in its inbox
     is_lagging: bool = False  # a sync returned without it, and it still follows
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
-    received_tokens: int = 0  # all that its pieces brought; see `ReplicaAccount`
-    sampled_tokens: int = 0  # by its own count, when it was heard last
+    received_tokens: int = 0  # of all its pieces; see `ReplicaAccount`
+    sampled_tokens: int = 0  # by its own count, when it reported last
     failure: BaseException | None = None
     active_time: ActiveTime = field(default_factory=ActiveTime)
     work: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -70,7 +71,7 @@ class Slot:
     def is_swapping(self) -> bool:
         return self.state in (ReplicaState.SYNCING, ReplicaState.DRAINING)
 
-    def hear_of_sampled(self, num_tokens: int) -> None:
+    def note_sampled(self, num_tokens: int) -> None:
         self.sampled_tokens = max(self.sampled_tokens, num_tokens)
 
 
@@ -87,11 +88,11 @@ class Slots:
         self.all = [
             Slot(replica, index, replica.name in reserved) for index, replica in enumerate(replicas)
         ]
-        self.index = LoadIndex(len(self.all))  # of what ordinary requests may go to
+        self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
         for slot in self.all:
             self._update(slot)
-        self.is_paused = False  # no request but those of pins is given to any of them
-        self.spares_pins = False  # the pause stops no replica that is pinned
+        self.is_paused = False  # replicas get no requests but those of their pins
+        self.spares_pins = False  # the pause does not stop pinned replicas
         self.active_time = ActiveTime()  # of all requests but pins'
         self.wakeups = Wakeups()
 
@@ -128,7 +129,7 @@ class Slots:
         self.notify()
 
     def mark_dead(self, slot: Slot, error: BaseException) -> None:
-        """It gets no further request, and those that it has leave it."""
+        """It gets no further request, and its running ones are taken from it."""
         slot.state = ReplicaState.DEAD
         slot.failure = slot.failure or error
         self._update(slot)
@@ -137,10 +138,10 @@ class Slots:
         self.notify()
 
     async def answer(self, slot: Slot, work: Coroutine[Any, Any, _T]) -> _T:
-        """What the slot's replica answers.
+        """The answer of the slot's replica.
 
         Raises:
-            ReplicaError: the slot is dead, or dies meanwhile, whether or not that ends the work.
+            ReplicaError: the slot is dead, or dies while this waits.
         """
         task = asyncio.ensure_future(work)
         slot.work.add(task)
@@ -155,10 +156,29 @@ class Slots:
         finally:
             slot.work.discard(task)
             if task.done() and not task.cancelled():
-                task.exception()  # which a caller who was cancelled does not ask for
+                task.exception()  # retrieved: a cancelled caller does not do it
         if task.cancelled() and not slot.is_live:
             raise loss_of(slot)
         return task.result()
+
+    async def ask(
+        self, slot: Slot, work: Coroutine[Any, Any, _T], *, timeout_s: float, required: str = ""
+    ) -> _T | None:
+        """`answer`, or None where the replica is lost, and hence dead, or exceeds ``timeout_s``.
+
+        ``required``, such as "resume": a replica that does not do it in time is dead, too.
+        """
+        try:
+            async with deadline(timeout_s):
+                return await self.answer(slot, work)
+        except ReplicaError as error:
+            self.mark_dead(slot, error)
+        except (TimeoutError, DeadlineError) as error:
+            if required:
+                lost = ReplicaError(f"{slot.name} did not {required} within {timeout_s:.0f} s")
+                lost.__cause__ = error
+                self.mark_dead(slot, lost)
+        return None
 
     def require_live(self) -> None:
         """Raises `GenerationError`, with every cause, where no replica takes requests any more."""
@@ -173,7 +193,7 @@ class Slots:
         )
 
     def notify(self) -> None:
-        """Something has changed: who waits for that looks again."""
+        """Have all waits check their conditions, because something has changed."""
         self.wakeups.notify()
 
     async def wait_until(
@@ -185,8 +205,8 @@ class Slots:
     ) -> bool:
         """True once ``predicate`` holds; False where it does not within ``timeout_s``.
 
-        The caller runs on without a break once it does, so that what it saw still is so. Those who
-        give the same ``key`` wait for the same thing.
+        The caller continues in the same iteration of the event loop, so the predicate still holds
+        then. Waits with the same ``key`` must have equal predicates.
         """
         try:
             async with deadline(timeout_s):
@@ -205,7 +225,7 @@ class Slots:
 
 
 def loss_of(slot: Slot) -> ReplicaError:
-    """What those get who had something from a replica that is dead."""
+    """The error of a call to a dead replica."""
     if isinstance(slot.failure, ReplicaError):
         return copy_of(slot.failure)
     lost = ReplicaError(f"{slot.name} is lost: {slot.failure}")

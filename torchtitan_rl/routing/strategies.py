@@ -13,7 +13,7 @@ class RoutingStrategy(Protocol):
         """Index of a replica that is eligible for ``min_version``, or None where there is none.
 
         Loads are outstanding tokens: prompt and budget of the calls it has. ``home`` is the
-        replica that served the session before; it is left where it lags behind.
+        replica that served the session before; the session leaves it where it is too old.
         """
         ...
 
@@ -48,7 +48,7 @@ class StickyLeastLoaded:
 
 @dataclass(slots=True)
 class RoundRobin:
-    """Each replica in turn, whatever its load: the baseline that others are measured against."""
+    """Each replica in turn, without regard to load: a baseline for measurements."""
 
     _next: int = 0
 

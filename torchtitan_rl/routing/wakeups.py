@@ -1,8 +1,8 @@
-"""Waits for something to change, cheap where many wait for the same thing.
+"""Condition variables of one event loop, cheap where many tasks wait for the same condition.
 
-Invariants: who waits looks again whenever its condition held after a change, and runs on without a
-break once it holds then; those who share a key share one look per change, however many they are,
-and are woken in the order in which they began to wait; changes that come together are one.
+Invariants: a task is woken when its condition holds after a change, checks it again, and continues
+in that iteration of the event loop where it still holds; tasks that share a key share one check per
+change and are woken in the order in which they began to wait; simultaneous changes cause one check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Condition = Callable[[], bool]
 
 
 class _Wait:
-    """Those who wait for one condition."""
+    """The tasks that wait for one condition."""
 
     def __init__(self, condition: Condition) -> None:
         self._condition = condition
@@ -24,7 +24,7 @@ class _Wait:
         try:
             return self._condition()
         except Exception:
-            return True  # each who waits looks for itself, and raises it
+            return True  # each task checks again and raises it
 
     def wake(self) -> None:
         for future in self.futures:
@@ -33,7 +33,7 @@ class _Wait:
 
 
 class Wakeups:
-    """``num_looks`` and ``num_wakes`` count the work that was done, for tests."""
+    """``num_looks`` counts checks and ``num_wakes`` woken tasks, for tests."""
 
     def __init__(self) -> None:
         self._waits: dict[Hashable, _Wait] = {}
@@ -42,7 +42,7 @@ class Wakeups:
         self.num_wakes = 0
 
     def notify(self) -> None:
-        """Something has changed: conditions are looked at again, soon and once."""
+        """Something has changed: check all conditions once, in the next iteration."""
         if self._waits and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
@@ -50,7 +50,7 @@ class Wakeups:
     async def until(self, condition: Condition, *, key: Hashable = None) -> None:
         """Return once ``condition`` holds; raise what it raises.
 
-        Those who give the same ``key`` must wait for the same thing.
+        Waits with the same ``key`` must have equal conditions.
         """
         key = object() if key is None else key
         while not condition():

@@ -1,9 +1,9 @@
 """Brings published weights to the replicas, each of which follows the newest handle by itself.
 
 Invariants: a replica has at most one puller, and the newest handle wins; versions of a replica that
-serves requests never go down; a pinned replica is not pulled; one that is slow is named and
-followed up in the background, and only one that fails, or takes longer than the time-out over one
-fetch or one swap, is dead. Nothing is swapped while a replica sleeps.
+serves requests never go down; a pinned replica is not pulled; a slow one is reported as lagging and
+goes on in the background, and only one that fails, or exceeds the time-out in one fetch or one
+swap, is dead. Nothing is swapped while a replica sleeps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torchtitan_rl.weights.handle import WeightHandle
 SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]
 
-_LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+"""What a fetch or a swap raises where its replica is to be marked dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class WeightSync:
 
     @property
     def newest(self) -> WeightHandle | None:
-        """The newest handle that was asked for, whoever holds it by now."""
+        """The newest handle that a sync was called with; replicas may not hold it yet."""
         return self._newest
 
     async def sync(
@@ -134,8 +135,7 @@ class WeightSync:
             await asyncio.wait(tasks)
 
     def _is_settled(self, version: int) -> bool:
-        """Nobody is left to wait for: all but pinned slots hold it, or a pinned one where it is
-        the only kind there is."""
+        """Whether all slots that are not pinned hold it; where all are pinned, whether one does."""
         if self._is_closed or self._crash is not None:
             return True
         live = self._slots.serving()
@@ -171,7 +171,7 @@ class WeightSync:
         if handle is None or slot.is_pinned or slot.is_reserved or not slot.is_live:
             return None
         if slot.is_asleep or (slot.version == NO_WEIGHTS and not self._num_syncs):
-            return None  # whoever wakes it up syncs it: with newer weights, as a rule
+            return None  # a sync follows the wake-up, in general with newer weights
         return handle if slot.version < handle.version else None
 
     async def _follow(self, slot: Slot) -> None:
@@ -183,7 +183,7 @@ class WeightSync:
                     continue
                 self._slots.mark_dead(slot, error)
                 return
-            except _LOSSES as error:
+            except LOSSES as error:
                 self._slots.mark_dead(slot, error)
                 return
             if self._order == "one_by_one":
@@ -192,7 +192,7 @@ class WeightSync:
                 return  # it follows again when the pin ends, or it wakes up
             try:
                 await self._swap(slot, handle, stage_s)
-            except _LOSSES as error:
+            except LOSSES as error:
                 self._slots.mark_dead(slot, error)
 
     async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
@@ -203,10 +203,10 @@ class WeightSync:
         return _now() - started
 
     async def _is_superseded(self, slot: Slot, handle: WeightHandle) -> bool:
-        """Is a version that could not be read gone because there is a newer one?
+        """Whether a version that could not be read is gone because there is a newer one.
 
-        The publisher may have removed what a lagging replica was about to read before the newer
-        handle is known here, so that one waits for it.
+        The publisher may remove a version that a lagging replica is about to read before the newer
+        handle arrives here, so a lagging replica waits for that handle.
         """
         if slot.is_lagging:
             await self._slots.wait_until(
@@ -215,7 +215,7 @@ class WeightSync:
         return self._newest is not handle
 
     async def _turn(self, slot: Slot) -> None:
-        """Wait until no other replica is swapping; a stuck one is not waited for for ever."""
+        """Wait until no other replica is swapping, at most for the lag time-out."""
         await self._slots.wait_until(
             lambda: (
                 not any(other.is_swapping for other in self._slots.serving() if other is not slot)

@@ -1,11 +1,11 @@
 """An event loop's end of a connection to an actor: many messages in few calls.
 
-The actor offers two calls: ``deliver`` takes a batch of messages, ``poll`` returns one once there
-is something to say. It gathers its own messages in an `Outbox`, too.
+The actor has two calls: ``deliver`` takes a batch of messages, ``poll`` returns a batch as soon as
+it has messages. It gathers them in an `Outbox`, too.
 
 Invariants: one delivery and one poll run at a time, and messages arrive in order; messages that are
-put while a delivery runs leave together with the next; batches that arrive are handled one after
-the other. Whatever ends one of the two loops ends the connection, with an error.
+put while a delivery runs leave together with the next one; batches that arrive are handled one
+after the other. The end of either loop ends the connection, with an error.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Connection(Generic[Out, In]):
         self._handle = handle
         self._outbox: Outbox[Out] = Outbox(interval_s=interval_s)
         self._arrival: asyncio.Future[None] | None = None  # of the next batch
+        self._has_ended = False
 
     def put(self, *messages: Out, is_urgent: bool = False) -> None:
         """Have them delivered with the next batch; see `Outbox.put`."""
@@ -57,8 +58,10 @@ class Connection(Generic[Out, In]):
         return self._outbox.take_now()
 
     async def arrived(self) -> None:
-        """Return when what was put so far, and has not left yet, was delivered, or never will be
-        because the connection has ended."""
+        """Return when the messages that are waiting now were delivered, or at once where the
+        connection has ended and delivers nothing more."""
+        if self._has_ended:
+            return
         if self._arrival is None:
             self._arrival = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._arrival)
@@ -68,8 +71,8 @@ class Connection(Generic[Out, In]):
         end, with them.
 
         Raises:
-            Exception: what the actor's calls, ``handle`` or one of ``others`` raised.
-            ConnectionCancelledError: see there.
+            Exception: raised by the actor's calls, ``handle`` or one of ``others``.
+            ConnectionCancelledError: a loop was cancelled, and not by this method.
         """
         loops = [
             asyncio.create_task(self._send_all(), name=f"{self._name} delivery"),
@@ -81,6 +84,7 @@ class Connection(Generic[Out, In]):
             raise _failure(done)
         finally:
             await cancel_all(loops)
+            self._has_ended = True
             _set(self._arrival)
 
     async def _send_all(self) -> None:
@@ -112,7 +116,7 @@ def _set(arrival: asyncio.Future[None] | None) -> None:
 
 
 def _failure(ended: Collection[asyncio.Task[None]]) -> BaseException:
-    """Why loops have ended that never do."""
+    """The error that ended loops, which never return."""
     for loop in ended:
         if not loop.cancelled() and (error := loop.exception()) is not None:
             return error

@@ -1,6 +1,6 @@
-"""What travels on a connection: calls one way, what becomes of them the other way.
+"""The messages of a connection: calls and aborts in one direction, ends in the other.
 
-Payloads, and messages that belong to no call, are those of the two sides.
+Each connection defines its own payloads, and further messages such as progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CallId = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[P]):
-    """Something that is to be done, and ends once."""
+    """A request for work that ends once."""
 
     call_id: CallId
     payload: P
@@ -26,7 +26,7 @@ class Call(Generic[P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """The call is to end now. Unknown and ended ids are ignored."""
+    """End the call now. Unknown and ended ids are ignored."""
 
     call_id: CallId
 

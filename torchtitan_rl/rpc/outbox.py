@@ -1,8 +1,8 @@
-"""Gathers messages until they may leave together.
+"""Gathers messages into batches.
 
-Invariants: each message leaves once, in the order in which they were put; at most one batch leaves
-per interval, unless an urgent message waits; after a silence the first leaves at once; the event
-loop is woken at most twice for a batch, however many messages it holds.
+Invariants: each message leaves once, in the order of `Outbox.put`; at most one batch leaves per
+interval, unless an urgent message waits; after a silence the first message leaves at once; the
+event loop is woken at most twice for a batch of any size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Outbox(Generic[M]):
             self._notify()
 
     def take_now(self) -> tuple[M, ...]:
-        """All there is, which may be nothing."""
+        """All messages, which may be none."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -1,10 +1,10 @@
-"""How many requests run at once, and how many queue for a place; the next is refused (429).
+"""Bounds how many requests run at once and how many queue; any other is refused (429).
 
 Invariants: a place is held until the application has returned, which for a stream is its end, and
-is given back however it ends. A request that leaves the queue, or is cancelled there, takes no
+is released on every exit path. A request that leaves the queue, or is cancelled there, takes no
 place. The queue is first in, first out, and no request waits longer than the timeout (also a 429).
-Only requests that may use an engine count: health, metrics, sessions and administration have to
-answer while everything else is full.
+Only requests that may use an engine count: health, metrics, sessions and administration must answer
+under full load, too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Admission:
         finally:
             if place in self._queue:
                 self._queue.remove(place)
-            elif not is_in:  # the place came at the moment in which the request ended
+            elif not is_in:  # it got the place while it was ending
                 self._leave()
         return is_in
 
@@ -88,7 +88,7 @@ class Admission:
         )
 
     def _leave(self) -> None:
-        """Hand the place to the request that has waited longest, or give it back."""
+        """Pass the place to the request that has waited longest, or release it."""
         if self._queue:
             self._queue.popleft().set_result(None)
         else:

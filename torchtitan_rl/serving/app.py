@@ -104,9 +104,9 @@ class EndpointApp:
 class StalledClients:
     """ASGI middleware: a client that reads nothing for ``timeout_s`` counts as disconnected.
 
-    The server holds back what a client does not read, so the application waits in ``send`` and
-    keeps its place and its request in an engine's batch. `ClientStalledError` ends it there, and
-    the server closes the connection. What waits is bounded: one chunk of the response.
+    While a client does not read, the application waits in ``send``, and keeps its place and its
+    request in an engine's batch. `ClientStalledError` ends it there, and the server closes the
+    connection. At most one chunk of the response is buffered.
     """
 
     def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:

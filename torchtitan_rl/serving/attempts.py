@@ -36,7 +36,7 @@ class Identity:
 
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
-    """None where nothing says that this request could be repeated.
+    """The identity of a request; None where no header says that it may be repeated.
 
     Raises:
         HttpError: 400, the idempotency key is empty or too long.
@@ -76,11 +76,11 @@ def identify(scope: Scope, body: bytes) -> Identity | None:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """Recorded through `record`, the application's ``send``, and replayed to its followers.
+    """A recorded run: `record` is the application's ``send``; followers get a replay.
 
     An attempt fails when it ends without a whole 2xx response, or after the application was told
-    that its client is gone: that response is not meant for any client. A failed attempt is replayed
-    only to clients that follow it already.
+    that its client is gone, because that response is for no client. A failed attempt is replayed
+    only to clients that already follow it.
     """
 
     identity: Identity
@@ -89,7 +89,7 @@ class Attempt:
     num_departures: int = 0  # of followers that left before its end
     num_retries: int = 0
     num_bytes: int = 0
-    is_abandoned: bool = False  # no client waits for it any more
+    is_abandoned: bool = False  # it is to end, for its clients are gone
     is_delivered: bool = False  # whole, to at least one follower
     has_ended: bool = False
     is_dropped: bool = False  # it has ended, and its response is no longer kept
@@ -102,7 +102,7 @@ class Attempt:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is any response yet."""
+        """Whether the response has begun."""
         return self._status != 0
 
     @property
@@ -117,7 +117,7 @@ class Attempt:
         return self.is_abandoned and not self.has_ended
 
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key: the attempt that a retry of an equal request most likely means comes first."""
+        """Sort key: the attempt that a retry most likely repeats comes first."""
         if self.is_failed or self.is_ending:
             likelihood = 1
         elif not self.num_followers and not self.is_delivered:
@@ -136,7 +136,7 @@ class Attempt:
         self._notify()
 
     def abandon(self) -> None:
-        """No client waits for it any more: `gone` returns."""
+        """Have `gone` return, because all clients are gone."""
         self.is_abandoned = True
         self._notify()
 
@@ -159,7 +159,7 @@ class Attempt:
         self, send: Send, *, headers: tuple[tuple[bytes, bytes], ...]
     ) -> Coroutine[None, None, None]:
         """Send the response from its start to its end. ``headers`` are added."""
-        # The recording of now, not of the first await: it may be dropped before that.
+        # Bound now, not at the first await: the recording may be dropped in between.
         return self._replay(self._messages, send, headers)
 
     async def _replay(
@@ -178,16 +178,16 @@ class Attempt:
             await changed.wait()
 
     def compact(self) -> None:
-        """Keep the response of an ended attempt in one piece: thousands of small ones take more."""
+        """Join the messages of an ended attempt, because thousands of small ones take more room."""
         body = b"".join(message.get("body", b"") for message in self._messages[1:])
-        # A new list: a replay that has begun reads on in the old one.
+        # A new list: a running replay still reads the old one.
         self._messages = [
             *self._messages[:1],
             {"type": "http.response.body", "body": body, "more_body": False},
         ]
 
     def drop(self) -> None:
-        """Free the response of an ended attempt; a replay that has begun goes on with its own."""
+        """Free the response of an ended attempt; running replays keep theirs."""
         self.is_dropped = True
         self._messages = []
         self.num_bytes = 0

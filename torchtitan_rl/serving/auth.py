@@ -1,10 +1,10 @@
-"""Who sends a request, and in which session.
+"""Authenticates requests, and finds their sessions.
 
-- `/health` answers everyone: it says whether the endpoint serves, and no more.
+- `/health` needs no key; its answer says only whether the endpoint serves.
 - Everything else, `/metrics` and the OpenAPI document included, needs the API key as a bearer
-  token. Only a loopback address without a configured key takes any token, or none.
-- `/admin/...` needs the admin key, which opens nothing else; without one configured these routes
-  do not exist (404).
+  token. Only a loopback address without a configured key accepts any token, or none.
+- `/admin/...` needs the admin key, which is valid for nothing else; where none is configured these
+  routes do not exist (404).
 - The session is the header ``X-Session-ID``, or what follows the first ":" of the bearer token
   (``KEY:SESSION``); two that differ are refused.
 
@@ -50,7 +50,7 @@ def checked_session_id(text: str) -> str:
 
 
 class Authentication:
-    """ASGI middleware that sets `context.session_id` for what it lets through.
+    """ASGI middleware that sets `context.session_id` for the requests that it passes on.
 
     Raises:
         ConfigError: the keys cannot protect an endpoint on ``host``.

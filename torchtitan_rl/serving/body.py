@@ -42,8 +42,8 @@ class BufferedRequest:
     """A request's whole body. As an ASGI ``receive`` it gives the body, then waits for the
     client's disconnect.
 
-    ``gone`` returns once the client has disconnected, as often as it is called. Code that keeps the
-    body longer than the client's request calls ``held.hold()``, and ``held.release()`` afterwards.
+    ``gone`` returns once the client has disconnected, at every call. Code that keeps the body
+    longer than the client's request calls ``held.hold()``, and ``held.release()`` afterwards.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BufferedRequest:
 
 
 class Handler(Protocol):
-    """What handles a request that has been read; any ASGI application does."""
+    """Handles a request with a buffered body; any ASGI application does."""
 
     async def __call__(self, scope: Scope, receive: BufferedRequest, send: Send, /) -> None: ...
 

@@ -1,10 +1,10 @@
-"""The controller's end of its connection to the endpoint's process: runs what clients want.
+"""The controller's end of its connection to the endpoint's process: runs requests and commands.
 
-What becomes of it leaves at once when nothing was said for a while, no other request runs or a
-command was answered, else together with everything else of the last interval.
+Results leave at once after a silence, where no other request runs, and for commands; else together
+with all others of the last interval.
 
 Invariants: each request that was polled and not aborted gets exactly one end, each command exactly
-one answer, also when the bridge is closed; a request that nobody waits for any more is cancelled.
+one answer, also when the bridge is closed; a request that its client aborted is cancelled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.errors import (
+    EndpointLostError,
+    GenerationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+)
 from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError, cancel_all
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.serving.messages import (
@@ -27,11 +32,12 @@ from torchtitan_rl.serving.messages import (
     EndpointRequest,
     Handler,
     Refusal,
+    RefusedError,
     SystemStatus,
     ToController,
     ToEndpoint,
+    refused,
 )
-from torchtitan_rl.serving.refusals import refusal_of, refused
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
@@ -72,7 +78,7 @@ class BridgeCounts:
 
 
 class EndpointBridge:
-    """Runs what an endpoint's clients want, from `run` on until that is cancelled.
+    """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
     ``handlers`` answer commands, ``status`` is read every ``status_interval_s``. ``interval_s``
     lies between the starts of two deliveries while requests run.
@@ -111,15 +117,15 @@ class EndpointBridge:
         return len(self._requests)
 
     async def ready(self) -> None:
-        """Wait until the endpoint knows the system's status."""
+        """Wait until the endpoint has received the system's status."""
         await self._is_ready.wait()
 
     async def run(self) -> None:
-        """Until it is cancelled or a part of it fails; what runs then is refused.
+        """Run until this is cancelled or a part fails; what still runs then is refused.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone, or a loop was ended from within.
-            Exception: what a loop raised, such as the reading of the status.
+            EndpointLostError: the endpoint's process is gone, or a loop was cancelled from within.
+            Exception: the error of a loop, such as that of reading the status.
         """
         is_lost = False
         try:
@@ -141,7 +147,7 @@ class EndpointBridge:
                 await self._deliver(self._connection.unsent())
         except (EndpointLostError, TimeoutError) as error:
             logger.info("the endpoint did not take the last ends: %s", error)
-        except Exception:  # how the bridge ended is what its caller is told
+        except Exception:  # the caller gets the error that ended the bridge
             logger.exception("the last ends could not be delivered")
 
     async def _deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
@@ -152,8 +158,6 @@ class EndpointBridge:
         while True:
             self._connection.put(self._read_status())
             await asyncio.sleep(self._status_interval_s)
-
-    # What clients want.
 
     async def _handle(self, messages: tuple[ToController, ...]) -> None:
         for message in messages:
@@ -183,7 +187,7 @@ class EndpointBridge:
         request_id = request.request.request_id
 
         def on_progress(progress: Progress) -> None:
-            # Whoever completes it may know the request by another id.
+            # In a rollout's session the request has another id.
             self._connection.put(dataclasses.replace(progress, request_id=request_id))
 
         completion = await self._complete(
@@ -196,7 +200,7 @@ class EndpointBridge:
         refusal = self._refusal(task)
         completion = task.result() if refusal is None else None
         if self._requests.get(request_id) is not task:
-            return  # aborted: nobody waits for its end
+            return  # aborted: its client does not wait for the end
         del self._requests[request_id]
         if refusal is None:
             self.counts.completed += 1
@@ -224,18 +228,37 @@ class EndpointBridge:
         self._connection.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
 
     def _refusal(self, task: asyncio.Future[Any]) -> Refusal | None:
-        """Why a task that is done has no result; None where it has one."""
+        """The refusal for a failed or cancelled task; None where it has a result."""
         if task.cancelled():
             return _CLOSING if self._is_closing else _CANCELLED
         error = task.exception()
         if error is None or isinstance(error, Exception):
-            return None if error is None else refusal_of(error)
+            return None if error is None else _refusal_of(error)
         raise error
 
 
+def _refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error: no internals; unexpected ones are logged."""
+    match error:
+        case RefusedError():
+            return error.refusal
+        case InvalidRequestError():
+            return Refusal(status=400, message=str(error), code="invalid_request")
+        case GenerationTimeoutError():
+            message = "the request was not completed in time"
+            return Refusal(status=504, message=message, code="timeout")
+        case GenerationError():
+            logger.warning("a client's request failed: %s", error)
+            message = "no replica could complete the request"
+            return Refusal(status=503, message=message, code="no_replica")
+        case _:
+            logger.error("a client's request failed unexpectedly", exc_info=error)
+            return Refusal(status=500, message="internal error", code="internal_error")
+
+
 def _compacted(messages: tuple[ToEndpoint, ...]) -> tuple[ToEndpoint, ...]:
-    """The same in fewer messages: the pieces of a request's progress as one, and none of a request
-    that ends here, for an end has the whole completion."""
+    """The same in fewer messages: one progress for each request, and none for a request that ends
+    here, because its end has the whole completion."""
     pieces: dict[CallId, list[Progress]] = {}
     others: list[ToEndpoint] = []
     for message in messages:

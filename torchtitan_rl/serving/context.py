@@ -1,6 +1,6 @@
-"""What belongs to the HTTP request that is being handled: its session, and what to close after it.
+"""The context of the current HTTP request: its session, and what to close after it.
 
-Context variables, which tasks inherit, so whatever the handler awaits or starts can read them.
+Context variables are inherited by tasks, so all code that the handler awaits or starts has them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ClientStalledError(Exception):
 
 
 class OpenAIErrors:
-    """ASGI middleware for HTTP requests, whatever the ``receive`` of the layers inside it is.
+    """ASGI middleware for HTTP requests; it passes any ``receive`` on to the layers inside.
 
     ``replaces_500``: the 500s that ``app`` answers itself are replaced too.
     """

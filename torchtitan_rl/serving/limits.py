@@ -1,17 +1,15 @@
-"""What a request may ask for, checked on its JSON before the application sees it.
+"""Checks the JSON of a request before the application gets it.
 
-The checks are about form and quantity:
+- It must be valid JSON in UTF-8, without NaN, infinity, lone surrogates or integers of more than
+  64 bits: each of these makes some handler fail with a 500.
+- Its nesting, and its total numbers of completions and tokens, are limited.
+- So are repetitions in a JSON schema (``minItems`` and similar): a grammar library unrolls a
+  billion of them until the process runs out of memory.
+- Its content must be text: a chat template would drop an image, or leave its placeholder as text.
+  So every part of a message's content must have a text type, on every route, for every role and at
+  any depth, and no field of a request, message or part may have another medium.
 
-- JSON in UTF-8 that can be written again as such: no NaN, infinity, lone surrogate or integer of
-  more than 64 bits, each of which has made some handler fail with a 500;
-- its nesting, and the number of completions and tokens that it multiplies to;
-- how often a JSON schema repeats something (``minItems`` and its like): a grammar library unrolls
-  a billion repetitions until the process runs out of memory;
-- text only: a chat template would drop an image, or leave its placeholder for the engine to read
-  as text. So every part of a message's content has to be a type of text, on every route, for every
-  role and at any depth, and no field of a request, message or part may carry another medium.
-
-Everything else that fields mean is left to the application.
+All other fields are checked by the application.
 """
 
 from __future__ import annotations
@@ -144,8 +142,8 @@ def _num_prompts(content: dict[str, Any]) -> int:
 
 
 def _integer(content: dict[str, Any], name: str) -> int | None:
-    """A limited field: an integer, or absent. The application would also convert "5" and 5.0,
-    which would bypass the limit."""
+    """A limited field: an integer, or absent. The application also accepts "5" and 5.0, which would
+    bypass the limit."""
     value = content.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value

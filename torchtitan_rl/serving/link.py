@@ -1,13 +1,12 @@
 """The endpoint process's end of its connection to the controller.
 
-What clients want is gathered on the HTTP server's thread until the controller polls for it; what
-the controller delivers is handed to that thread in one hop per batch, from whatever thread it came
-in on.
+Clients' requests and commands are gathered on the HTTP server's thread until the controller polls;
+a delivery of the controller, on any thread, reaches that thread in one callback per batch.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
 one answer or error, also where the controller is lost (it has not polled for a while), the endpoint
-has failed or the link is closed; of an aborted or ended request nothing more is heard. Of a failure
-the controller hears by its next poll.
+has failed or the link is closed. An aborted or ended request gets no further messages. The
+controller's next poll raises a failure.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from torchtitan_rl.types import Progress
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0  # a poll without anything to say returns after so long
+_POLL_S = 1.0  # a poll without messages returns after this time
 _COMMAND_S = 120.0
 _PAUSE_S = 900.0
 _STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
@@ -52,9 +51,9 @@ _CLOSED = Refusal(status=503, message="the endpoint is shutting down", code="shu
 
 
 class ControllerLink:
-    """Between the HTTP server's event loop and a controller that polls and delivers.
+    """Connects the HTTP server's event loop with a controller that polls and delivers.
 
-    ``lost_after_s``: a controller that has not polled for so long is lost, until it polls again.
+    ``lost_after_s``: a controller that has not polled for this time is lost until it polls again.
     """
 
     def __init__(
@@ -76,18 +75,18 @@ class ControllerLink:
         self._numbers = itertools.count()
         self._watch: asyncio.TimerHandle | None = None
         self._refuses: Refusal | None = None
-        self._is_over = False  # what is refused stays refused
+        self._is_over = False  # failed or closed: it refuses everything for good
 
     # On the HTTP server's thread.
 
     def attach(self) -> None:
-        """Called once, first, on the event loop that uses this side."""
+        """Called once, before all else, on the event loop that uses this side."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
         self._look_for_controller()
 
     def submit(self, request: EndpointRequest) -> None:
-        """Pass a request on; it never raises. What becomes of it comes with `next_outputs`."""
+        """Pass a request on; never raises. `next_outputs` gives its progress and its end."""
         request_id = request.request.request_id
         self._pending.add(request_id)
         if self._refuses is not None:
@@ -96,8 +95,8 @@ class ControllerLink:
             self._outbox.put(Call(call_id=request_id, payload=request))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more: they are ended, and have no end here. Unknown and
-        ended ids are ignored."""
+        """Abort requests whose clients are gone; `next_outputs` does not give their ends. Unknown
+        and ended ids are ignored."""
         known = [request_id for request_id in request_ids if request_id in self._pending]
         if not known:
             return
@@ -120,7 +119,7 @@ class ControllerLink:
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """The controller's answer. A pause may wait for all requests, others end soon.
+        """The controller's answer. A pause may wait for all requests; other commands end soon.
 
         Raises:
             RefusedError: the controller refused it, is lost, or did not answer in time.
@@ -143,7 +142,7 @@ class ControllerLink:
             del self._answers[number]
 
     def add_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Of this process, to come with every `status`, under the common prefix."""
+        """Add gauges of this process to every `status`, under the common prefix."""
         self._gauges.append(read)
 
     def status(self) -> SystemStatus:
@@ -155,8 +154,8 @@ class ControllerLink:
         return dataclasses.replace(status, is_healthy=False, cause=self._refuses.message)
 
     def fail(self, cause: str) -> None:
-        """The endpoint cannot go on: fail all that waits and all that comes, and tell the
-        controller, which gets ``cause``; clients do not. Nothing happens once it is closed."""
+        """The endpoint has failed: refuse all requests and commands, and fail the controller's
+        next poll with ``cause``, which clients do not get. No effect after `close`."""
         if self._is_over:
             return
         logger.error("the endpoint has failed: %s", cause)
@@ -164,13 +163,13 @@ class ControllerLink:
         self._outbox.fail(EndpointLostError(f"the endpoint has failed: {cause}"))
 
     def close(self) -> None:
-        """Fail all that waits, and all that comes. Once is enough."""
+        """Refuse all waiting and all later requests and commands. Again: no effect."""
         self._end_all(_CLOSED)
 
     # From the controller's calls, on any thread.
 
     async def poll(self) -> tuple[ToController, ...]:
-        """What clients want; waits about a second for it. For one caller at a time.
+        """Clients' requests and commands; waits about a second for them. One caller at a time.
 
         Raises:
             EndpointLostError: the endpoint has failed.
@@ -181,7 +180,7 @@ class ControllerLink:
         return messages
 
     def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        """Hand a batch over to the HTTP server's thread; without waiting for it."""
+        """Pass a batch to the HTTP server's thread, without waiting for it."""
         with self._lock:
             loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -196,7 +195,7 @@ class ControllerLink:
     def _take(self, messages: tuple[ToEndpoint, ...]) -> None:
         try:
             self._take_all(messages)
-        except Exception as error:  # the batch is lost, and with it ends that clients wait for
+        except Exception as error:  # the lost batch may have ends that clients wait for
             logger.exception("a delivery could not be taken")
             self.fail(f"a delivery could not be taken: {type(error).__name__}: {error}")
 
@@ -225,7 +224,7 @@ class ControllerLink:
             future.set_result(end.result or {})
 
     def _look_for_controller(self) -> None:
-        """Every now and then: is it still polling?"""
+        """Check regularly that it still polls."""
         self._watch = asyncio.get_running_loop().call_later(
             self._lost_after_s / 8, self._look_for_controller
         )
@@ -237,7 +236,7 @@ class ControllerLink:
             self._fail_all(_LOST)
 
     def _end_all(self, refusal: Refusal) -> None:
-        """What is refused from now on is refused to the end."""
+        """Refuse everything from now on."""
         if self._watch is not None:
             self._watch.cancel()
         if not self._is_over:
@@ -246,10 +245,10 @@ class ControllerLink:
 
     def _fail_all(self, refusal: Refusal) -> None:
         self._refuses = refusal
-        # Calls have no caller any more; a controller that comes back is to end what it has.
+        # The callers are gone; a controller that polls again ends the requests that it has.
         self._outbox.discard(lambda message: isinstance(message, Call))
         self._outbox.put(*(Abort(call_id=request_id) for request_id in self._pending))
-        # Where one of them has ended already, that end comes first, and this one is ignored.
+        # Where a request has ended already, that end comes first and this one is ignored.
         self._outputs.put(*(End(call_id=name, error=refusal) for name in self._pending))
         for answer in self._answers.values():
             if not answer.done():

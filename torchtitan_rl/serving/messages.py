@@ -1,8 +1,8 @@
-"""What the endpoint's process and the controller's tell each other over their connection.
+"""The messages between the endpoint's process and the controller's.
 
-The endpoint's process tokenizes, detokenizes and speaks HTTP; the controller's has the router and
-the sessions. Requests and commands of clients are the endpoint's calls; the controller tells their
-progress and their ends.
+The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's has the router and
+the sessions. Requests and commands of clients are calls of the endpoint; the controller answers
+with their progress and their ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GAUGE_PREFIX = "torchtitan_rl_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
-    """One completion that a client wants. ``streams``: it is to be told of the progress."""
+    """One completion for a client. ``streams``: with progress."""
 
     request: GenerationRequest
     streams: bool = False
@@ -40,7 +40,7 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Something else that a client wants, answered once."""
+    """Any other operation for a client, answered once."""
 
     name: CommandName
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -56,15 +56,19 @@ class Refusal:
 
 
 class RefusedError(TorchtitanRLError):
-    """A refusal on its way to the client."""
+    """Raised where the client is to get a refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
         self.refusal = refusal
         super().__init__(refusal.message)
 
 
+def refused(status: int, code: str, message: str) -> RefusedError:
+    return RefusedError(Refusal(status=status, message=message, code=code))
+
+
 RequestEnd = End[Completion, Refusal]
-"""The completion is whole, whatever progress was delivered before."""
+"""The completion is whole, also after progress."""
 
 CommandEnd = End[Mapping[str, Any], Refusal]
 """The result is JSON-able."""
@@ -72,7 +76,7 @@ CommandEnd = End[Mapping[str, Any], Refusal]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemStatus:
-    """For ``/health`` and ``/metrics``. ``gauges`` are named as Prometheus wants them."""
+    """For ``/health`` and ``/metrics``. ``gauges`` have Prometheus names."""
 
     is_healthy: bool
     cause: str = ""  # where it is not
@@ -88,14 +92,14 @@ ToEndpoint = Progress | End[Any, Refusal] | SystemStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What became of requests: progress first, then the ends."""
+    """Progress and ends of requests; the progress comes first."""
 
     progress: tuple[Progress, ...] = ()
     ends: tuple[RequestEnd, ...] = ()
 
 
 class Endpoint(Protocol):
-    """The endpoint's process, as the controller sees it."""
+    """The endpoint's process, for the controller."""
 
     @property
     def base_url(self) -> str:
@@ -103,7 +107,7 @@ class Endpoint(Protocol):
         ...
 
     async def poll(self) -> tuple[ToController, ...]:
-        """Returns when there is something, or with nothing after about a second.
+        """The next messages; none where there are none within about a second.
 
         Raises:
             EndpointLostError: the endpoint's process is gone.
@@ -113,8 +117,8 @@ class Endpoint(Protocol):
     async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None: ...
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new connection; requests that run may end within ``grace_s``, while polls and
-        deliveries go on. Then all are refused."""
+        """Accept no new connection; running requests may end within ``grace_s``, while polls and
+        deliveries continue. Then all are refused."""
         ...
 
     async def close(self) -> None: ...

@@ -1,29 +1,29 @@
-"""Answers a request that a client repeats from its first run, and does not run it again.
+"""Answers a repeated request with the response of its first run, instead of running it again.
 
-Which requests are the same request, for one session, method, path and query:
+Two requests of one session, method, path and query are the same where they have
 
 - the same ``Idempotency-Key``; with another body the key is refused (422);
 - the same ``X-Request-Id`` and body (proxies also send ids that several requests share);
-- the same body from the same address where the client says that it retries, as the official
+- the same body from the same address, where the client says that it retries, as the official
   clients do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client
-  may want several samples. Among several equal attempts a retry belongs to one that lost its
-  client, else to one that was refused or failed (the retry runs), else to a running one, else to
-  one that has been delivered whole.
+  may want several samples. Among several equal attempts a retry repeats one that lost its client,
+  else one that was refused or failed (the retry runs), else a running one, else one that was
+  delivered whole.
 
 The response, streamed or not, is replayed from its beginning and followed to its end. A failed one
 (not 2xx, or unfinished) is never replayed once it has ended. A run with such an identity is aborted
 ``grace_s`` after its last client has left. Without an identity, or where an official client already
-reads a stream (it never retries those), a disconnect aborts at once: the application receives
-``http.disconnect``. A repetition that comes during an abort waits for its end.
+reads a stream (which it never retries), a disconnect aborts at once: the application receives
+``http.disconnect``. A repetition that arrives during an abort waits for its end.
 
-Invariants: at most one run of an identity is under way, and after one that succeeded there is none
-for ``keep_s`` (from its end, or from its last repetition), whatever else is served meanwhile. What
-memory does not allow is refused, not forgotten: a repetition whose answer was dropped is a 410, and
-with ``max_remembered`` identities a request with a new one is a 429.
+Invariants: at most one run of an identity is running, and after one that succeeded none starts
+within ``keep_s`` of its end or its last repetition. A lack of memory leads to refusals, never to a
+second run: a repetition whose answer was dropped is a 410, and with ``max_remembered`` identities a
+request with a new one is a 429.
 
 Memory: a running attempt keeps its response. Responses of ended ones are dropped where they take
-more than ``max_kept_bytes`` together: delivered ones first, then oldest first. Failed attempts are
-kept without a response, the newest ``max_failed`` of them, so that their retry runs.
+more than ``max_kept_bytes`` together: delivered ones first, then oldest first. Of failed attempts
+the newest ``max_failed`` are kept, without their response, so that their retry runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RetryOptions:
 
 
 class Retries:
-    """Layer between `BufferedBody` and `Admission`: also an attempt that queues can be followed."""
+    """Layer between `BufferedBody` and `Admission`: queued attempts can be followed, too."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Retries:
         await self._follow(attempt, request, send, _REPLAYED)
 
     async def close(self) -> None:
-        """Abort what runs, and wait for its end."""
+        """Abort all running attempts, and wait for their ends."""
         tasks = [attempt.task for attempt in self._running if attempt.task is not None]
         for task in tasks:
             task.cancel()

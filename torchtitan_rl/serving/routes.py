@@ -1,24 +1,26 @@
-"""The endpoint's own routes, sessions and administration: each is one command to the controller.
+"""The endpoint's routes for sessions and administration: each is one command to the controller.
 
-They are ordinary FastAPI routes, so they are in the OpenAPI document with vLLM's. What a client
-sends is checked here; what the controller refuses becomes an error with the refusal's status.
+They are ordinary FastAPI routes, listed in the OpenAPI document with vLLM's. Clients' input is
+checked here, and only here; a refusal of the controller becomes an error with its status.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi import Path as PathParameter
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.serving.admission import SESSIONS_PREFIX
 from torchtitan_rl.serving.auth import ADMIN_PREFIX, checked_session_id
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.messages import CommandName, RefusedError
 
-MAX_REWARD = 1e30  # JSON has numbers that no float32 can hold
+MAX_REWARD = 1e30  # JSON numbers may exceed a float32
+
+SessionId = Annotated[str, AfterValidator(checked_session_id)]
 
 
 class Commands(Protocol):
@@ -45,13 +47,13 @@ class ErrorAnswer(BaseModel):
 class OpenSession(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    session_id: str | None = Field(None, max_length=128, description="A new one when left out.")
+    session_id: SessionId | None = Field(None, description="A new one when left out.")
 
 
 class Reward(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
     return_episodes: bool = False
 
 
@@ -77,9 +79,6 @@ class VersionsAnswer(BaseModel):
     states: dict[str, str]
 
 
-SessionId = Annotated[
-    str, PathParameter(min_length=1, max_length=128), AfterValidator(checked_session_id)
-]
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 409, 413, 422, 503)
 }
@@ -101,9 +100,7 @@ def _sessions(commands: Commands) -> APIRouter:
     @router.post("", response_model=SessionAnswer)
     async def open_session(request: OpenSession | None = None) -> Any:
         """Open a session; requests that name it are recorded, token for token."""
-        arguments: dict[str, Any] = {}
-        if request is not None and request.session_id is not None:
-            arguments["session_id"] = checked_session_id(request.session_id)
+        arguments = {} if request is None else request.model_dump(exclude_none=True)
         return await commands.command("session.open", arguments)
 
     @router.post("/{session_id:path}/reward", response_model=SessionAnswer)
@@ -136,7 +133,7 @@ def _admin(commands: Commands) -> APIRouter:
     )
 
     @router.post("/pause", response_model=AdminAnswer)
-    async def pause(mode: Annotated[Literal["keep", "abort", "wait"], Query()] = "keep") -> Any:
+    async def pause(mode: Annotated[PauseMode, Query()] = "keep") -> Any:
         """Pause generation: keep running requests frozen, abort them to resume later, or let them
         end."""
         return await commands.command("pause", {"mode": mode})

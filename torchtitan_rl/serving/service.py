@@ -1,6 +1,6 @@
-"""An endpoint at work: its bridge, its status, and an orderly end.
+"""Runs an endpoint: its bridge, its status, the administrators' commands and a clean end.
 
-Invariant: when the ``async with`` is left no request of a client runs any more.
+Invariant: when the ``async with`` is left, no request of a client runs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
-from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.admin import router_handlers
 from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
-from torchtitan_rl.serving.messages import CommandName, Endpoint, Handler
+from torchtitan_rl.serving.messages import CommandName, Endpoint, Handler, refused
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.status import StatusReader
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class EndpointService:
-    """Between an endpoint that has started, a router and sessions, none of which it closes.
+    """Connects a started endpoint with a router and sessions; it closes none of them.
 
-    ``handlers`` replace those of the sessions and the router. ``grace_s``: what running requests
-    get to end in when the service closes.
+    ``handlers`` replace those of the sessions and the router. ``grace_s``: time in which running
+    requests may end when the service closes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EndpointService:
         self._bridge = EndpointBridge(
             endpoint,
             complete=sessions.complete,
-            handlers={**router_handlers(router), **sessions.handlers(), **(handlers or {})},
+            handlers={**_router_handlers(router), **sessions.handlers(), **(handlers or {})},
             status=self._status.read,
             interval_s=interval_s,
         )
@@ -54,7 +54,7 @@ class EndpointService:
         return self._bridge.counts
 
     async def __aenter__(self) -> EndpointService:
-        """Returns once the endpoint knows the system's status.
+        """Return once the endpoint has received the system's status.
 
         Raises:
             Exception: as `run_until_lost`.
@@ -79,10 +79,10 @@ class EndpointService:
         bridge = self._tasks[0]
         try:
             if not (bridge.done() and _is_lost(bridge)):
-                # Without a bridge nothing that runs can end in order.
+                # Without a bridge no running request can end normally.
                 await self._endpoint.drain(0.0 if bridge.done() else self._grace_s)
         except EndpointLostError as lost:
-            logger.warning("the endpoint did not end in order: %s", lost)
+            logger.warning("the endpoint did not end cleanly: %s", lost)
         finally:
             await self._stop()
 
@@ -91,7 +91,7 @@ class EndpointService:
 
         Raises:
             EndpointLostError: the endpoint's process is gone, or has failed.
-            Exception: what a task of the service raised; no request is served any more.
+            Exception: the error of a task of the service; no more requests are served.
         """
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -104,6 +104,34 @@ class EndpointService:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+
+
+def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
+    """The handlers of administrators' commands, whose arguments `routes` has checked.
+
+    In a training run the run's own resume, where it has one, also ends a pause of a client.
+    """
+
+    async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            await router.pause(arguments["mode"])
+        except GenerationError as error:  # a `wait` may take minutes
+            message = "generation was resumed before all replicas had stopped"
+            raise refused(409, "resumed", message) from error
+        return {"is_paused": True, "mode": arguments["mode"]}
+
+    async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await router.resume()
+        return {"is_paused": False}
+
+    async def versions(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            "newest": router.newest_version,
+            "replicas": router.versions(),
+            "states": {name: state.value for name, state in router.states().items()},
+        }
+
+    return {"pause": pause, "resume": resume, "versions": versions}
 
 
 def _is_lost(bridge: asyncio.Task[None]) -> bool:

@@ -1,9 +1,9 @@
 """Records the exact turns of a session that no training run drives.
 
-Invariants: a request whose caller is gone, or whose session ends, is aborted at the router; what it
-had sampled is recorded as an unseen turn, and masked. What a session holds is bounded, and so is
-what all of them hold together: a request reserves the most tokens that it may come to, and gives
-back the rest at its end; the session's end frees everything.
+Invariants: a request whose caller is gone, or whose session ends, is aborted at the router; its
+tokens are recorded as an unseen turn, and masked. The tokens of one session, and of all sessions
+together, are bounded: a request reserves the most tokens that it may need, and releases the rest at
+its end; the session's end releases all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
-from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.routing.continuation import reported
+from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 10.0  # for the router to return what it aborted
 
 
 class Router(Protocol):
-    """What sessions need of the router."""
+    """The part of the router that sessions use."""
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
@@ -162,7 +162,7 @@ class SessionRecording:
         self, turn: SessionTurn, request: GenerationRequest, on_progress: OnProgress | None
     ) -> Completion:
         def note(progress: Progress) -> None:
-            # Kept for a router that does not return what it aborts.
+            # Kept for a router that does not return an aborted request in time.
             turn.partial.append(replace(progress, top_logprobs=()))
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
@@ -174,8 +174,8 @@ class SessionRecording:
             turn.partial.clear()
             self._held_tokens += turn.num_tokens
             return completion
-        except asyncio.CancelledError:  # the router did not return what it aborted
-            turn.complete_from_partial(request.request_id)
+        except asyncio.CancelledError:  # the router did not return the aborted request in time
+            turn.completion = reported(request.request_id, turn.partial)
             raise
         except Exception as error:
             is_expected = isinstance(error, GenerationError)

@@ -17,7 +17,6 @@ from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episode
 from torchtitan_rl.types import (
     Completion,
     Episode,
-    FinishReason,
     GenerationRequest,
     Progress,
     Rollout,
@@ -68,22 +67,13 @@ class SessionTurn:
             is_truncated=replace(sampling, engine_options=options).truncates,
         )
 
-    def complete_from_partial(self, request_id: str) -> None:
-        self.completion = Completion(
-            request_id=request_id,
-            token_ids=tuple(token for p in self.partial for token in p.token_ids),
-            logprobs=tuple(logprob for p in self.partial for logprob in p.logprobs),
-            version_runs=self.partial[-1].version_runs if self.partial else (),
-            finish_reason=FinishReason.ABORT,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionReport:
     """A session as it is, or as it ended.
 
-    The tokens of a session that a rollout drives are in the run's own account; of these only
-    ``turns`` is counted.
+    The tokens of a session that a rollout drives belong to the run's own account; here only its
+    ``turns`` are counted.
     """
 
     session_id: str
@@ -137,8 +127,8 @@ class SessionReport:
 class SessionCounts:
     """Totals over all sessions, updated with one session's report at a time.
 
-    Invariant: each session counts once, by its last report. `read` costs nothing for sessions in
-    which nothing happened: a server may hold thousands of them, and is asked every second.
+    Invariant: each session counts once, by its last report. `read` does no work for unchanged
+    sessions: a server may have thousands of them, and is asked every second.
     """
 
     def __init__(self) -> None:
@@ -183,8 +173,8 @@ def session_report(
 ) -> SessionReport:
     """The report of a session's turns, with episodes where it ended with a reward.
 
-    The reward is every token's advantage: a session has no siblings to compare it with. Masked are
-    turns whose caller never got them, turns of truncated sampling (the loss does not know their
+    The reward is the advantage of every token, because a session has no siblings. Masked are turns
+    that their caller never got, turns of truncated sampling (the loss does not know their
     distribution) and logprobs that are not finite. Tokens of failed requests and of sessions
     without a reward are discarded.
     """

@@ -1,11 +1,11 @@
-"""Sessions: which rollout a request belongs to, and which exact tokens it got.
+"""Sessions: assigns requests to rollouts, and records their exact tokens.
 
 - A request without a session goes straight to the router.
 - A request of a session that a training run drives goes to the run's rollout (`SessionDriver`).
 - Any other session is opened by a command or by its first request. Its exact turns are recorded,
   and closing it with a reward makes episodes of them.
 
-Invariants: a session ends exactly once, and refuses whatever comes later (``session_closed``). An
+Invariants: a session ends exactly once, and refuses all later requests (``session_closed``). An
 open session without requests and rewards ends after the timeout. Of an ended session only the id
 and the counts are kept. Used on one event loop only; no locks, no tasks of its own.
 """
@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError
-from torchtitan_rl.serving.refusals import refused
+from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
 from torchtitan_rl.serving.session_recording import (
     TURN_TOKENS,
     Router,
@@ -41,7 +40,7 @@ class SessionDriver(Protocol):
     """The rollout that a session belongs to."""
 
     async def complete(self, request: GenerationRequest, /) -> Completion:
-        """Answer a request with a turn of the rollout. Cancelled where its caller is gone.
+        """Answer a request with a turn of the rollout. Cancelled when its caller is gone.
 
         Raises:
             RefusedError: the rollout does not take this request, or no more requests.
@@ -80,7 +79,7 @@ class _Session:
         )
 
     async def stop(self, reward: float | None) -> None:
-        """Take no more requests, and end those that run."""
+        """Accept no more requests, and end the running ones."""
         self.is_closing = True
         if self.driver is not None:
             self.driver.close_session(reward)
@@ -193,7 +192,7 @@ class Sessions:
         raise self._missing(session_id)
 
     def handlers(self) -> Mapping[CommandName, Handler]:
-        """The commands of clients. Their arguments were checked where they came in, in `routes`."""
+        """The handlers of clients' commands, whose arguments `routes` has checked."""
 
         async def open_(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             return {"session_id": self.open(arguments.get("session_id"))}

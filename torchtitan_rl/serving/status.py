@@ -1,6 +1,6 @@
-"""What ``/health`` and ``/metrics`` say of the system: replicas, engines, requests, sessions.
+"""The system's state for ``/health`` and ``/metrics``: replicas, engines, requests, sessions.
 
-Reading never waits: engines are asked in the background, and what they said last is given.
+Reading never waits: engines are asked in the background, and their last answers are reported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StatusReader:
         self._num_failed = 0
 
     async def ask_engines(self, interval_s: float = 1.0) -> None:
-        """Until it is cancelled. A replica that does not answer is the router's to judge: this
-        only counts it."""
+        """Ask until this is cancelled. A replica that does not answer is only counted; the router
+        decides whether it is lost."""
         while True:
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
@@ -60,7 +60,7 @@ class StatusReader:
         try:
             self._router.require_live()
         except GenerationError:
-            return "no replica is left"  # why is in the controller's log, not for clients
+            return "no replica is left"  # the causes are in the controller's log, not for clients
         return ""
 
     def _replica_gauges(self) -> dict[str, float]:

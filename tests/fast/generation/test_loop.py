@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from tests.support.stepped_engine import WAIT_S, GivingUpEngine, SteppedEngine, request
 from torchtitan_rl.errors import (
     InvalidRequestError,
     LoopClosedError,
     LoopFailedError,
+    RequestGivenUpError,
     WeightSyncError,
 )
 from torchtitan_rl.generation.commands import Pull, ReadStats
@@ -171,6 +172,19 @@ def test_a_request_that_the_engine_refuses_fails_alone() -> None:
             bad.result(WAIT_S)
         assert len(good.result(WAIT_S).token_ids) == 4
         assert len(loop.submit(request("good", 2)).result(WAIT_S).token_ids) == 2
+
+
+def test_a_request_that_the_engine_gives_up_fails_alone_and_its_id_can_be_used_again() -> None:
+    with running_loop(GivingUpEngine()) as loop:
+        for _ in range(2):
+            good = loop.submit(request("good", 20))
+            bad = loop.submit(request("bad", 5))
+            with pytest.raises(RequestGivenUpError, match="no token is left") as raised:
+                bad.result(WAIT_S)
+            assert len(raised.value.completion.token_ids) == 5
+            assert isinstance(raised.value, InvalidRequestError)
+            assert len(good.result(WAIT_S).token_ids) == 20
+        assert loop.failure is None
 
 
 def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_cause() -> None:

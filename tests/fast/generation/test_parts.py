@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
-from torchtitan_rl.generation.commands import Pause, Pull
+from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
 from torchtitan_rl.generation.engine import Admission, EngineLimits
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.validation import validate_request
-from torchtitan_rl.generation.versions import VersionLedger, add_run
+from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -36,14 +36,14 @@ def admission(name: str, **sampling: object) -> Admission:
 
 
 def take(inbox: Inbox) -> LoopDecision:
-    return inbox.next_decision(is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY)[0]
+    return inbox.next_decision(is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY)
 
 
 @given(st.lists(st.sampled_from(["admit", "abort", "pull", "take"]), max_size=40))
 def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[str]) -> None:
     inbox, decisions = Inbox(), []
     expected: dict[str, list] = {"admit": [], "abort": []}
-    waiting_pull, futures, told = None, [], []
+    waiting_pull, futures = None, []
     for put, action in enumerate(actions):
         if action == "admit":
             inbox.admit(admission(str(put)))
@@ -55,18 +55,16 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
             futures.append(inbox.ask(Pull(put)))
             waiting_pull = put
         else:
-            decision, waiters = inbox.next_decision(
-                is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY
-            )
-            told.extend(waiters)
+            decision = take(inbox)
+            inbox.answer(put)
+            assert all(future.done() for future in futures)
             decisions.append(decision)
             assert (decision.action is Action.PULL) == (waiting_pull is not None)
             if waiting_pull is not None:
                 assert decision.version == waiting_pull
                 waiting_pull = None
-    told.extend(inbox.drain())
+    assert inbox.drain() == [future for future in futures if not future.done()]
     decisions.append(take(inbox))
-    assert told == futures
     assert [a.request.request_id for d in decisions for a in d.admissions] == expected["admit"]
     assert [name for d in decisions for name in d.aborts] == expected["abort"]
     assert not inbox.has_news()
@@ -94,6 +92,15 @@ def test_a_pull_steps_at_once_but_not_while_paused() -> None:
     assert (paused.action, paused.num_steps) == (Action.PULL, 0)
 
 
+def test_sleeps_and_wake_ups_are_decided_and_answered_one_by_one() -> None:
+    inbox = Inbox()
+    futures = [inbox.ask(command) for command in (Sleep(), WakeUp(), Sleep())]
+    for number, action in enumerate([Action.SLEEP, Action.WAKE_UP, Action.SLEEP]):
+        assert take(inbox).action is action
+        inbox.answer(None)
+        assert [future.done() for future in futures] == [index <= number for index in range(3)]
+
+
 def test_a_decision_survives_its_bytes() -> None:
     decision = LoopDecision(
         action=Action.STEP, admissions=(admission("a", seed=3),), aborts=("b",), num_steps=2
@@ -103,15 +110,14 @@ def test_a_decision_survives_its_bytes() -> None:
 
 @given(st.lists(st.sampled_from(["token", "pull"]), max_size=60))
 def test_versions_are_those_that_each_token_was_sampled_under(events: list[str]) -> None:
-    ledger, version, sampled = VersionLedger(0), 0, []
-    ledger.admit("a")
+    runs, version, sampled = (VersionRun(0, 0),), 0, []
     for event in events:
         if event == "token":
             sampled.append(version)
         else:
             version += 1
-            ledger.pull(version, {"a": len(sampled)})
-    runs = ledger.finish("a", len(sampled))
+            runs = add_run(runs, length=len(sampled), version=version)
+    runs = runs_before(runs, len(sampled))
     completion = Completion(
         request_id="a",
         token_ids=(0,) * len(sampled),

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.fast.generation.test_loop import SteppedEngine, request, running_loop
+from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
@@ -49,9 +50,7 @@ def test_keep_freezes_running_requests_and_holds_new_ones_until_resume() -> None
             pass
         pauses[0].result(WAIT_S)
         new = loop.submit(request("b", 2))
-        partial = loop.execute(ReadTokens()).result(WAIT_S).partials
-        assert set(partial) == {"a"}
-        assert len(partial["a"].token_ids) == engine.steps == 3
+        assert loop.execute(ReadTokens()).result(WAIT_S).running_tokens == engine.steps == 3
         assert not running.done()
         assert not new.done()
         loop.execute(Resume())
@@ -192,13 +191,11 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
     while not pauses:
         pass
     pauses[0].result(WAIT_S)
-    partials = leader.execute(ReadTokens()).result(WAIT_S).partials
+    reading = leader.execute(ReadTokens()).result(WAIT_S)
     steps = [engine.steps for engine in engines]
     assert stepping == [[False, False, False]]
     assert len(set(steps)) == 1
-    assert {len(partial.token_ids) for partial in partials.values()} == (
-        {steps[0]} if mode == "keep" else set()
-    )
+    assert reading.running_tokens == (3 * steps[0] if mode == "keep" else 0)
     assert [engine.steps for engine in engines] == steps
     leader.execute(Resume())
     reasons = {future.result(WAIT_S).finish_reason for future in futures}
@@ -210,32 +207,30 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
+@on_event_loop
+async def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
     expected = undisturbed(200)
 
-    async def scenario() -> None:
-        loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
-        loops[0].start()
-        router = GeneratorRouter([loop_replica("r", loops[0])])
-        calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]
-        for _ in range(5):
-            await asyncio.sleep(0.01)
-            await router.pause(mode=mode)
-            partials = await router.partials()
-            late = asyncio.create_task(router.generate(request("late", 1)))
-            await asyncio.sleep(0.002)
-            assert await router.partials() == {
-                **partials,
-                "late": (await router.partials())["late"],
-            }
-            assert not late.done()
-            for partial in partials.values():
-                assert partial.token_ids == expected[: len(partial.token_ids)]
-            await router.resume()
-            await late
-        for done in await asyncio.gather(*calls):
-            assert done.token_ids == expected
-            assert done.finish_reason is FinishReason.LENGTH
-        await router.close()
-
-    asyncio.run(scenario())
+    loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
+    loops[0].start()
+    router = GeneratorRouter([loop_replica("r", loops[0])])
+    calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+        await router.pause(mode=mode)
+        partials = await router.partials()
+        late = asyncio.create_task(router.generate(request("late", 1)))
+        await asyncio.sleep(0.002)
+        assert await router.partials() == {
+            **partials,
+            "late": (await router.partials())["late"],
+        }
+        assert not late.done()
+        for partial in partials.values():
+            assert partial.token_ids == expected[: len(partial.token_ids)]
+        await router.resume()
+        await late
+    for done in await asyncio.gather(*calls):
+        assert done.token_ids == expected
+        assert done.finish_reason is FinishReason.LENGTH
+    await router.close()

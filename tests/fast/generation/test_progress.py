@@ -1,4 +1,4 @@
-"""What listeners of running requests are told: everything, once, in order, and not too often."""
+"""What listeners of running requests get: all progress, once, in order, and not too often."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
+from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
-from torchtitan_rl.generation.commands import Pause, Pull
+from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.progress import Listener, ProgressBook
+from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
 from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.types import Progress, VersionRun
+from torchtitan_rl.types import FinishReason, Progress
 
 
 @dataclass
@@ -40,14 +42,35 @@ class Hearer:
         return heard
 
 
-def one(name: str, start: int, count: int) -> Progress:
-    return Progress(
+def sampled(name: str, count: int) -> EngineOutput:
+    return EngineOutput(
         request_id=name,
-        start=start,
         token_ids=(7,) * count,
         logprobs=(-1.0,) * count,
-        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.ABORT,
+        cached_tokens=0,
+        scheduled_s=None,
+        first_token_s=None,
+        last_token_s=None,
     )
+
+
+class Clock:
+    now_s = 5.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def outstanding(clock: Clock, **streams: bool) -> OutstandingRequests:
+    """With a listener for each of these requests, all of which are admitted."""
+    requests = OutstandingRequests(
+        0, replica="r", stream_interval_s=0.02, interval_s=1.0, clock=clock
+    )
+    for name, is_streaming in streams.items():
+        requests.add(name, Listener(sink=print, streams=is_streaming))
+        requests.admit(name)
+    return requests
 
 
 class OnlyUnfinished(ScriptedEngine):
@@ -105,72 +128,103 @@ def test_versions_that_are_told_are_exact_across_a_pull() -> None:
         assert progress.version_runs == tuple(r for r in done.version_runs if r.start < end)
 
 
-def test_a_pause_tells_everything_before_it_is_acknowledged() -> None:
+@pytest.mark.parametrize("command", [Pause("keep"), ReadTokens()])
+def test_a_pause_and_a_reading_report_all_progress_before_they_are_answered(
+    command: EngineCommand[Any],
+) -> None:
     hearer = Hearer()
     with stepped_loop(progress_interval_s=1e9) as (loop, engine):
         loop.submit(request("a", 100), Listener(sink=hearer.hear))
+        loop.submit(request("unheard", 100))
         engine.asked.acquire(timeout=WAIT_S)
         engine.allow(5)
         assert hearer.batches == []  # it does not stream
-        pause = loop.execute(Pause("keep"))
+        answered: list[int] = []
+        answer = loop.execute(command)
+        answer.add_done_callback(lambda _: answered.append(len(hearer.tokens()["a"])))
         engine.permits.release()
-        pause.result(WAIT_S)
-        assert len(hearer.tokens()["a"]) == 6
+        reading = answer.result(WAIT_S)
+        assert answered == [6]
+        if reading is not None:
+            sampled = engine.stats().generated_tokens
+            assert (reading.sampled_tokens, reading.running_tokens) == (sampled, sampled)
 
 
-def test_a_request_nobody_listens_to_is_never_read() -> None:
+def test_a_request_without_a_listener_is_never_read() -> None:
     class Unread(ScriptedEngine):
         def sampled_since(self, starts):  # type: ignore[no-untyped-def]
-            raise AssertionError("nobody listens")
+            raise AssertionError("it has no listener")
 
     with running_loop(Unread(), stream_interval_s=0.0, progress_interval_s=0.0) as loop:
         assert len(loop.submit(request("a", 20)).result(WAIT_S).token_ids) == 20
 
 
-def test_who_streams_hears_at_once_after_a_silence_and_then_once_per_interval() -> None:
-    book = ProgressBook(stream_interval_s=0.02, interval_s=1.0)
-    book.follow("a", Listener(sink=print, streams=True), 5.0)
-    assert book.due(5.0) == {"a": 0}
-    assert book.due(5.001) == {"a": 0}  # nothing was sampled yet
-    book.tell([one("a", 0, 1)], 5.002)
-    assert book.due(5.01) == {}
-    assert book.due(5.03) == {"a": 1}
+def test_a_streaming_request_is_due_at_once_after_a_silence_and_then_once_per_interval() -> None:
+    clock = Clock()
+    requests = outstanding(clock, a=True)
+    assert requests.due() == {"a": 0}
+    clock.now_s = 5.001
+    assert requests.due() == {"a": 0}  # nothing was sampled yet
+    clock.now_s = 5.002
+    requests.tell([sampled("a", 1)])
+    clock.now_s = 5.01
+    assert requests.due() == {}
+    clock.now_s = 5.03
+    assert requests.due() == {"a": 1}
 
 
-def test_who_does_not_stream_is_read_every_second_with_all_others() -> None:
-    book = ProgressBook(stream_interval_s=0.02, interval_s=1.0)
-    book.follow("slow", Listener(sink=print), 5.0)
-    book.follow("a", Listener(sink=print, streams=True), 5.0)
-    assert book.due(5.5) == {"a": 0}
-    assert book.due(6.0) == {"a": 0, "slow": 0}
-    assert book.due(6.1, at_once=True) == {"a": 0, "slow": 0}
-    book.forget("a")
-    assert book.due(6.2) == {}
-    book.forget("slow")
-    assert book.due(9.0, at_once=True) == {}
+def test_a_request_that_does_not_stream_is_due_every_second_with_all_others() -> None:
+    clock = Clock()
+    requests = outstanding(clock, slow=False, a=True)
+    requests.add("waiting", Listener(sink=print))  # not admitted
+    requests.add("unheard")
+    requests.admit("unheard")
+    clock.now_s = 5.5
+    assert requests.due() == {"a": 0}
+    clock.now_s = 6.0
+    assert requests.due() == {"a": 0, "slow": 0}
+    clock.now_s = 6.1
+    assert requests.due(at_once=True) == {"a": 0, "slow": 0}
+    requests.finish(sampled("a", 1), in_flight=2)
+    clock.now_s = 6.2
+    assert requests.due() == {}
+    requests.finish(sampled("slow", 1), in_flight=1)
+    assert requests.due(at_once=True) == {}
+
+
+def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
+    requests = outstanding(Clock(), a=True, b=False)
+    assert len(requests.drain()) == 2
+    requests.pull(1, {"a": 3})
+    requests.admit("b")
+    assert requests.due(at_once=True) == {}
+    assert requests.tell([sampled("a", 1)]) == []
+    assert requests.finish(sampled("a", 1), in_flight=1) is None
+    assert requests.refuse("b") is None
+    assert "a" not in requests
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_replica_tells_on_the_event_loop_and_never_after_the_completion(streams: bool) -> None:
-    async def scenario() -> None:
-        intervals = {"stream_interval_s": 0.0, "progress_interval_s": 0.0}
-        with running_loop(ScriptedEngine(), **intervals) as loop:
-            replica = loop_replica("r", loop)
-            heard: dict[str, list[int]] = defaultdict(list)
-            ended: set[str] = set()
+@on_event_loop
+async def test_a_replica_reports_on_the_event_loop_and_never_after_the_completion(
+    streams: bool,
+) -> None:
+    intervals = {"stream_interval_s": 0.0, "progress_interval_s": 0.0}
+    with running_loop(ScriptedEngine(), **intervals) as loop:
+        replica = loop_replica("r", loop)
+        heard: dict[str, list[int]] = defaultdict(list)
+        ended: set[str] = set()
 
-            def hear(progress: Progress) -> None:
-                assert threading.current_thread() is threading.main_thread()
-                assert progress.request_id not in ended
-                heard[progress.request_id] += progress.token_ids
+        def hear(progress: Progress) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            assert progress.request_id not in ended
+            heard[progress.request_id] += progress.token_ids
 
-            async def run(name: str) -> None:
-                done = await replica.generate(request(name, 30), hear, streams=streams)
-                ended.add(name)
-                assert tuple(heard[name]) == done.token_ids[: len(heard[name])]
-                assert len(heard[name]) >= 20
+        async def run(name: str) -> None:
+            done = await replica.generate(request(name, 30), hear, streams=streams)
+            ended.add(name)
+            assert tuple(heard[name]) == done.token_ids[: len(heard[name])]
+            assert len(heard[name]) >= 20
 
-            await asyncio.gather(*(run(str(n)) for n in range(8)))
-            await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+        await asyncio.gather(*(run(str(n)) for n in range(8)))
+        await asyncio.sleep(0.01)

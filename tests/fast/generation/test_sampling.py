@@ -96,11 +96,12 @@ def test_what_is_sampled_since_a_token_is_read_alone_and_changes_nothing() -> No
     engine = engine_with(request(num_logprobs=1), replace(request(), request_id="b"))
     for _ in range(5):
         engine.step()
-    partial = engine.partial_outputs()[0]
+    (whole,) = engine.sampled_since({"a": 0})
+    assert len(whole.token_ids) == 5
     (since,) = engine.sampled_since({"a": 2, "b": 5, "unknown": 0})
     assert since.finish_reason is FinishReason.ABORT
     for field in ("token_ids", "logprobs", "top_logprobs"):
-        assert getattr(since, field) == getattr(partial, field)[2:]
+        assert getattr(since, field) == getattr(whole, field)[2:]
     assert engine.sampled_since({"a": 2}) == [since]
 
 

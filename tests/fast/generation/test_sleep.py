@@ -10,6 +10,7 @@ import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, SteppedEngine, request, running_loop
 from tests.fast.generation.test_pause import undisturbed
+from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, settle
 from tests.support.replicas import request as routed
@@ -43,7 +44,7 @@ def test_all_ranks_sleep_when_it_is_acknowledged_and_wake_up_together() -> None:
     for loop in loops:
         loop.start()
     cut = leader.submit(request("a", 900_000))
-    while not leader.execute(ReadTokens()).result(WAIT_S).partials:
+    while not leader.execute(ReadTokens()).result(WAIT_S).running_tokens:
         pass
     leader.execute(Sleep()).result(WAIT_S)
     assert cut.result(WAIT_S).finish_reason is FinishReason.ABORT
@@ -70,7 +71,7 @@ def test_whatever_is_asked_in_between_nothing_is_stepped_before_weights_are_back
         pulled = loop.execute(Pull(1))  # waits for the wake-up
         loop.abort(("b",))
         assert ended.result(WAIT_S).token_ids == ()
-        assert loop.execute(ReadTokens()).result(WAIT_S).partials == {}
+        assert loop.execute(ReadTokens()).result(WAIT_S).sampled_tokens == 0
         assert not pulled.done()
         loop.execute(WakeUp()).result(WAIT_S)
         assert pulled.result(WAIT_S).version == 1
@@ -126,119 +127,110 @@ def test_trap_2_sleeps_end_with_the_loop() -> None:
         engine.permits.release(100)
 
 
-def test_requests_through_replicas_that_sleep_equal_undisturbed_ones() -> None:
+@on_event_loop
+async def test_requests_through_replicas_that_sleep_equal_undisturbed_ones() -> None:
     expected = undisturbed(200)
 
-    async def scenario() -> None:
-        loops = [
-            EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)
-            for _ in range(2)
-        ]
-        for loop in loops:
-            loop.start()
-        replicas = [loop_replica(f"r{n}", loop) for n, loop in enumerate(loops)]
-        router = GeneratorRouter(replicas)
-        await router.sync_weights(handle(0), mode="hot_swap")
-        calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(8)]
-        for mode in ("hot_swap", "drain", "hot_swap"):
-            await asyncio.sleep(0.01)
-            await router.sleep()
-            assert set(router.versions().values()) == {-1}
-            await router.wake_up()
-            # Weights of a version that they held before are pulled all the same.
-            report = await router.sync_weights(handle(0), mode=mode)  # type: ignore[arg-type]
-            assert len(report.pulls) == 2
-            await router.resume()
-        for done in await asyncio.gather(*calls):
-            assert done.token_ids == expected
-        await router.close()
-
-    asyncio.run(scenario())
-
-
-def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> None:
-    async def scenario() -> None:
-        replica = GatedReplica("r")
-        router = GeneratorRouter([replica])
-        replica.pull_gate.clear()
-        first = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
-        await settle()
-        asleep = asyncio.create_task(router.sleep())
-        await settle()
-        assert replica.stops == []  # it finishes its swap first
-        replica.pull_gate.set()
-        await asyncio.gather(first, asleep)
-        second = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
-        await settle()
-        assert (replica.staged, replica.pulled) == ([1], [1])
-        await router.wake_up()
-        await second
-        assert (replica.staged, replica.pulled) == ([1, 2], [1, 2])
-        await router.resume()
-        assert replica.stops == [Sleep(), WakeUp(), Resume()]
-
-    asyncio.run(scenario())
-
-
-def test_a_drained_replica_that_falls_asleep_swaps_when_it_wakes_up() -> None:
-    async def scenario() -> None:
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        running = asyncio.create_task(router.generate(routed("a")))
-        await settle()
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
-        await settle()
+    loops = [
+        EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)
+        for _ in range(2)
+    ]
+    for loop in loops:
+        loop.start()
+    replicas = [loop_replica(f"r{n}", loop) for n, loop in enumerate(loops)]
+    router = GeneratorRouter(replicas)
+    await router.sync_weights(handle(0), mode="hot_swap")
+    calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(8)]
+    for mode in ("hot_swap", "drain", "hot_swap"):
+        await asyncio.sleep(0.01)
         await router.sleep()
-        await settle()
-        assert replica.pulled == []
+        assert set(router.versions().values()) == {-1}
         await router.wake_up()
-        await sync
-        assert replica.pulled == [1]
+        # Weights of a version that they held before are pulled all the same.
+        report = await router.sync_weights(handle(0), mode=mode)  # type: ignore[arg-type]
+        assert len(report.pulls) == 2
         await router.resume()
-        replica.gate.set()
-        await running
-
-    asyncio.run(scenario())
-
-
-def test_a_pinned_replica_gets_its_own_weights_back() -> None:
-    async def scenario() -> None:
-        replicas = [GatedReplica(f"r{n}") for n in range(2)]
-        router = GeneratorRouter(replicas)
-        await router.sync_weights(handle(1), mode="hot_swap")
-        async with router.pin() as pin:
-            await router.sleep()
-            await router.wake_up()
-            assert router.versions()[pin.replica] == 1
-            await router.sync_weights(handle(2), mode="hot_swap")
-            await router.resume()
-            done = await pin.generate(routed("a"))
-            assert set(done.versions) == {1}
-        await settle()
-        assert router.versions() == {"r0": 2, "r1": 2}
-
-    asyncio.run(scenario())
+    for done in await asyncio.gather(*calls):
+        assert done.token_ids == expected
+    await router.close()
 
 
-def test_a_pin_during_a_sleep_waits_until_a_replica_has_weights() -> None:
-    async def scenario() -> None:
-        router = GeneratorRouter([GatedReplica("r")])
+@on_event_loop
+async def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> None:
+    replica = GatedReplica("r")
+    router = GeneratorRouter([replica])
+    replica.pull_gate.clear()
+    first = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
+    await settle()
+    asleep = asyncio.create_task(router.sleep())
+    await settle()
+    assert replica.stops == []  # it finishes its swap first
+    replica.pull_gate.set()
+    await asyncio.gather(first, asleep)
+    second = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
+    await settle()
+    assert (replica.staged, replica.pulled) == ([1], [1])
+    await router.wake_up()
+    await second
+    assert (replica.staged, replica.pulled) == ([1, 2], [1, 2])
+    await router.resume()
+    assert replica.stops == [Sleep(), WakeUp(), Resume()]
+
+
+@on_event_loop
+async def test_a_drained_replica_that_falls_asleep_swaps_when_it_wakes_up() -> None:
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    running = asyncio.create_task(router.generate(routed("a")))
+    await settle()
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+    await settle()
+    await router.sleep()
+    await settle()
+    assert replica.pulled == []
+    await router.wake_up()
+    await sync
+    assert replica.pulled == [1]
+    await router.resume()
+    replica.gate.set()
+    await running
+
+
+@on_event_loop
+async def test_a_pinned_replica_gets_its_own_weights_back() -> None:
+    replicas = [GatedReplica(f"r{n}") for n in range(2)]
+    router = GeneratorRouter(replicas)
+    await router.sync_weights(handle(1), mode="hot_swap")
+    async with router.pin() as pin:
         await router.sleep()
-        pin = router.pin()
-        entering = asyncio.create_task(pin.__aenter__())
-        await settle()
         await router.wake_up()
-        await settle()
-        assert not entering.done()
-        await router.sync_weights(handle(1), mode="hot_swap")
-        assert (await entering).version == 1
-        await pin.__aexit__(None, None, None)
+        assert router.versions()[pin.replica] == 1
+        await router.sync_weights(handle(2), mode="hot_swap")
+        await router.resume()
+        done = await pin.generate(routed("a"))
+        assert set(done.versions) == {1}
+    await settle()
+    assert router.versions() == {"r0": 2, "r1": 2}
 
-    asyncio.run(scenario())
+
+@on_event_loop
+async def test_a_pin_during_a_sleep_waits_until_a_replica_has_weights() -> None:
+    router = GeneratorRouter([GatedReplica("r")])
+    await router.sleep()
+    pin = router.pin()
+    entering = asyncio.create_task(pin.__aenter__())
+    await settle()
+    await router.wake_up()
+    await settle()
+    assert not entering.done()
+    await router.sync_weights(handle(1), mode="hot_swap")
+    assert (await entering).version == 1
+    await pin.__aexit__(None, None, None)
 
 
 @pytest.mark.parametrize("when", ["sleep", "wake_up"])
-def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> None:
+@on_event_loop
+async def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> None:
     class Failing(GatedReplica):
         async def answer(self, command: EngineCommand[Any]) -> Any:
             if command == Sleep() and when == "sleep":
@@ -247,13 +239,10 @@ def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> None:
                 await asyncio.sleep(10)
             return await super().answer(command)
 
-    async def scenario() -> None:
-        router = GeneratorRouter([Failing("bad"), GatedReplica("good")], sync_timeout_s=0.01)
-        await router.sleep()
-        await router.wake_up()
-        await router.sync_weights(handle(1), mode="hot_swap")
-        await router.resume()
-        assert router.states() == {"bad": ReplicaState.DEAD, "good": ReplicaState.SERVING}
-        assert (await router.generate(routed("a"))).replica == "good"
-
-    asyncio.run(scenario())
+    router = GeneratorRouter([Failing("bad"), GatedReplica("good")], sync_timeout_s=0.01)
+    await router.sleep()
+    await router.wake_up()
+    await router.sync_weights(handle(1), mode="hot_swap")
+    await router.resume()
+    assert router.states() == {"bad": ReplicaState.DEAD, "good": ReplicaState.SERVING}
+    assert (await router.generate(routed("a"))).replica == "good"

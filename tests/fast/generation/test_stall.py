@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.fast.generation.test_loop import running_loop
+from tests.support.async_tests import on_virtual_clock
 from tests.support.loop_replica import LoopPeer, loop_replica
 from tests.support.replicas import GatedReplica
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
 from torchtitan_rl.generation.engine import EngineOutput
@@ -68,7 +68,8 @@ async def stepping(engine: SteppedEngine) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("engine_type", [SteppedEngine, Livelocked])
-def test_a_stuck_engine_whose_process_answers_is_dead_and_its_requests_go_on_elsewhere(
+@on_virtual_clock
+async def test_a_stuck_engine_whose_process_answers_is_dead_and_its_requests_go_on_elsewhere(
     engine_type: type[ScriptedEngine],
 ) -> None:
     engine = engine_type()
@@ -93,48 +94,43 @@ def test_a_stuck_engine_whose_process_answers_is_dead_and_its_requests_go_on_els
         assert isinstance(router._slots.all[0].failure, LoopStalledError)
         assert set(router.outstanding_tokens().values()) == {0}
 
-    async def run() -> None:
-        with running_loop(engine) as loop:
-            if isinstance(engine, SteppedEngine):
-                async with stepping(engine):
-                    await scenario(loop)
-            else:
+    with running_loop(engine) as loop:
+        if isinstance(engine, SteppedEngine):
+            async with stepping(engine):
                 await scenario(loop)
+        else:
+            await scenario(loop)
 
-    run_virtually(run())
 
-
-def test_idle_paused_and_swapping_for_hours_is_not_stuck() -> None:
+@on_virtual_clock
+async def test_idle_paused_and_swapping_for_hours_is_not_stuck() -> None:
     engine = SlowPull()
 
-    async def scenario() -> None:
-        with running_loop(engine, stats_interval_s=0.0) as loop:
-            async with stepping(engine):
-                replica = replica_of(loop)
-                call = asyncio.create_task(replica.generate(request("a", 10)))
-                await asyncio.sleep(1)
-                assert engine.asked.acquire(timeout=WAIT_S)
-                for _ in range(3):  # slow, and getting on
-                    await asyncio.sleep(0.7 * STALL_S)
-                    engine.allow(1)
-                pausing = loop.execute(Pause("keep"))
+    with running_loop(engine, stats_interval_s=0.0) as loop:
+        async with stepping(engine):
+            replica = replica_of(loop)
+            call = asyncio.create_task(replica.generate(request("a", 10)))
+            await asyncio.sleep(1)
+            assert engine.asked.acquire(timeout=WAIT_S)
+            for _ in range(3):  # slow, and getting on
+                await asyncio.sleep(0.7 * STALL_S)
+                engine.allow(1)
+            pausing = loop.execute(Pause("keep"))
+            engine.permits.release()
+            pausing.result(WAIT_S)
+            await asyncio.sleep(100 * STALL_S)
+            pulling = loop.execute(Pull(1))
+            assert engine.asked.acquire(timeout=WAIT_S)
+            await asyncio.sleep(100 * STALL_S)
+            engine.permits.release()
+            pulling.result(WAIT_S)
+            await asyncio.sleep(100 * STALL_S)
+            assert not call.done()
+            await replica.execute(ReadTokens())  # it is not lost
+            loop.execute(Resume())
+            for _ in range(100):
                 engine.permits.release()
-                pausing.result(WAIT_S)
-                await asyncio.sleep(100 * STALL_S)
-                pulling = loop.execute(Pull(1))
-                assert engine.asked.acquire(timeout=WAIT_S)
-                await asyncio.sleep(100 * STALL_S)
-                engine.permits.release()
-                pulling.result(WAIT_S)
-                await asyncio.sleep(100 * STALL_S)
-                assert not call.done()
-                await replica.execute(ReadTokens())  # it is not lost
-                loop.execute(Resume())
-                for _ in range(100):
-                    engine.permits.release()
-                assert len((await call).token_ids) == 10
-                await asyncio.sleep(100 * STALL_S)
-                await replica.execute(ReadTokens())
-                await replica.close()
-
-    run_virtually(scenario())
+            assert len((await call).token_ids) == 10
+            await asyncio.sleep(100 * STALL_S)
+            await replica.execute(ReadTokens())
+            await replica.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
 from tests.fast.generation.test_loop import running_loop
+from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.stepped_engine import GivingUpEngine
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     GenerationError,
@@ -19,7 +21,7 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
+from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
@@ -177,22 +179,20 @@ def test_an_account_is_exact_at_any_moment_while_ends_and_requests_travel() -> N
     virtually(scenario)
 
 
-def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
-    async def scenario() -> None:
-        replica = FarReplica("r")
-        router = GeneratorRouter(connected([replica]))
-        replica.dropped_ends = 1
-        call = asyncio.create_task(router.generate(request("a", max_tokens=3)))
-        await asyncio.sleep(5)
-        account = (await router.account())["r"]
-        assert (account.sampled, account.received, account.running) == (3, 0, 0)
-        assert account.unaccounted == 3
-        call.cancel()
-        await asyncio.wait({call})
-        assert router.states()["r"] is ReplicaState.DEAD
-        await replica.link.close()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
+    replica = FarReplica("r")
+    router = GeneratorRouter(connected([replica]))
+    replica.dropped_ends = 1
+    call = asyncio.create_task(router.generate(request("a", max_tokens=3)))
+    await asyncio.sleep(5)
+    account = (await router.account())["r"]
+    assert (account.sampled, account.received, account.running) == (3, 0, 0)
+    assert account.unaccounted == 3
+    call.cancel()
+    await asyncio.wait({call})
+    assert router.states()["r"] is ReplicaState.DEAD
+    await replica.link.close()
 
 
 def test_of_a_killed_replica_the_account_says_what_was_lost_with_it() -> None:
@@ -259,87 +259,67 @@ def test_a_continued_request_tells_what_it_was_resumed_from_too() -> None:
     virtually(scenario)
 
 
-def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_cancel_ends() -> None:
+@on_virtual_clock
+async def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_cancel_ends() -> None:
     class Deaf(GatedReplica):
         async def abort(self, request_ids: tuple[str, ...]) -> None: ...
 
-    async def scenario() -> None:
+    ended = Ended()
+    router = GeneratorRouter([Deaf("r", is_open=False)], on_ended=ended)
+    task = asyncio.create_task(router.generate(request("a")))
+    await settle()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert ended.names == ["a"]
+    assert router.states()["r"] is ReplicaState.DEAD
+    assert router.outstanding_tokens() == {"r": 0}
+
+
+@on_event_loop
+async def test_cancels_aborts_pulls_and_refusals_of_an_engine_loop_lose_no_token() -> None:
+    with running_loop(GivingUpEngine(step_delay_s=0.0005, max_running=4)) as loop:
         ended = Ended()
-        router = GeneratorRouter([Deaf("r", is_open=False)], on_ended=ended)
-        task = asyncio.create_task(router.generate(request("a")))
-        await settle()
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert ended.names == ["a"]
-        assert router.states()["r"] is ReplicaState.DEAD
-        assert router.outstanding_tokens() == {"r": 0}
-
-    run_virtually(scenario())
-
-
-class GivingUp(ScriptedEngine):
-    """Gives up every request whose id begins with "bad" where another would end."""
-
-    def step(self) -> list:
-        return [
-            replace(output, refusal="no token is left")
-            if output.request_id.startswith("bad")
-            else output
-            for output in super().step()
-        ]
-
-
-def test_through_an_engine_loop_with_cancels_aborts_pulls_and_refusals_nothing_is_lost() -> None:
-    async def scenario() -> None:
-        with running_loop(GivingUp(step_delay_s=0.0005, max_running=4)) as loop:
-            ended = Ended()
-            replica = loop_replica("r", loop)
-            router = GeneratorRouter([replica], on_ended=ended)
-            names = [f"{'bad' if n % 5 == 0 else 'a'}{n}" for n in range(40)]
-            calls = [
-                asyncio.create_task(router.generate(request(name, max_tokens=40))) for name in names
-            ]
-            for turn in range(1, 12):
-                await asyncio.sleep(0.004)
-                calls[3 * turn].cancel()
-                await router.abort([names[3 * turn + 1]])
-                if turn == 4:
-                    await router.sync_weights(handle(1), mode="hot_swap")
-                if turn == 7:
-                    await router.pause("abort")
-                    await router.resume()
-                account = (await router.account())["r"]
-                assert account.unaccounted == 0
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            given_up = [one for one in outcomes if isinstance(one, RequestGivenUpError)]
-            assert given_up
-            assert all(one.completion.token_ids for one in given_up)
-            account = (await router.account())["r"]
-            assert (account.unaccounted, account.running) == (0, 0)
-            assert account.sampled == ended.new_tokens == account.received
-            assert ended.names == sorted(names)
-            await replica.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_pause_that_cuts_and_a_close_end_each_request_once() -> None:
-    async def scenario() -> None:
-        replicas = [FarReplica(f"r{n}") for n in range(2)]
-        ended = Ended()
-        router = GeneratorRouter(connected(replicas), on_ended=ended)
+        replica = loop_replica("r", loop)
+        router = GeneratorRouter([replica], on_ended=ended)
+        names = [f"{'bad' if n % 5 == 0 else 'a'}{n}" for n in range(40)]
         calls = [
-            asyncio.create_task(router.generate(request(f"q{n}", max_tokens=60))) for n in range(6)
+            asyncio.create_task(router.generate(request(name, max_tokens=40))) for name in names
         ]
-        await asyncio.sleep(1.0)
-        await router.pause("abort")
-        await router.close()
+        for turn in range(1, 12):
+            await asyncio.sleep(0.004)
+            calls[3 * turn].cancel()
+            await router.abort([names[3 * turn + 1]])
+            if turn == 4:
+                await router.sync_weights(handle(1), mode="hot_swap")
+            if turn == 7:
+                await router.pause("abort")
+                await router.resume()
+            account = (await router.account())["r"]
+            assert account.unaccounted == 0
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
-        assert ended.names == [f"q{n}" for n in range(6)]
-        assert ended.new_tokens == sum(
-            replica.engine.stats().generated_tokens for replica in replicas
-        )
+        given_up = [one for one in outcomes if isinstance(one, RequestGivenUpError)]
+        assert given_up
+        assert all(one.completion.token_ids for one in given_up)
+        account = (await router.account())["r"]
+        assert (account.unaccounted, account.running) == (0, 0)
+        assert account.sampled == ended.new_tokens == account.received
+        assert ended.names == sorted(names)
+        await replica.close()
 
-    run_virtually(scenario())
+
+@on_virtual_clock
+async def test_a_pause_that_cuts_and_a_close_end_each_request_once() -> None:
+    replicas = [FarReplica(f"r{n}") for n in range(2)]
+    ended = Ended()
+    router = GeneratorRouter(connected(replicas), on_ended=ended)
+    calls = [
+        asyncio.create_task(router.generate(request(f"q{n}", max_tokens=60))) for n in range(6)
+    ]
+    await asyncio.sleep(1.0)
+    await router.pause("abort")
+    await router.close()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
+    assert ended.names == [f"q{n}" for n in range(6)]
+    assert ended.new_tokens == sum(replica.engine.stats().generated_tokens for replica in replicas)

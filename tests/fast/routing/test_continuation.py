@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.generation.engine import Admission
@@ -278,16 +279,14 @@ def test_a_record_that_cannot_be_of_this_request_is_refused(record, message):
         complete(replace(generation(5), resume_from=record), [])
 
 
-def test_an_abort_that_the_caller_asked_for_is_not_continued():
-    async def scenario():
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        await router.pause(mode="abort")
-        call = asyncio.create_task(router.generate(generation(5)))
-        await asyncio.sleep(0)
-        await router.abort(["id", "unknown"])
-        done = await call
-        assert (done.finish_reason, done.token_ids) == (FinishReason.ABORT, ())
-        assert replica.served == []
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_an_abort_that_the_caller_asked_for_is_not_continued():
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    await router.pause(mode="abort")
+    call = asyncio.create_task(router.generate(generation(5)))
+    await asyncio.sleep(0)
+    await router.abort(["id", "unknown"])
+    done = await call
+    assert (done.finish_reason, done.token_ids) == (FinishReason.ABORT, ())
+    assert replica.served == []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, request
 from torchtitan_rl.errors import GenerationError, LoopFailedError, ReplicaError
 from torchtitan_rl.routing.replica import ReplicaState
@@ -34,29 +33,23 @@ class Killed(Poisoned):
     death = ReplicaError
 
 
-def test_trap_11_a_request_under_which_engines_fail_does_not_reach_all_of_them() -> None:
-    async def scenario() -> None:
-        router = GeneratorRouter([Poisoned(f"r{n}") for n in range(3)])
-        with pytest.raises(GenerationError, match="2 engines failed while they had it"):
-            await router.generate(request("poison"))
-        assert sorted(router.states().values()) == [ReplicaState.DEAD] * 2 + [ReplicaState.SERVING]
-        assert (await router.generate(request("a"))).replica == "r2"
-
-    asyncio.run(scenario())
+@on_virtual_clock
+async def test_trap_11_a_request_under_which_engines_fail_does_not_reach_all_of_them() -> None:
+    router = GeneratorRouter([Poisoned(f"r{n}") for n in range(3)])
+    with pytest.raises(GenerationError, match="2 engines failed while they had it"):
+        await router.generate(request("poison"))
+    assert sorted(router.states().values()) == [ReplicaState.DEAD] * 2 + [ReplicaState.SERVING]
+    assert (await router.generate(request("a"))).replica == "r2"
 
 
-def test_where_the_last_engine_fails_the_error_says_what_became_of_all() -> None:
-    async def scenario() -> None:
-        router = GeneratorRouter([Poisoned(f"r{n}") for n in range(2)])
-        with pytest.raises(GenerationError, match=r"no replica is left: r0: .*; r1: "):
-            await router.generate(request("poison"))
-
-    asyncio.run(scenario())
+@on_virtual_clock
+async def test_where_the_last_engine_fails_the_error_says_what_became_of_all() -> None:
+    router = GeneratorRouter([Poisoned(f"r{n}") for n in range(2)])
+    with pytest.raises(GenerationError, match=r"no replica is left: r0: .*; r1: "):
+        await router.generate(request("poison"))
 
 
-def test_a_request_goes_on_whatever_number_of_processes_were_killed_under_it() -> None:
-    async def scenario() -> None:
-        router = GeneratorRouter([*(Killed(f"r{n}") for n in range(4)), GatedReplica("good")])
-        assert (await router.generate(request("poison"))).replica == "good"
-
-    asyncio.run(scenario())
+@on_virtual_clock
+async def test_a_request_goes_on_whatever_number_of_processes_were_killed_under_it() -> None:
+    router = GeneratorRouter([*(Killed(f"r{n}") for n in range(4)), GatedReplica("good")])
+    assert (await router.generate(request("poison"))).replica == "good"

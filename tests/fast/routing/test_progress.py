@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, request, settle
 from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
+    EngineReading,
     FinishReason,
     GenerationRequest,
     OnProgress,
@@ -115,15 +119,13 @@ def test_progress_is_a_beginning_of_the_completion_however_it_was_cut(
     assert len(told) > 30 - every
 
 
-def test_a_lost_replica_costs_only_the_tokens_since_the_last_message() -> None:
-    async def scenario() -> None:
-        replicas = [TellingReplica("dies", [-7], every=3), TellingReplica("alive", [])]
-        router = GeneratorRouter(replicas)
-        done = await router.generate(request("a", prompt_len=4, max_tokens=10))
-        assert done.token_ids == tuple(range(4, 14))
-        assert [replica.calls for replica in replicas] == [[(4, False)], [(4 + 6, False)]]
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_a_lost_replica_costs_only_the_tokens_since_the_last_message() -> None:
+    replicas = [TellingReplica("dies", [-7], every=3), TellingReplica("alive", [])]
+    router = GeneratorRouter(replicas)
+    done = await router.generate(request("a", prompt_len=4, max_tokens=10))
+    assert done.token_ids == tuple(range(4, 14))
+    assert [replica.calls for replica in replicas] == [[(4, False)], [(4 + 6, False)]]
 
 
 def test_progress_of_a_piece_that_is_over_is_not_taken_for_that_of_the_next() -> None:
@@ -161,3 +163,36 @@ def test_progress_of_a_resumed_request_starts_behind_what_it_brought() -> None:
     assert heard[0].start == 3
     assert [token for one in heard for token in one.token_ids] == list(range(7, 13))
     assert replica.calls == [(7, True), (11, True)]
+
+
+@on_event_loop
+async def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+    class Reporting(GatedReplica):
+        """Reports two tokens when it is read."""
+
+        async def generate(self, request, on_progress=None, *, streams=False):
+            self.on_progress = on_progress
+            return await super().generate(request, on_progress, streams=streams)
+
+        async def answer(self, command: EngineCommand[Any]) -> EngineReading:
+            self.on_progress(
+                Progress(
+                    request_id="a",
+                    start=0,
+                    token_ids=(5, 6),
+                    logprobs=(-1.0, -2.0),
+                    version_runs=(VersionRun(0, 0),),
+                )
+            )
+            return EngineReading(sampled_tokens=2, running_tokens=2)
+
+    dying, other = Reporting("dying", is_open=False), GatedReplica("other")
+    router = GeneratorRouter([dying, other])
+    call = asyncio.create_task(router.generate(request("a", max_tokens=4)))
+    await settle()
+    assert (await router.partials())["a"].token_ids == (5, 6)
+    dying.is_dead = True
+    dying.gate.set()
+    done = await call
+    assert (done.request_id, done.token_ids) == ("a", (5, 6, 7, 7))
+    assert other.served == ["a#1"]

@@ -6,103 +6,92 @@ import asyncio
 
 import pytest
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.wakeups import Wakeups
 
 
-def test_what_a_change_costs_does_not_grow_with_the_requests_that_wait() -> None:
+@on_virtual_clock
+async def test_what_a_change_costs_does_not_grow_with_the_requests_that_wait() -> None:
     """1,024 wait for a version while 1,024 others end: each change was a look by each of them."""
 
-    async def scenario() -> None:
-        replica = GatedReplica("r", is_open=False)
-        router = GeneratorRouter([replica])
-        running = [asyncio.create_task(router.generate(request(f"old{n}"))) for n in range(1024)]
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    running = [asyncio.create_task(router.generate(request(f"old{n}"))) for n in range(1024)]
+    await settle()
+    waiting = [
+        asyncio.create_task(router.generate(request(f"new{n}", min_version=1))) for n in range(1024)
+    ]
+    await settle()
+    wakeups = router._slots.wakeups
+    before = wakeups.num_looks
+    for task in running:  # one after another, each a change of its own
+        task.cancel()
         await settle()
-        waiting = [
-            asyncio.create_task(router.generate(request(f"new{n}", min_version=1)))
-            for n in range(1024)
-        ]
-        await settle()
-        wakeups = router._slots.wakeups
-        before = wakeups.num_looks
-        for task in running:  # one after another, each a change of its own
-            task.cancel()
-            await settle()
-        assert wakeups.num_looks - before <= 1024
-        assert wakeups.num_wakes == 0
-        replica.gate.set()
-        await router.sync_weights(handle(1), mode="hot_swap")
-        done = await asyncio.gather(*waiting)
-        assert [one.request_id for one in done] == [f"new{n}" for n in range(1024)]
-        assert wakeups.num_wakes <= 1024 + 2
-        assert replica.served[1024:] == [f"new{n}" for n in range(1024)]  # in order
-
-    run_virtually(scenario())
+    assert wakeups.num_looks - before <= 1024
+    assert wakeups.num_wakes == 0
+    replica.gate.set()
+    await router.sync_weights(handle(1), mode="hot_swap")
+    done = await asyncio.gather(*waiting)
+    assert [one.request_id for one in done] == [f"new{n}" for n in range(1024)]
+    assert wakeups.num_wakes <= 1024 + 2
+    assert replica.served[1024:] == [f"new{n}" for n in range(1024)]  # in order
 
 
-def test_one_look_is_taken_for_all_who_share_a_key_and_for_changes_that_come_together() -> None:
-    async def scenario() -> None:
-        wakeups = Wakeups()
-        is_open = False
-        order: list[int] = []
+@on_virtual_clock
+async def test_one_look_serves_all_who_share_a_key_and_changes_that_come_together() -> None:
+    wakeups = Wakeups()
+    is_open = False
+    order: list[int] = []
 
-        async def wait(index: int) -> None:
-            await wakeups.until(lambda: is_open, key="door")
-            order.append(index)
+    async def wait(index: int) -> None:
+        await wakeups.until(lambda: is_open, key="door")
+        order.append(index)
 
-        tasks = [asyncio.create_task(wait(index)) for index in range(50)]
-        await settle()
-        for _ in range(3):
-            wakeups.notify()
-            wakeups.notify()
-            await settle()
-        assert (wakeups.num_looks, wakeups.num_wakes) == (3, 0)
-        tasks[7].cancel()
-        is_open = True
+    tasks = [asyncio.create_task(wait(index)) for index in range(50)]
+    await settle()
+    for _ in range(3):
         wakeups.notify()
-        await asyncio.wait(tasks)
-        assert (wakeups.num_looks, wakeups.num_wakes) == (4, 49)
-        assert order == [index for index in range(50) if index != 7]
-
-    run_virtually(scenario())
-
-
-def test_a_condition_that_raises_raises_in_everyone_who_waits() -> None:
-    async def scenario() -> None:
-        wakeups = Wakeups()
-        is_broken = False
-
-        def condition() -> bool:
-            if is_broken:
-                raise LookupError("gone")
-            return False
-
-        tasks = [asyncio.create_task(wakeups.until(condition, key="k")) for _ in range(3)]
-        await settle()
-        is_broken = True
         wakeups.notify()
-        for task in tasks:
-            with pytest.raises(LookupError):
-                await task
-
-    run_virtually(scenario())
-
-
-def test_an_abort_wakes_the_request_that_waits_and_no_other() -> None:
-    async def scenario() -> None:
-        router = GeneratorRouter([GatedReplica("r")])
-        await router.pause("keep")
-        tasks = {
-            name: asyncio.create_task(router.generate(request(name))) for name in ("a", "b", "c")
-        }
         await settle()
-        await router.abort(["b"])
-        assert (await tasks["b"]).token_ids == ()
-        assert router._slots.wakeups.num_wakes == 0
-        assert not tasks["a"].done()
-        await router.resume()
-        await asyncio.gather(*tasks.values())
+    assert (wakeups.num_looks, wakeups.num_wakes) == (3, 0)
+    tasks[7].cancel()
+    is_open = True
+    wakeups.notify()
+    await asyncio.wait(tasks)
+    assert (wakeups.num_looks, wakeups.num_wakes) == (4, 49)
+    assert order == [index for index in range(50) if index != 7]
 
-    run_virtually(scenario())
+
+@on_virtual_clock
+async def test_a_condition_that_raises_raises_in_everyone_who_waits() -> None:
+    wakeups = Wakeups()
+    is_broken = False
+
+    def condition() -> bool:
+        if is_broken:
+            raise LookupError("gone")
+        return False
+
+    tasks = [asyncio.create_task(wakeups.until(condition, key="k")) for _ in range(3)]
+    await settle()
+    is_broken = True
+    wakeups.notify()
+    for task in tasks:
+        with pytest.raises(LookupError):
+            await task
+
+
+@on_virtual_clock
+async def test_an_abort_wakes_the_request_that_waits_and_no_other() -> None:
+    router = GeneratorRouter([GatedReplica("r")])
+    await router.pause("keep")
+    tasks = {name: asyncio.create_task(router.generate(request(name))) for name in ("a", "b", "c")}
+    await settle()
+    await router.abort(["b"])
+    assert (await tasks["b"]).token_ids == ()
+    assert router._slots.wakeups.num_wakes == 0
+    assert not tasks["a"].done()
+    await router.resume()
+    await asyncio.gather(*tasks.values())

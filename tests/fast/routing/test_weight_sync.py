@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.errors import ConfigError, GenerationError, WeightSyncError
 from torchtitan_rl.routing.replica import ReplicaState
@@ -16,251 +17,221 @@ from torchtitan_rl.routing.router import GeneratorRouter
 SOON_S = 0.01
 
 
-def test_a_slow_replica_is_named_and_follows_in_the_background():
-    async def scenario():
-        slow, fast = GatedReplica("slow"), GatedReplica("fast")
-        slow.stage_gate.clear()
-        router = GeneratorRouter([slow, fast])
-        report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
-        assert (report.lagging, report.lost) == (("slow",), ())
-        assert [pull.version for pull in report.pulls] == [1]
-        slow.stage_gate.set()
-        await settle()
-        assert router.versions() == {"slow": 1, "fast": 1}
-        assert router.states()["slow"] is ReplicaState.SERVING
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_a_slow_replica_is_named_and_follows_in_the_background():
+    slow, fast = GatedReplica("slow"), GatedReplica("fast")
+    slow.stage_gate.clear()
+    router = GeneratorRouter([slow, fast])
+    report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
+    assert (report.lagging, report.lost) == (("slow",), ())
+    assert [pull.version for pull in report.pulls] == [1]
+    slow.stage_gate.set()
+    await settle()
+    assert router.versions() == {"slow": 1, "fast": 1}
+    assert router.states()["slow"] is ReplicaState.SERVING
 
 
-def test_where_every_replica_lags_the_report_says_so_and_nothing_is_lost():
-    async def scenario():
-        slow = GatedReplica("slow")
-        slow.stage_gate.clear()
-        router = GeneratorRouter([slow])
-        report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
-        assert (report.lagging, report.pulls, report.lost) == (("slow",), (), ())
-        await router.close()
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_where_every_replica_lags_the_report_says_so_and_nothing_is_lost():
+    slow = GatedReplica("slow")
+    slow.stage_gate.clear()
+    router = GeneratorRouter([slow])
+    report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
+    assert (report.lagging, report.pulls, report.lost) == (("slow",), (), ())
+    await router.close()
 
 
-def test_trap_4_the_newest_version_wins_and_everybody_who_waits_is_told():
-    async def scenario():
-        replica = GatedReplica("r")
-        replica.stage_gate.clear()
-        router = GeneratorRouter([replica])
-        syncs = [
-            asyncio.create_task(router.sync_weights(handle(version), mode="hot_swap"))
-            for version in (1, 2, 3)
-        ]
-        await settle()
-        replica.stage_gate.set()
-        reports = await asyncio.gather(*syncs)
-        assert replica.pulled[-1] == 3
-        assert 2 not in replica.staged
-        assert [report.version for report in reports] == [1, 2, 3]
-        assert router.newest_version == 3
-        await router.sync_weights(handle(2), mode="hot_swap")
-        assert router.versions() == {"r": 3}
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_trap_4_the_newest_version_wins_and_everybody_who_waits_is_told():
+    replica = GatedReplica("r")
+    replica.stage_gate.clear()
+    router = GeneratorRouter([replica])
+    syncs = [
+        asyncio.create_task(router.sync_weights(handle(version), mode="hot_swap"))
+        for version in (1, 2, 3)
+    ]
+    await settle()
+    replica.stage_gate.set()
+    reports = await asyncio.gather(*syncs)
+    assert replica.pulled[-1] == 3
+    assert 2 not in replica.staged
+    assert [report.version for report in reports] == [1, 2, 3]
+    assert router.newest_version == 3
+    await router.sync_weights(handle(2), mode="hot_swap")
+    assert router.versions() == {"r": 3}
 
 
-def test_a_lagging_replica_whose_version_was_removed_takes_the_next_one():
-    async def scenario():
-        slow, fast = GatedReplica("slow"), GatedReplica("fast")
-        slow.stage_gate.clear()
-        router = GeneratorRouter([slow, fast])
-        await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
-        slow.unreadable.add(1)
-        slow.stage_gate.set()  # it finds version 1 gone before version 2 is announced
-        await settle()
-        report = await router.sync_weights(handle(2), mode="hot_swap")
-        assert report.lost == ()
-        assert (slow.pulled, router.versions()["slow"]) == ([2], 2)
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_a_lagging_replica_whose_version_was_removed_takes_the_next_one():
+    slow, fast = GatedReplica("slow"), GatedReplica("fast")
+    slow.stage_gate.clear()
+    router = GeneratorRouter([slow, fast])
+    await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
+    slow.unreadable.add(1)
+    slow.stage_gate.set()  # it finds version 1 gone before version 2 is announced
+    await settle()
+    report = await router.sync_weights(handle(2), mode="hot_swap")
+    assert report.lost == ()
+    assert (slow.pulled, router.versions()["slow"]) == ([2], 2)
 
 
-def test_a_replica_that_lags_for_longer_than_the_sync_time_out_is_lost():
-    async def scenario():
-        slow, fast = GatedReplica("slow"), GatedReplica("fast")
-        slow.pull_gate.clear()
-        router = GeneratorRouter([slow, fast], sync_timeout_s=0.05)
-        await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
-        report = await router.sync_weights(handle(2), mode="hot_swap")
-        assert report.lost == ("slow",)
-        assert {pull.version for pull in report.pulls} == {2}
-
-    asyncio.run(scenario())
+@on_event_loop
+async def test_a_replica_that_lags_for_longer_than_the_sync_time_out_is_lost():
+    slow, fast = GatedReplica("slow"), GatedReplica("fast")
+    slow.pull_gate.clear()
+    router = GeneratorRouter([slow, fast], sync_timeout_s=0.05)
+    await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
+    report = await router.sync_weights(handle(2), mode="hot_swap")
+    assert report.lost == ("slow",)
+    assert {pull.version for pull in report.pulls} == {2}
 
 
 @pytest.mark.parametrize(("order", "at_once"), [("together", 3), ("one_by_one", 1)])
-def test_replicas_swap_in_the_order_that_was_asked_for(order, at_once):
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(3)]
-        for replica in replicas:
-            replica.pull_gate.clear()
-        router = GeneratorRouter(replicas)
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap", order=order))
-        await settle()
-        assert [len(replica.staged) for replica in replicas] == [1, 1, 1]
-        assert sum(len(replica.pulled) for replica in replicas) == at_once
-        for replica in replicas:
-            replica.pull_gate.set()
-        report = await sync
-        assert len(report.pulls) == 3
-
-    asyncio.run(scenario())
-
-
-def test_one_by_one_does_not_wait_for_a_stuck_replica_for_ever():
-    async def scenario():
-        stuck, good = GatedReplica("stuck"), GatedReplica("good")
-        stuck.pull_gate.clear()
-        router = GeneratorRouter([stuck, good])
-        await router.sync_weights(
-            handle(1), mode="hot_swap", order="one_by_one", lag_timeout_s=SOON_S
-        )
-        await router.wait_for_version(1)
-        assert router.versions() == {"stuck": 0, "good": 1}
-        await router.close()
-
-    asyncio.run(scenario())
-
-
-def test_one_by_one_drained_replicas_leave_others_to_serve():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-        router = GeneratorRouter(replicas)
-        old = [asyncio.create_task(router.generate(request(f"old{i}"))) for i in range(2)]
-        await settle()
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain", order="one_by_one"))
-        await settle()
-        new = asyncio.create_task(router.generate(request("new")))
-        await settle()
-        assert replicas[1].served == ["old1", "new"]
-        for replica in replicas:
-            replica.gate.set()
-        await asyncio.gather(sync, new, *old)
-        assert [replica.running_at_pull for replica in replicas] == [[0], [0]]
-
-    asyncio.run(scenario())
-
-
-def test_a_pinned_replica_is_kept_out_of_pulls_and_catches_up_at_the_end():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(2)]
-        router = GeneratorRouter(replicas)
-        await router.sync_weights(handle(1), mode="hot_swap")
-        async with router.pin() as pin:
-            assert (pin.replica, pin.version) == ("r0", 1)
-            report = await router.sync_weights(handle(2), mode="hot_swap")
-            assert (report.held, report.lagging) == (("r0",), ())
-            assert len(report.pulls) == 1
-            assert router.versions() == {"r0": 1, "r1": 2}
-            done = await pin.generate(request("a", min_version=1))
-            assert (done.replica, set(done.versions)) == ("r0", {1})
-            # Others still use it, where its version will do.
-            assert (await router.generate(request("b"))).replica == "r0"
-            assert (await router.generate(request("c", min_version=2))).replica == "r1"
-            with pytest.raises(GenerationError, match="stays at 1"):
-                await pin.generate(request("d", min_version=2))
-        await settle()
-        assert router.versions() == {"r0": 2, "r1": 2}
-        with pytest.raises(GenerationError, match="has ended"):
-            await pin.generate(request("e"))
-
-    asyncio.run(scenario())
-
-
-def test_a_pin_taken_during_a_fetch_keeps_the_version_it_found():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(2)]
-        replicas[0].stage_gate.clear()
-        router = GeneratorRouter(replicas)
-        busy = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
-        replicas[1].pull_gate.clear()
-        await settle()
-        async with router.pin() as pin:
-            assert (pin.replica, pin.version) == ("r0", 0)
-            replicas[0].stage_gate.set()
-            await settle()
-            assert replicas[0].pulled == []
-            replicas[1].pull_gate.set()
-            assert (await busy).held == ("r0",)
-        await settle()
-        assert replicas[0].pulled == [1]
-
-    asyncio.run(scenario())
-
-
-def test_with_one_replica_a_sync_waits_for_the_pin_or_lags():
-    async def scenario():
-        router = GeneratorRouter([GatedReplica("only")])
-        async with router.pin():
-            report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
-            assert (report.lagging, report.lost) == (("only",), ())
-            sync = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
-            await settle()
-            assert not sync.done()
-        report = await sync
-        assert (report.lagging, router.versions()) == ((), {"only": 2})
-
-    asyncio.run(scenario())
-
-
-def test_a_reserved_replica_serves_pins_alone_at_the_version_they_ask_for():
-    async def scenario():
-        shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
-        router = GeneratorRouter([shared, reserved], reserved=("reserved",))
-        await asyncio.gather(*(router.generate(request(str(i))) for i in range(4)))
-        await router.sync_weights(handle(3), mode="hot_swap")
-        assert (reserved.served, reserved.pulled) == ([], [])
-        async with router.pin() as pin:
-            assert (pin.replica, pin.version) == ("reserved", 3)
-        async with router.pin(handle(2)) as pin:
-            assert (pin.replica, pin.version) == ("reserved", 2)
-        with pytest.raises(ConfigError, match="not all"):
-            GeneratorRouter([shared], reserved=("shared",))
-
-    asyncio.run(scenario())
-
-
-def test_a_pin_whose_replica_dies_fails_its_calls_and_the_next_takes_another():
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(2)]
-        router = GeneratorRouter(replicas)
-        async with router.pin() as pin:
-            replicas[0].is_dead = True
-            for name in "ab":
-                with pytest.raises(GenerationError, match="r0, which was pinned for it, is lost"):
-                    await pin.generate(request(name))
-        async with router.pin() as pin:
-            assert pin.replica == "r1"
-        replicas[1].refuses_weights = True
-        with pytest.raises(WeightSyncError, match="could not be brought to version 5"):
-            async with router.pin(handle(5)):
-                pass
-
-    asyncio.run(scenario())
-
-
-def test_a_pin_waits_for_a_pull_that_has_begun():
-    async def scenario():
-        replica = GatedReplica("r")
+@on_event_loop
+async def test_replicas_swap_in_the_order_that_was_asked_for(order, at_once):
+    replicas = [GatedReplica(f"r{i}") for i in range(3)]
+    for replica in replicas:
         replica.pull_gate.clear()
-        router = GeneratorRouter([replica])
-        sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
-        await settle()
-        entered = asyncio.create_task(router.pin().__aenter__())
-        await settle()
-        assert not entered.done()
+    router = GeneratorRouter(replicas)
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap", order=order))
+    await settle()
+    assert [len(replica.staged) for replica in replicas] == [1, 1, 1]
+    assert sum(len(replica.pulled) for replica in replicas) == at_once
+    for replica in replicas:
         replica.pull_gate.set()
-        assert (await entered).version == 1
-        await sync
+    report = await sync
+    assert len(report.pulls) == 3
 
-    asyncio.run(scenario())
+
+@on_event_loop
+async def test_one_by_one_does_not_wait_for_a_stuck_replica_for_ever():
+    stuck, good = GatedReplica("stuck"), GatedReplica("good")
+    stuck.pull_gate.clear()
+    router = GeneratorRouter([stuck, good])
+    await router.sync_weights(handle(1), mode="hot_swap", order="one_by_one", lag_timeout_s=SOON_S)
+    await router.wait_for_version(1)
+    assert router.versions() == {"stuck": 0, "good": 1}
+    await router.close()
+
+
+@on_event_loop
+async def test_one_by_one_drained_replicas_leave_others_to_serve():
+    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+    router = GeneratorRouter(replicas)
+    old = [asyncio.create_task(router.generate(request(f"old{i}"))) for i in range(2)]
+    await settle()
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain", order="one_by_one"))
+    await settle()
+    new = asyncio.create_task(router.generate(request("new")))
+    await settle()
+    assert replicas[1].served == ["old1", "new"]
+    for replica in replicas:
+        replica.gate.set()
+    await asyncio.gather(sync, new, *old)
+    assert [replica.running_at_pull for replica in replicas] == [[0], [0]]
+
+
+@on_event_loop
+async def test_a_pinned_replica_is_kept_out_of_pulls_and_catches_up_at_the_end():
+    replicas = [GatedReplica(f"r{i}") for i in range(2)]
+    router = GeneratorRouter(replicas)
+    await router.sync_weights(handle(1), mode="hot_swap")
+    async with router.pin() as pin:
+        assert (pin.replica, pin.version) == ("r0", 1)
+        report = await router.sync_weights(handle(2), mode="hot_swap")
+        assert (report.held, report.lagging) == (("r0",), ())
+        assert len(report.pulls) == 1
+        assert router.versions() == {"r0": 1, "r1": 2}
+        done = await pin.generate(request("a", min_version=1))
+        assert (done.replica, set(done.versions)) == ("r0", {1})
+        # Others still use it, where its version will do.
+        assert (await router.generate(request("b"))).replica == "r0"
+        assert (await router.generate(request("c", min_version=2))).replica == "r1"
+        with pytest.raises(GenerationError, match="stays at 1"):
+            await pin.generate(request("d", min_version=2))
+    await settle()
+    assert router.versions() == {"r0": 2, "r1": 2}
+    with pytest.raises(GenerationError, match="has ended"):
+        await pin.generate(request("e"))
+
+
+@on_event_loop
+async def test_a_pin_taken_during_a_fetch_keeps_the_version_it_found():
+    replicas = [GatedReplica(f"r{i}") for i in range(2)]
+    replicas[0].stage_gate.clear()
+    router = GeneratorRouter(replicas)
+    busy = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
+    replicas[1].pull_gate.clear()
+    await settle()
+    async with router.pin() as pin:
+        assert (pin.replica, pin.version) == ("r0", 0)
+        replicas[0].stage_gate.set()
+        await settle()
+        assert replicas[0].pulled == []
+        replicas[1].pull_gate.set()
+        assert (await busy).held == ("r0",)
+    await settle()
+    assert replicas[0].pulled == [1]
+
+
+@on_event_loop
+async def test_with_one_replica_a_sync_waits_for_the_pin_or_lags():
+    router = GeneratorRouter([GatedReplica("only")])
+    async with router.pin():
+        report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=SOON_S)
+        assert (report.lagging, report.lost) == (("only",), ())
+        sync = asyncio.create_task(router.sync_weights(handle(2), mode="hot_swap"))
+        await settle()
+        assert not sync.done()
+    report = await sync
+    assert (report.lagging, router.versions()) == ((), {"only": 2})
+
+
+@on_event_loop
+async def test_a_reserved_replica_serves_pins_alone_at_the_version_they_ask_for():
+    shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
+    router = GeneratorRouter([shared, reserved], reserved=("reserved",))
+    await asyncio.gather(*(router.generate(request(str(i))) for i in range(4)))
+    await router.sync_weights(handle(3), mode="hot_swap")
+    assert (reserved.served, reserved.pulled) == ([], [])
+    async with router.pin() as pin:
+        assert (pin.replica, pin.version) == ("reserved", 3)
+    async with router.pin(handle(2)) as pin:
+        assert (pin.replica, pin.version) == ("reserved", 2)
+    with pytest.raises(ConfigError, match="not all"):
+        GeneratorRouter([shared], reserved=("shared",))
+
+
+@on_event_loop
+async def test_a_pin_whose_replica_dies_fails_its_calls_and_the_next_takes_another():
+    replicas = [GatedReplica(f"r{i}") for i in range(2)]
+    router = GeneratorRouter(replicas)
+    async with router.pin() as pin:
+        replicas[0].is_dead = True
+        for name in "ab":
+            with pytest.raises(GenerationError, match="r0, which was pinned for it, is lost"):
+                await pin.generate(request(name))
+    async with router.pin() as pin:
+        assert pin.replica == "r1"
+    replicas[1].refuses_weights = True
+    with pytest.raises(WeightSyncError, match="could not be brought to version 5"):
+        async with router.pin(handle(5)):
+            pass
+
+
+@on_event_loop
+async def test_a_pin_waits_for_a_pull_that_has_begun():
+    replica = GatedReplica("r")
+    replica.pull_gate.clear()
+    router = GeneratorRouter([replica])
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
+    await settle()
+    entered = asyncio.create_task(router.pin().__aenter__())
+    await settle()
+    assert not entered.done()
+    replica.pull_gate.set()
+    assert (await entered).version == 1
+    await sync
 
 
 _EVENTS = ["sync", "pin", "end", "hold", "open", "kill"]
@@ -268,41 +239,39 @@ _EVENTS = ["sync", "pin", "end", "hold", "open", "kill"]
 
 @settings(max_examples=60, deadline=None)
 @given(events=st.lists(st.tuples(st.sampled_from(_EVENTS), st.integers(0, 2)), max_size=25))
-def test_whatever_happens_versions_only_go_up_and_all_that_live_catch_up(events):
-    async def scenario():
-        replicas = [GatedReplica(f"r{i}") for i in range(4)]  # the last one never dies
-        router = GeneratorRouter(replicas)
-        syncs: list[asyncio.Task] = []
-        pins: list = []
-        for event, index in events:
-            replica = replicas[index]
-            before = router.versions()
-            if event == "sync":
-                new = handle(len(syncs) + 1)
-                syncs.append(asyncio.create_task(router.sync_weights(new, mode="hot_swap")))
-            elif event == "pin" and len(pins) < 3:
-                context = router.pin()
-                pins.append((context, asyncio.create_task(context.__aenter__())))
-            elif event == "end" and pins and pins[0][1].done():
-                await pins.pop(0)[0].__aexit__(None, None, None)
-            elif event == "hold":
-                replica.pull_gate.clear()
-            elif event == "open":
-                replica.pull_gate.set()
-            elif event == "kill":
-                replica.refuses_weights = True
-            await settle()
-            held = {pin.result().replica for _, pin in pins if pin.done()}
-            for name, version in router.versions().items():
-                assert version >= before[name]
-                assert name not in held or version == before[name] or event == "pin"
-        for replica in replicas:
+@on_event_loop
+async def test_whatever_happens_versions_only_go_up_and_all_that_live_catch_up(events):
+    replicas = [GatedReplica(f"r{i}") for i in range(4)]  # the last one never dies
+    router = GeneratorRouter(replicas)
+    syncs: list[asyncio.Task] = []
+    pins: list = []
+    for event, index in events:
+        replica = replicas[index]
+        before = router.versions()
+        if event == "sync":
+            new = handle(len(syncs) + 1)
+            syncs.append(asyncio.create_task(router.sync_weights(new, mode="hot_swap")))
+        elif event == "pin" and len(pins) < 3:
+            context = router.pin()
+            pins.append((context, asyncio.create_task(context.__aenter__())))
+        elif event == "end" and pins and pins[0][1].done():
+            await pins.pop(0)[0].__aexit__(None, None, None)
+        elif event == "hold":
+            replica.pull_gate.clear()
+        elif event == "open":
             replica.pull_gate.set()
-        for context, pin in pins:
-            await pin
-            await context.__aexit__(None, None, None)
-        await asyncio.gather(*syncs)
+        elif event == "kill":
+            replica.refuses_weights = True
         await settle()
-        assert set(router.versions().values()) == {len(syncs)}
-
-    asyncio.run(scenario())
+        held = {pin.result().replica for _, pin in pins if pin.done()}
+        for name, version in router.versions().items():
+            assert version >= before[name]
+            assert name not in held or version == before[name] or event == "pin"
+    for replica in replicas:
+        replica.pull_gate.set()
+    for context, pin in pins:
+        await pin
+        await context.__aexit__(None, None, None)
+    await asyncio.gather(*syncs)
+    await settle()
+    assert set(router.versions().values()) == {len(syncs)}

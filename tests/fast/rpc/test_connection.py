@@ -100,3 +100,16 @@ def test_a_loop_that_ends_ends_the_connection_and_every_wait(
         assert peer.connection.unsent() == (2,)
 
     virtually(scenario)
+
+
+def test_a_wait_for_a_delivery_that_begins_after_the_end_returns_at_once() -> None:
+    async def scenario(peer: Peer, running: asyncio.Task[None]) -> None:
+        peer.news.put_nowait(OSError("broken"))
+        with pytest.raises(OSError, match="broken"):
+            await running
+        peer.connection.put(1)
+        async with asyncio.timeout(1.0):
+            await peer.connection.arrived()
+        assert peer.connection.unsent() == (1,)
+
+    virtually(scenario)

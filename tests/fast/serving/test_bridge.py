@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import (
     HEALTHY,
     Generator,
@@ -20,7 +21,6 @@ from tests.support.endpoints import (
     now,
     request,
 )
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     EndpointLostError,
     GenerationError,
@@ -77,97 +77,85 @@ async def served(
         link.close()
 
 
-def test_a_request_ends_with_its_completion_under_the_clients_id() -> None:
-    async def scenario() -> None:
-        async with served() as system:
-            system.link.submit(request("a"))
-            ends = await ends_of(system.link, 1)
-            assert ends["a"].result == completion("a")
-            assert system.bridge.num_running == 0
-            assert system.bridge.counts.completed == 1
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_request_ends_with_its_completion_under_the_clients_id() -> None:
+    async with served() as system:
+        system.link.submit(request("a"))
+        ends = await ends_of(system.link, 1)
+        assert ends["a"].result == completion("a")
+        assert system.bridge.num_running == 0
+        assert system.bridge.counts.completed == 1
 
 
-def test_a_streamed_request_brings_a_beginning_of_its_completion_under_the_clients_id() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=0.02)) as system:
-            system.link.submit(request("a", max_tokens=20, streams=True))
-            system.link.submit(request("b", max_tokens=20))
-            tokens: list[int] = []
-            logprobs: list[float] = []
-            ends: dict[str, Any] = {}
-            while len(ends) < 2:
-                outputs = await system.link.next_outputs()
-                for piece in outputs.progress:
-                    assert piece.request_id == "a"
-                    assert piece.start == len(tokens)
-                    tokens.extend(piece.token_ids)
-                    logprobs.extend(piece.logprobs)
-                ends |= {str(end.call_id): end.result for end in outputs.ends}
-            whole = ends["a"]
-            assert tokens == list(whole.token_ids[: len(tokens)])
-            assert logprobs == list(whole.logprobs[: len(tokens)])
-            assert len(tokens) > 10
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_the_progress_of_a_request_begins_its_completion_under_the_clients_id() -> None:
+    async with served(Generator(step_s=0.02)) as system:
+        system.link.submit(request("a", max_tokens=20, streams=True))
+        system.link.submit(request("b", max_tokens=20))
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        ends: dict[str, Any] = {}
+        while len(ends) < 2:
+            outputs = await system.link.next_outputs()
+            for piece in outputs.progress:
+                assert piece.request_id == "a"
+                assert piece.start == len(tokens)
+                tokens.extend(piece.token_ids)
+                logprobs.extend(piece.logprobs)
+            ends |= {str(end.call_id): end.result for end in outputs.ends}
+        whole = ends["a"]
+        assert tokens == list(whole.token_ids[: len(tokens)])
+        assert logprobs == list(whole.logprobs[: len(tokens)])
+        assert len(tokens) > 10
 
 
-def test_deliveries_are_one_at_a_time_and_an_interval_apart_while_there_is_much_to_say() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=0.001), delivery_s=0.01) as system:
-            for index in range(20):
-                system.link.submit(request(f"r{index}", max_tokens=400, streams=True))
-            await ends_of(system.link, 20)
-            begun = [at for at, _ in system.endpoint.delivered]
-            gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
-            # Before the requests came and after they ended nothing was to be gathered.
-            assert min(gaps[1:-1]) >= INTERVAL_S - 1e-9
-            assert system.endpoint.max_delivering == 1
-            # 8,000 tokens, and a message for each interval only.
-            assert len(begun) <= 0.4 / INTERVAL_S + 4
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_deliveries_are_one_at_a_time_and_an_interval_apart_under_load() -> None:
+    async with served(Generator(step_s=0.001), delivery_s=0.01) as system:
+        for index in range(20):
+            system.link.submit(request(f"r{index}", max_tokens=400, streams=True))
+        await ends_of(system.link, 20)
+        begun = [at for at, _ in system.endpoint.delivered]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
+        # Before the requests came and after they ended nothing was to be gathered.
+        assert min(gaps[1:-1]) >= INTERVAL_S - 1e-9
+        assert system.endpoint.max_delivering == 1
+        # 8,000 tokens, and a message for each interval only.
+        assert len(begun) <= 0.4 / INTERVAL_S + 4
 
 
-def test_after_a_silence_what_there_is_to_say_is_said_at_once() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=0.3)) as system:
-            await asyncio.sleep(0.5)
-            began = now()
-            system.link.submit(request("a", max_tokens=1))
+@on_virtual_clock
+async def test_after_a_silence_what_there_is_to_say_is_said_at_once() -> None:
+    async with served(Generator(step_s=0.3)) as system:
+        await asyncio.sleep(0.5)
+        began = now()
+        system.link.submit(request("a", max_tokens=1))
+        await ends_of(system.link, 1)
+        assert now() - began == pytest.approx(0.3)
+
+
+@on_virtual_clock
+async def test_requests_one_after_another_wait_for_no_interval() -> None:
+    async with served(Generator(step_s=0.001)) as system:
+        began = now()
+        for index in range(10):
+            system.link.submit(request(f"r{index}", max_tokens=1))
             await ends_of(system.link, 1)
-            assert now() - began == pytest.approx(0.3)
-
-    run_virtually(scenario())
+        assert now() - began == pytest.approx(10 * 0.001)
 
 
-def test_requests_one_after_another_wait_for_no_interval() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=0.001)) as system:
-            began = now()
-            for index in range(10):
-                system.link.submit(request(f"r{index}", max_tokens=1))
-                await ends_of(system.link, 1)
-            assert now() - began == pytest.approx(10 * 0.001)
-
-    run_virtually(scenario())
-
-
-def test_a_client_that_is_gone_has_its_request_cancelled() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=100.0)) as system:
-            system.link.submit(request("a"))
-            system.link.submit(request("b"))
-            await asyncio.sleep(1.0)
-            system.link.abort(["a"])
-            await asyncio.sleep(1.0)
-            assert system.generator.cancelled == ["a"]
-            assert system.generator.running == {"b"}
-            assert system.bridge.counts.aborted == 1
-            assert set(await ends_of(system.link, 1)) == {"b"}
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_client_that_is_gone_has_its_request_cancelled() -> None:
+    async with served(Generator(step_s=100.0)) as system:
+        system.link.submit(request("a"))
+        system.link.submit(request("b"))
+        await asyncio.sleep(1.0)
+        system.link.abort(["a"])
+        await asyncio.sleep(1.0)
+        assert system.generator.cancelled == ["a"]
+        assert system.generator.running == {"b"}
+        assert system.bridge.counts.aborted == 1
+        assert set(await ends_of(system.link, 1)) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -181,92 +169,80 @@ def test_a_client_that_is_gone_has_its_request_cancelled() -> None:
         (ZeroDivisionError("in replica7"), 500, "internal_error"),
     ],
 )
-def test_errors_become_refusals_without_internals(
+@on_virtual_clock
+async def test_errors_become_refusals_without_internals(
     error: Exception, status: int, code: str | None
 ) -> None:
-    async def scenario() -> None:
-        async with served(Generator(fails=lambda request_id: error)) as system:
-            system.link.submit(request("a"))
-            refusal = (await ends_of(system.link, 1))["a"].error
-            assert refusal is not None
-            assert refusal.status == status
-            assert refusal.code == (code or "session_closed")
-            assert "replica7" not in refusal.message
-            assert system.bridge.counts.by_refusal == {refusal.code: 1}
-
-    run_virtually(scenario())
+    async with served(Generator(fails=lambda request_id: error)) as system:
+        system.link.submit(request("a"))
+        refusal = (await ends_of(system.link, 1))["a"].error
+        assert refusal is not None
+        assert refusal.status == status
+        assert refusal.code == (code or "session_closed")
+        assert "replica7" not in refusal.message
+        assert system.bridge.counts.by_refusal == {refusal.code: 1}
 
 
-def test_a_failing_request_disturbs_no_other() -> None:
-    async def scenario() -> None:
-        def fails(request_id: str) -> Exception | None:
-            return ValueError("broken") if request_id == "a" else None
+@on_virtual_clock
+async def test_a_failing_request_disturbs_no_other() -> None:
+    def fails(request_id: str) -> Exception | None:
+        return ValueError("broken") if request_id == "a" else None
 
-        async with served(Generator(fails=fails)) as system:
-            for name in ("a", "b"):
-                system.link.submit(request(name))
-            ends = await ends_of(system.link, 2)
-            assert ends["a"].error is not None
-            assert ends["b"].result is not None
-
-    run_virtually(scenario())
+    async with served(Generator(fails=fails)) as system:
+        for name in ("a", "b"):
+            system.link.submit(request(name))
+        ends = await ends_of(system.link, 2)
+        assert ends["a"].error is not None
+        assert ends["b"].result is not None
 
 
-def test_commands_are_answered_refused_or_not_available() -> None:
-    async def scenario() -> None:
-        async with served() as system:
-            assert await system.link.command("versions", {"x": 1}) == {"newest": 3, "x": 1}
-            with pytest.raises(RefusedError, match="not paused"):
-                await system.link.command("resume", {})
-            with pytest.raises(RefusedError, match="not available") as raised:
-                await system.link.command("pause", {})
-            assert raised.value.refusal.status == 404
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_commands_are_answered_refused_or_not_available() -> None:
+    async with served() as system:
+        assert await system.link.command("versions", {"x": 1}) == {"newest": 3, "x": 1}
+        with pytest.raises(RefusedError, match="not paused"):
+            await system.link.command("resume", {})
+        with pytest.raises(RefusedError, match="not available") as raised:
+            await system.link.command("pause", {})
+        assert raised.value.refusal.status == 404
 
 
-def test_what_runs_when_the_bridge_is_closed_is_refused_and_cancelled() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=100.0)) as system:
-            system.link.submit(request("a"))
-            asked = asyncio.create_task(system.link.command("versions", {}))
-            await asyncio.sleep(0.01)
-            system.running.cancel()
-            await asyncio.wait([system.running])
-            assert system.generator.cancelled == ["a"]
-            refusal = (await ends_of(system.link, 1))["a"].error
-            assert refusal is not None
-            assert refusal.code == "shutting_down"
-            with pytest.raises(RefusedError, match="shutting down"):
-                await asked
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_what_runs_when_the_bridge_is_closed_is_refused_and_cancelled() -> None:
+    async with served(Generator(step_s=100.0)) as system:
+        system.link.submit(request("a"))
+        asked = asyncio.create_task(system.link.command("versions", {}))
+        await asyncio.sleep(0.01)
+        system.running.cancel()
+        await asyncio.wait([system.running])
+        assert system.generator.cancelled == ["a"]
+        refusal = (await ends_of(system.link, 1))["a"].error
+        assert refusal is not None
+        assert refusal.code == "shutting_down"
+        with pytest.raises(RefusedError, match="shutting down"):
+            await asked
 
 
-def test_a_request_that_was_only_just_polled_has_its_end_too_when_the_bridge_closes() -> None:
-    async def scenario() -> None:
-        async with served() as system:
-            system.link.submit(request("a"))
-            while not system.bridge.num_running:
-                await asyncio.sleep(0)
-            system.running.cancel()
-            await asyncio.wait([system.running])
-            assert (await ends_of(system.link, 1))["a"].error is not None
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_request_that_was_only_just_polled_has_its_end_too_when_the_bridge_closes() -> None:
+    async with served() as system:
+        system.link.submit(request("a"))
+        while not system.bridge.num_running:
+            await asyncio.sleep(0)
+        system.running.cancel()
+        await asyncio.wait([system.running])
+        assert (await ends_of(system.link, 1))["a"].error is not None
 
 
-def test_a_lost_endpoint_ends_the_bridge_and_what_ran_for_it() -> None:
-    async def scenario() -> None:
-        async with served(Generator(step_s=100.0)) as system:
-            system.link.submit(request("a"))
-            await asyncio.sleep(0.1)
-            system.endpoint.is_lost = True
-            with pytest.raises(EndpointLostError):
-                await system.running
-            assert system.generator.cancelled == ["a"]
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_lost_endpoint_ends_the_bridge_and_what_ran_for_it() -> None:
+    async with served(Generator(step_s=100.0)) as system:
+        system.link.submit(request("a"))
+        await asyncio.sleep(0.1)
+        system.endpoint.is_lost = True
+        with pytest.raises(EndpointLostError):
+            await system.running
+        assert system.generator.cancelled == ["a"]
 
 
 CLIENTS = st.lists(
@@ -284,7 +260,8 @@ CLIENTS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(clients=CLIENTS, delivery_s=st.sampled_from([0.0, 0.01, 0.3]))
-def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_its_completion(
+@on_virtual_clock
+async def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_its_completion(
     clients: list[tuple[float, int, bool, float | None, bool]], delivery_s: float
 ) -> None:
     failing = {f"r{index}" for index, client in enumerate(clients) if client[4]}
@@ -292,52 +269,49 @@ def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_it
     def fails(request_id: str) -> Exception | None:
         return GenerationError("no") if request_id in failing else None
 
-    async def scenario() -> None:
-        generator = Generator(fails=fails)
-        async with served(generator, delivery_s=delivery_s) as system:
-            left: set[str] = set()
+    generator = Generator(fails=fails)
+    async with served(generator, delivery_s=delivery_s) as system:
+        left: set[str] = set()
 
-            async def client(index: int) -> None:
-                begins_s, num_tokens, streams, leaves_s, _ = clients[index]
-                name = f"r{index}"
-                await asyncio.sleep(begins_s)
-                system.link.submit(request(name, max_tokens=num_tokens, streams=streams))
-                if leaves_s is not None:
-                    await asyncio.sleep(leaves_s)
-                    if name not in ends:
-                        left.add(name)
-                        system.link.abort([name])
+        async def client(index: int) -> None:
+            begins_s, num_tokens, streams, leaves_s, _ = clients[index]
+            name = f"r{index}"
+            await asyncio.sleep(begins_s)
+            system.link.submit(request(name, max_tokens=num_tokens, streams=streams))
+            if leaves_s is not None:
+                await asyncio.sleep(leaves_s)
+                if name not in ends:
+                    left.add(name)
+                    system.link.abort([name])
 
-            ends: dict[str, Any] = {}
-            tokens: dict[str, list[int]] = {}
+        ends: dict[str, Any] = {}
+        tokens: dict[str, list[int]] = {}
 
-            async def take() -> None:
-                while True:
-                    outputs = await system.link.next_outputs()
-                    for piece in outputs.progress:
-                        assert piece.request_id not in ends
-                        known = tokens.setdefault(piece.request_id, [])
-                        assert piece.start == len(known)
-                        known.extend(piece.token_ids)
-                    for end in outputs.ends:
-                        assert end.call_id not in ends
-                        assert end.call_id not in left
-                        ends[str(end.call_id)] = end
+        async def take() -> None:
+            while True:
+                outputs = await system.link.next_outputs()
+                for piece in outputs.progress:
+                    assert piece.request_id not in ends
+                    known = tokens.setdefault(piece.request_id, [])
+                    assert piece.start == len(known)
+                    known.extend(piece.token_ids)
+                for end in outputs.ends:
+                    assert end.call_id not in ends
+                    assert end.call_id not in left
+                    ends[str(end.call_id)] = end
 
-            taking = asyncio.create_task(take())
-            await asyncio.gather(*(client(index) for index in range(len(clients))))
-            await asyncio.sleep(30.0)
-            taking.cancel()
-            await asyncio.wait([taking])
-            assert taking.cancelled()
-            assert set(ends) | left == {f"r{index}" for index in range(len(clients))}
-            for name, end in ends.items():
-                assert (end.error is not None) == (name in failing)
-                if end.result is not None:
-                    known = tokens.get(name, [])
-                    assert known == list(end.result.token_ids[: len(known)])
-            assert system.bridge.num_running == 0
-            assert not generator.running
-            assert len(generator.asked) == len(set(generator.asked))
-
-    run_virtually(scenario())
+        taking = asyncio.create_task(take())
+        await asyncio.gather(*(client(index) for index in range(len(clients))))
+        await asyncio.sleep(30.0)
+        taking.cancel()
+        await asyncio.wait([taking])
+        assert taking.cancelled()
+        assert set(ends) | left == {f"r{index}" for index in range(len(clients))}
+        for name, end in ends.items():
+            assert (end.error is not None) == (name in failing)
+            if end.result is not None:
+                known = tokens.get(name, [])
+                assert known == list(end.result.token_ids[: len(known)])
+        assert system.bridge.num_running == 0
+        assert not generator.running
+        assert len(generator.asked) == len(set(generator.asked))

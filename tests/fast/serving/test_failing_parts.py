@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import HEALTHY, Generator, LinkedEndpoint, ends_of, now, request
 from tests.support.replicas import GatedReplica
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.rpc.messages import End
@@ -57,64 +57,60 @@ async def nothing(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a error"), asyncio.CancelledError()])
 @pytest.mark.parametrize("part", ["poll", "deliver", "status"])
-def test_a_loop_of_the_bridge_that_ends_is_its_error_and_what_runs_is_refused(
+@on_virtual_clock
+async def test_a_loop_of_the_bridge_that_ends_is_its_error_and_what_runs_is_refused(
     part: str, error: BaseException
 ) -> None:
-    async def scenario() -> None:
-        link = ControllerLink(clock=now)
-        link.attach()
-        generator = Generator(step_s=1000.0)
-        bridge = EndpointBridge(
-            Breaking(link, call=part, error=error),
-            complete=generator.complete,
-            handlers={"versions": nothing},
-            status=broken_status(error) if part == "status" else lambda: HEALTHY,
-            interval_s=0.05,
-        )
-        running = asyncio.create_task(bridge.run())
-        link.submit(request("a"))
-        await asyncio.sleep(1.5)
-        asking = asyncio.create_task(link.command("versions", {}))
-        expected = EndpointLostError if isinstance(error, asyncio.CancelledError) else type(error)
-        with pytest.raises(expected):
-            await running
-        refusal = (await ends_of(link, 1))["a"].error
-        assert refusal is not None
-        assert refusal.code == "shutting_down"
-        assert generator.cancelled == ["a"]
-        assert not generator.running
-        link.close()  # as an endpoint that is drained does
-        (answer,) = await asyncio.gather(asking, return_exceptions=True)
-        assert answer == {} or isinstance(answer, RefusedError)
-
-    run_virtually(scenario())
+    link = ControllerLink(clock=now)
+    link.attach()
+    generator = Generator(step_s=1000.0)
+    bridge = EndpointBridge(
+        Breaking(link, call=part, error=error),
+        complete=generator.complete,
+        handlers={"versions": nothing},
+        status=broken_status(error) if part == "status" else lambda: HEALTHY,
+        interval_s=0.05,
+    )
+    running = asyncio.create_task(bridge.run())
+    link.submit(request("a"))
+    await asyncio.sleep(1.5)
+    asking = asyncio.create_task(link.command("versions", {}))
+    expected = EndpointLostError if isinstance(error, asyncio.CancelledError) else type(error)
+    with pytest.raises(expected):
+        await running
+    refusal = (await ends_of(link, 1))["a"].error
+    assert refusal is not None
+    assert refusal.code == "shutting_down"
+    assert generator.cancelled == ["a"]
+    assert not generator.running
+    link.close()  # as an endpoint that is drained does
+    (answer,) = await asyncio.gather(asking, return_exceptions=True)
+    assert answer == {} or isinstance(answer, RefusedError)
 
 
-def test_a_request_that_was_cancelled_from_within_is_not_told_of_a_shutdown() -> None:
-    async def scenario() -> None:
-        link = ControllerLink(clock=now)
-        link.attach()
+@on_virtual_clock
+async def test_a_request_that_was_cancelled_from_within_is_not_told_of_a_shutdown() -> None:
+    link = ControllerLink(clock=now)
+    link.attach()
 
-        async def complete(request: Any, on_progress: Any = None) -> Any:
-            raise asyncio.CancelledError
+    async def complete(request: Any, on_progress: Any = None) -> Any:
+        raise asyncio.CancelledError
 
-        bridge = EndpointBridge(
-            LinkedEndpoint(link),
-            complete=complete,
-            handlers={},
-            status=lambda: HEALTHY,
-            interval_s=0.05,
-        )
-        running = asyncio.create_task(bridge.run())
-        link.submit(request("a"))
-        refusal = (await ends_of(link, 1))["a"].error
-        assert refusal is not None
-        assert (refusal.status, refusal.code) == (503, "cancelled")
-        running.cancel()
-        await asyncio.wait([running])
-        link.close()
-
-    run_virtually(scenario())
+    bridge = EndpointBridge(
+        LinkedEndpoint(link),
+        complete=complete,
+        handlers={},
+        status=lambda: HEALTHY,
+        interval_s=0.05,
+    )
+    running = asyncio.create_task(bridge.run())
+    link.submit(request("a"))
+    refusal = (await ends_of(link, 1))["a"].error
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (503, "cancelled")
+    running.cancel()
+    await asyncio.wait([running])
+    link.close()
 
 
 def served(endpoint: LinkedEndpoint) -> tuple[EndpointService, GatedReplica]:
@@ -125,70 +121,64 @@ def served(endpoint: LinkedEndpoint) -> tuple[EndpointService, GatedReplica]:
 
 
 @pytest.mark.parametrize("name", ["endpoint bridge", "endpoint status"])
-def test_a_task_of_the_service_that_was_cancelled_from_within_is_its_loss(name: str) -> None:
-    async def scenario() -> None:
-        link = ControllerLink(clock=now)
-        link.attach()
-        endpoint = LinkedEndpoint(link)
-        service, replica = served(endpoint)
-        replica.gate.clear()
-        async with service:
-            link.submit(request("a"))
-            await asyncio.sleep(1.0)
-            (task,) = (task for task in service._tasks if task.get_name() == name)
-            task.cancel()
-            with pytest.raises(EndpointLostError, match=name):
-                await service.run_until_lost()
-        assert len(endpoint.drains) == 1
-        assert replica.running == 0
-        refusal = (await ends_of(link, 1))["a"].error
-        assert refusal is not None
-        link.close()
-
-    run_virtually(scenario())
-
-
-def test_an_endpoint_that_fails_answers_all_its_clients_and_ends_the_service() -> None:
-    async def scenario() -> None:
-        link = ControllerLink(clock=now)
-        link.attach()
-        service, replica = served(LinkedEndpoint(link))
-        replica.gate.clear()
-        async with service:
-            link.submit(request("a"))
-            await asyncio.sleep(1.0)
-            began = now()
-            waiting = asyncio.create_task(link.command("versions", {}))
-            await asyncio.sleep(0)
-            link.fail("outputs are no longer taken")
-            link.submit(request("b"))
-            ends = await ends_of(link, 2)
-            assert {end.error.code for end in ends.values() if end.error} == {"endpoint_failed"}
-            with pytest.raises(RefusedError, match="has failed"):
-                await waiting
-            with pytest.raises(RefusedError, match="has failed"):
-                await link.command("versions", {})
-            with pytest.raises(EndpointLostError, match="outputs are no longer taken"):
-                await service.run_until_lost()
-            assert now() == began  # by the poll that waited
-            assert not link.status().is_healthy
-            await asyncio.sleep(100.0)
-            assert not link.status().is_healthy  # a poll brings no failed endpoint back
-        assert replica.running == 0
-        link.close()
-
-    run_virtually(scenario())
-
-
-def test_a_delivery_that_cannot_be_taken_fails_the_endpoint_instead_of_being_lost() -> None:
-    async def scenario() -> None:
-        link = ControllerLink(clock=now)
-        link.attach()
+@on_virtual_clock
+async def test_a_task_of_the_service_that_was_cancelled_from_within_is_its_loss(name: str) -> None:
+    link = ControllerLink(clock=now)
+    link.attach()
+    endpoint = LinkedEndpoint(link)
+    service, replica = served(endpoint)
+    replica.gate.clear()
+    async with service:
         link.submit(request("a"))
-        link.deliver((None,))  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
-        assert not link.status().is_healthy
-        with pytest.raises(EndpointLostError, match="could not be taken"):
-            await link.poll()
+        await asyncio.sleep(1.0)
+        (task,) = (task for task in service._tasks if task.get_name() == name)
+        task.cancel()
+        with pytest.raises(EndpointLostError, match=name):
+            await service.run_until_lost()
+    assert len(endpoint.drains) == 1
+    assert replica.running == 0
+    refusal = (await ends_of(link, 1))["a"].error
+    assert refusal is not None
+    link.close()
 
-    run_virtually(scenario())
+
+@on_virtual_clock
+async def test_an_endpoint_that_fails_answers_all_its_clients_and_ends_the_service() -> None:
+    link = ControllerLink(clock=now)
+    link.attach()
+    service, replica = served(LinkedEndpoint(link))
+    replica.gate.clear()
+    async with service:
+        link.submit(request("a"))
+        await asyncio.sleep(1.0)
+        began = now()
+        waiting = asyncio.create_task(link.command("versions", {}))
+        await asyncio.sleep(0)
+        link.fail("outputs are no longer taken")
+        link.submit(request("b"))
+        ends = await ends_of(link, 2)
+        assert {end.error.code for end in ends.values() if end.error} == {"endpoint_failed"}
+        with pytest.raises(RefusedError, match="has failed"):
+            await waiting
+        with pytest.raises(RefusedError, match="has failed"):
+            await link.command("versions", {})
+        with pytest.raises(EndpointLostError, match="outputs are no longer taken"):
+            await service.run_until_lost()
+        assert now() == began  # by the poll that waited
+        assert not link.status().is_healthy
+        await asyncio.sleep(100.0)
+        assert not link.status().is_healthy  # a poll brings no failed endpoint back
+    assert replica.running == 0
+    link.close()
+
+
+@on_virtual_clock
+async def test_a_delivery_that_cannot_be_taken_fails_the_endpoint_instead_of_being_lost() -> None:
+    link = ControllerLink(clock=now)
+    link.attach()
+    link.submit(request("a"))
+    link.deliver((None,))  # type: ignore[arg-type]
+    await asyncio.sleep(0.1)
+    assert not link.status().is_healthy
+    with pytest.raises(EndpointLostError, match="could not be taken"):
+        await link.poll()

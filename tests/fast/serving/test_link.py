@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import HEALTHY, completion, ends_of, now, request
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
@@ -50,189 +50,167 @@ def aborted(messages: Iterable[ToController]) -> list[CallId]:
     return [one.call_id for one in messages if isinstance(one, Abort)]
 
 
-def test_a_poll_takes_everything_that_clients_want_once() -> None:
-    async def scenario() -> None:
-        link = linked()
-        link.submit(request("a"))
-        link.submit(request("b", streams=True))
-        link.abort(["a"])
-        batch = await link.poll()
-        assert requested(batch) == ["a", "b"]
-        assert aborted(batch) == ["a"]
-        assert await link.poll() == ()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_poll_takes_everything_that_clients_want_once() -> None:
+    link = linked()
+    link.submit(request("a"))
+    link.submit(request("b", streams=True))
+    link.abort(["a"])
+    batch = await link.poll()
+    assert requested(batch) == ["a", "b"]
+    assert aborted(batch) == ["a"]
+    assert await link.poll() == ()
 
 
-def test_a_poll_that_finds_nothing_waits_for_a_client_about_a_second() -> None:
-    async def scenario() -> None:
-        link = linked()
-        began = now()
-        assert await link.poll() == ()
-        assert now() - began == pytest.approx(1.0)
-        polling = asyncio.create_task(link.poll())
-        await asyncio.sleep(0.25)
-        link.submit(request("a"))
-        batch = await polling
-        assert now() - began == pytest.approx(1.25)
-        assert requested(batch) == ["a"]
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_poll_that_finds_nothing_waits_for_a_client_about_a_second() -> None:
+    link = linked()
+    began = now()
+    assert await link.poll() == ()
+    assert now() - began == pytest.approx(1.0)
+    polling = asyncio.create_task(link.poll())
+    await asyncio.sleep(0.25)
+    link.submit(request("a"))
+    batch = await polling
+    assert now() - began == pytest.approx(1.25)
+    assert requested(batch) == ["a"]
 
 
-def test_progress_and_ends_come_together_and_nothing_after_an_end() -> None:
-    async def scenario() -> None:
-        link = linked()
-        link.submit(request("a", streams=True))
-        link.deliver((progress("a", 0, 5, 6),))
-        link.deliver((progress("a", 2, 7), end("a")))
-        outputs = await link.next_outputs()
-        assert [piece.start for piece in outputs.progress] == [0, 2]
-        assert [item.call_id for item in outputs.ends] == ["a"]
-        link.submit(request("b"))
-        link.deliver((progress("a", 3, 8), end("a"), end("b")))
-        outputs = await link.next_outputs()
-        assert outputs.progress == ()
-        assert [item.call_id for item in outputs.ends] == ["b"]
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_progress_and_ends_come_together_and_nothing_after_an_end() -> None:
+    link = linked()
+    link.submit(request("a", streams=True))
+    link.deliver((progress("a", 0, 5, 6),))
+    link.deliver((progress("a", 2, 7), end("a")))
+    outputs = await link.next_outputs()
+    assert [piece.start for piece in outputs.progress] == [0, 2]
+    assert [item.call_id for item in outputs.ends] == ["a"]
+    link.submit(request("b"))
+    link.deliver((progress("a", 3, 8), end("a"), end("b")))
+    outputs = await link.next_outputs()
+    assert outputs.progress == ()
+    assert [item.call_id for item in outputs.ends] == ["b"]
 
 
-def test_an_aborted_request_is_told_of_once_and_never_heard_of_again() -> None:
-    async def scenario() -> None:
-        link = linked()
-        link.submit(request("a"))
-        link.submit(request("b"))
-        await link.poll()
-        link.abort(["a", "unknown"])
-        link.abort(["a"])
-        assert aborted(await link.poll()) == ["a"]
-        link.deliver((progress("a", 0, 5), end("a"), end("b")))
-        assert set(await ends_of(link, 1)) == {"b"}
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_aborted_request_is_told_of_once_and_never_heard_of_again() -> None:
+    link = linked()
+    link.submit(request("a"))
+    link.submit(request("b"))
+    await link.poll()
+    link.abort(["a", "unknown"])
+    link.abort(["a"])
+    assert aborted(await link.poll()) == ["a"]
+    link.deliver((progress("a", 0, 5), end("a"), end("b")))
+    assert set(await ends_of(link, 1)) == {"b"}
 
 
-def test_a_command_gets_its_own_answer_or_its_refusal() -> None:
-    async def scenario() -> None:
-        link = linked()
-        asked = [asyncio.create_task(link.command("versions", {})) for _ in range(2)]
-        first, second = await link.poll()
-        refusal = Refusal(status=400, message="no", code="session_closed")
-        link.deliver(
-            (
-                End(call_id=second.call_id, result={"newest": 3}),
-                End(call_id=first.call_id, error=refusal),
-                End(call_id=99, result={}),
-            )
+@on_virtual_clock
+async def test_a_command_gets_its_own_answer_or_its_refusal() -> None:
+    link = linked()
+    asked = [asyncio.create_task(link.command("versions", {})) for _ in range(2)]
+    first, second = await link.poll()
+    refusal = Refusal(status=400, message="no", code="session_closed")
+    link.deliver(
+        (
+            End(call_id=second.call_id, result={"newest": 3}),
+            End(call_id=first.call_id, error=refusal),
+            End(call_id=99, result={}),
         )
-        assert await asked[1] == {"newest": 3}
-        with pytest.raises(RefusedError, match="no") as raised:
-            await asked[0]
-        assert raised.value.refusal == refusal
-
-    run_virtually(scenario())
-
-
-def test_a_command_without_an_answer_ends_at_its_deadline_and_says_what_it_was() -> None:
-    async def scenario() -> None:
-        link = linked()
-        with pytest.raises(RefusedError, match="pause was not answered within 30 s") as raised:
-            await link.command("pause", {"mode": "wait"}, timeout_s=30.0)
-        assert raised.value.refusal.status == 504
-
-    run_virtually(scenario())
+    )
+    assert await asked[1] == {"newest": 3}
+    with pytest.raises(RefusedError, match="no") as raised:
+        await asked[0]
+    assert raised.value.refusal == refusal
 
 
-def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
-    async def scenario() -> None:
-        link = linked()
-        asked = asyncio.create_task(link.command("resume", {}))
-        (command,) = await link.poll()
-        asked.cancel()
-        await asyncio.wait([asked])
-        link.deliver((End(call_id=command.call_id, result={}),))
-        await asyncio.sleep(0)
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_command_without_an_answer_ends_at_its_deadline_and_says_what_it_was() -> None:
+    link = linked()
+    with pytest.raises(RefusedError, match="pause was not answered within 30 s") as raised:
+        await link.command("pause", {"mode": "wait"}, timeout_s=30.0)
+    assert raised.value.refusal.status == 504
 
 
-def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() -> None:
-    async def scenario() -> None:
-        link = linked(lost_after_s=60.0)
-        link.submit(request("running"))
-        await link.poll()
-        link.deliver((HEALTHY,))
-        link.submit(request("not polled"))
-        asked = asyncio.create_task(link.command("versions", {}))
-        await asyncio.sleep(59.0)
-        assert link.status().is_healthy
-        await asyncio.sleep(20.0)
-        assert not link.status().is_healthy
-        ends = await ends_of(link, 2)
-        assert {item.error.status for item in ends.values() if item.error} == {503}
-        with pytest.raises(RefusedError, match="does not answer"):
-            await asked
-        link.submit(request("later"))
-        assert (await ends_of(link, 1))["later"].error is not None
-        with pytest.raises(RefusedError, match="does not answer"):
-            await link.command("resume", {})
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
+    link = linked()
+    asked = asyncio.create_task(link.command("resume", {}))
+    (command,) = await link.poll()
+    asked.cancel()
+    await asyncio.wait([asked])
+    link.deliver((End(call_id=command.call_id, result={}),))
+    await asyncio.sleep(0)
 
 
-def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -> None:
-    async def scenario() -> None:
-        link = linked(lost_after_s=60.0)
-        link.submit(request("running"))
-        await link.poll()
-        link.deliver((HEALTHY,))
-        link.submit(request("not polled"))
-        await asyncio.sleep(100.0)
-        batch = await link.poll()
-        assert requested(batch) == []
-        assert set(aborted(batch)) == {"running", "not polled"}
-        await asyncio.sleep(20.0)
-        assert link.status().is_healthy
-        link.submit(request("new"))
-        assert requested(await link.poll()) == ["new"]
-        link.deliver((end("running"), end("new")))
-        ends = await ends_of(link, 3)
-        assert ends["running"].error is not None
-        assert ends["new"].result is not None
-
-    run_virtually(scenario())
-
-
-def test_a_closed_link_leaves_nothing_pending() -> None:
-    async def scenario() -> None:
-        link = linked()
-        link.submit(request("a"))
-        asked = asyncio.create_task(link.command("resume", {}))
-        await asyncio.sleep(0)
-        link.close()
-        link.submit(request("b"))
-        ends = await ends_of(link, 2)
-        assert {item.error.code for item in ends.values() if item.error} == {"shutting_down"}
-        with pytest.raises(RefusedError, match="shutting down"):
-            await asked
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() -> None:
+    link = linked(lost_after_s=60.0)
+    link.submit(request("running"))
+    await link.poll()
+    link.deliver((HEALTHY,))
+    link.submit(request("not polled"))
+    asked = asyncio.create_task(link.command("versions", {}))
+    await asyncio.sleep(59.0)
+    assert link.status().is_healthy
+    await asyncio.sleep(20.0)
+    assert not link.status().is_healthy
+    ends = await ends_of(link, 2)
+    assert {item.error.status for item in ends.values() if item.error} == {503}
+    with pytest.raises(RefusedError, match="does not answer"):
+        await asked
+    link.submit(request("later"))
+    assert (await ends_of(link, 1))["later"].error is not None
+    with pytest.raises(RefusedError, match="does not answer"):
+        await link.command("resume", {})
 
 
-def test_the_status_is_the_last_one_delivered_with_the_gauges_of_this_process() -> None:
-    async def scenario() -> None:
-        link = linked()
-        assert not link.status().is_healthy
-        link.add_gauges(lambda: {"http_requests_running": 2.0})
-        link.deliver((SystemStatus(is_healthy=True, gauges={"x": 1.0}),))
-        link.deliver(())
-        await asyncio.sleep(0)
-        status = link.status()
-        assert status.is_healthy
-        assert status.gauges == {"x": 1.0, "torchtitan_rl_http_requests_running": 2.0}
+@on_virtual_clock
+async def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -> None:
+    link = linked(lost_after_s=60.0)
+    link.submit(request("running"))
+    await link.poll()
+    link.deliver((HEALTHY,))
+    link.submit(request("not polled"))
+    await asyncio.sleep(100.0)
+    batch = await link.poll()
+    assert requested(batch) == []
+    assert set(aborted(batch)) == {"running", "not polled"}
+    await asyncio.sleep(20.0)
+    assert link.status().is_healthy
+    link.submit(request("new"))
+    assert requested(await link.poll()) == ["new"]
+    link.deliver((end("running"), end("new")))
+    ends = await ends_of(link, 3)
+    assert ends["running"].error is not None
+    assert ends["new"].result is not None
 
-    run_virtually(scenario())
+
+@on_virtual_clock
+async def test_a_closed_link_leaves_nothing_pending() -> None:
+    link = linked()
+    link.submit(request("a"))
+    asked = asyncio.create_task(link.command("resume", {}))
+    await asyncio.sleep(0)
+    link.close()
+    link.submit(request("b"))
+    ends = await ends_of(link, 2)
+    assert {item.error.code for item in ends.values() if item.error} == {"shutting_down"}
+    with pytest.raises(RefusedError, match="shutting down"):
+        await asked
+
+
+@on_virtual_clock
+async def test_the_status_is_the_last_one_delivered_with_the_gauges_of_this_process() -> None:
+    link = linked()
+    assert not link.status().is_healthy
+    link.add_gauges(lambda: {"http_requests_running": 2.0})
+    link.deliver((SystemStatus(is_healthy=True, gauges={"x": 1.0}),))
+    link.deliver(())
+    await asyncio.sleep(0)
+    status = link.status()
+    assert status.is_healthy
+    assert status.gauges == {"x": 1.0, "torchtitan_rl_http_requests_running": 2.0}
 
 
 def test_both_sides_may_live_on_threads_of_their_own() -> None:

@@ -132,7 +132,8 @@ def test_an_invalid_session_id_is_refused(session_id: str, controller: Controlle
         ("GET", f"/v1/sessions/{session_id}", None),
         ("DELETE", f"/v1/sessions/{session_id}", None),
     ]:
-        assert ask(method, path, body)[0] in (400, 422)
+        status, answer = ask(method, path, body)
+        assert (status, answer["error"]["code"]) == (400, "invalid_session_id")
         assert controller.calls == []
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import LinkedEndpoint, ends_of, now, request
 from tests.support.replicas import GatedReplica, handle
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
@@ -45,119 +45,105 @@ def parts(replica: type[GatedReplica] = GatedReplica) -> Parts:
     return Parts(replicas, router, link, LinkedEndpoint(link), Sessions(router))
 
 
-def test_a_service_that_has_begun_is_healthy_and_answers_requests_and_commands() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with system.service() as service:
-            assert system.link.status().is_healthy
-            system.link.submit(request("a"))
-            assert (await ends_of(system.link, 1))["a"].result is not None
-            await system.router.sync_weights(handle(3), mode="hot_swap")
-            versions = await system.link.command("versions", {})
-            assert versions["newest"] == 3
-            assert versions["replicas"] == {"replica0": 3, "replica1": 3}
-            opened = await system.link.command("session.open", {"session_id": "s"})
-            assert opened["session_id"] == "s"
-            assert service.counts.completed == 1
-        system.link.close()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_service_that_has_begun_is_healthy_and_answers_requests_and_commands() -> None:
+    system = parts()
+    async with system.service() as service:
+        assert system.link.status().is_healthy
+        system.link.submit(request("a"))
+        assert (await ends_of(system.link, 1))["a"].result is not None
+        await system.router.sync_weights(handle(3), mode="hot_swap")
+        versions = await system.link.command("versions", {})
+        assert versions["newest"] == 3
+        assert versions["replicas"] == {"replica0": 3, "replica1": 3}
+        opened = await system.link.command("session.open", {"session_id": "s"})
+        assert opened["session_id"] == "s"
+        assert service.counts.completed == 1
+    system.link.close()
 
 
-def test_an_admin_pauses_and_resumes_the_router() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with system.service():
-            await system.link.command("pause", {"mode": "abort"})
-            system.link.submit(request("a"))
-            await asyncio.sleep(5.0)
-            assert all(replica.served == [] for replica in system.replicas)
-            await system.link.command("resume", {})
-            assert (await ends_of(system.link, 1))["a"].result is not None
-            with pytest.raises(RefusedError, match="give one of keep, abort, wait"):
-                await system.link.command("pause", {"mode": "stop"})
-        system.link.close()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_an_admin_pauses_and_resumes_the_router() -> None:
+    system = parts()
+    async with system.service():
+        await system.link.command("pause", {"mode": "abort"})
+        system.link.submit(request("a"))
+        await asyncio.sleep(5.0)
+        assert all(replica.served == [] for replica in system.replicas)
+        await system.link.command("resume", {})
+        assert (await ends_of(system.link, 1))["a"].result is not None
+    system.link.close()
 
 
-def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_replica() -> None:
+@on_virtual_clock
+async def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_replica() -> None:
     class Overtaken(GatedReplica):
         async def answer(self, command: EngineCommand[Any]) -> Any:
             if command == Pause("wait"):
                 raise GenerationError(f"{self.name}: resumed before it was paused")
             return await super().answer(command)
 
-    async def scenario() -> None:
-        system = parts(Overtaken)
-        async with system.service():
-            with pytest.raises(RefusedError, match="resumed") as caught:
-                await system.link.command("pause", {"mode": "wait"})
-            assert caught.value.refusal.status == 409
-        system.link.close()
-
-    run_virtually(scenario())
+    system = parts(Overtaken)
+    async with system.service():
+        with pytest.raises(RefusedError, match="resumed") as caught:
+            await system.link.command("pause", {"mode": "wait"})
+        assert caught.value.refusal.status == 409
+    system.link.close()
 
 
-def test_the_status_follows_the_replicas_and_names_nothing_internal() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with system.service():
-            await asyncio.sleep(3.0)
-            gauges = system.link.status().gauges
-            assert gauges["torchtitan_rl_replicas_live"] == 2.0
-            assert gauges['torchtitan_rl_engine_running_requests{replica="replica1"}'] == 0.0
-            assert gauges["torchtitan_rl_sessions_open"] == 0.0
-            system.replicas[0].is_dead = True
-            await asyncio.sleep(3.0)
-            status = system.link.status()
-            assert status.is_healthy
-            assert status.gauges["torchtitan_rl_replicas_live"] == 1.0
-            system.replicas[1].is_dead = True
-            await asyncio.sleep(3.0)
-            status = system.link.status()
-            assert not status.is_healthy
-            assert status.cause == "no replica is left"
-            with pytest.raises(GenerationError, match="replica1 is dead"):
-                await wait_until_no_replica(system.router)
-        system.link.close()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_the_status_follows_the_replicas_and_names_nothing_internal() -> None:
+    system = parts()
+    async with system.service():
+        await asyncio.sleep(3.0)
+        gauges = system.link.status().gauges
+        assert gauges["torchtitan_rl_replicas_live"] == 2.0
+        assert gauges['torchtitan_rl_engine_running_requests{replica="replica1"}'] == 0.0
+        assert gauges["torchtitan_rl_sessions_open"] == 0.0
+        system.replicas[0].is_dead = True
+        await asyncio.sleep(3.0)
+        status = system.link.status()
+        assert status.is_healthy
+        assert status.gauges["torchtitan_rl_replicas_live"] == 1.0
+        system.replicas[1].is_dead = True
+        await asyncio.sleep(3.0)
+        status = system.link.status()
+        assert not status.is_healthy
+        assert status.cause == "no replica is left"
+        with pytest.raises(GenerationError, match="replica1 is dead"):
+            await wait_until_no_replica(system.router)
+    system.link.close()
 
 
-def test_a_service_that_ends_gives_time_and_leaves_no_request() -> None:
-    async def scenario() -> None:
-        system = parts()
-        for replica in system.replicas:
-            replica.gate.clear()
-        async with system.service():
-            system.link.submit(request("a"))
-            await asyncio.sleep(1.0)
-            assert system.replicas[0].running + system.replicas[1].running == 1
-        assert system.endpoint.drains == [5.0]
-        assert system.replicas[0].running + system.replicas[1].running == 0
-        assert len(system.replicas[0].aborted + system.replicas[1].aborted) == 1
-        system.link.close()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_a_service_that_ends_gives_time_and_leaves_no_request() -> None:
+    system = parts()
+    for replica in system.replicas:
+        replica.gate.clear()
+    async with system.service():
+        system.link.submit(request("a"))
+        await asyncio.sleep(1.0)
+        assert system.replicas[0].running + system.replicas[1].running == 1
+    assert system.endpoint.drains == [5.0]
+    assert system.replicas[0].running + system.replicas[1].running == 0
+    assert len(system.replicas[0].aborted + system.replicas[1].aborted) == 1
+    system.link.close()
 
 
-def test_a_lost_endpoint_is_an_error_of_the_service_and_does_not_hold_up_its_end() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with system.service() as service:
-            waiting = asyncio.create_task(service.run_until_lost())
-            await asyncio.sleep(5.0)
-            assert not waiting.done()
-            system.endpoint.is_lost = True
-            with pytest.raises(EndpointLostError):
-                await waiting
+@on_virtual_clock
+async def test_a_lost_endpoint_is_an_error_of_the_service_and_does_not_hold_up_its_end() -> None:
+    system = parts()
+    async with system.service() as service:
+        waiting = asyncio.create_task(service.run_until_lost())
+        await asyncio.sleep(5.0)
+        assert not waiting.done()
+        system.endpoint.is_lost = True
         with pytest.raises(EndpointLostError):
-            async with system.service():
-                pass
-        system.link.close()
-
-    run_virtually(scenario())
+            await waiting
+    with pytest.raises(EndpointLostError):
+        async with system.service():
+            pass
+    system.link.close()
 
 
 @contextlib.asynccontextmanager
@@ -168,62 +154,56 @@ async def in_a_run(system: Parts) -> AsyncIterator[RunEndpoint]:
     system.link.close()
 
 
-def test_agents_of_a_run_are_told_where_the_endpoint_is() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with in_a_run(system) as endpoint:
-            host = endpoint.host
-            assert (host.base_url, host.model) == (system.endpoint.base_url, "m")
-            assert host.api_key == "key"
-            assert host.loop is not asyncio.get_running_loop()
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_agents_of_a_run_are_told_where_the_endpoint_is() -> None:
+    system = parts()
+    async with in_a_run(system) as endpoint:
+        host = endpoint.host
+        assert (host.base_url, host.model) == (system.endpoint.base_url, "m")
+        assert host.api_key == "key"
+        assert host.loop is not asyncio.get_running_loop()
 
 
-def test_a_run_ends_as_its_work_does_or_by_the_loss_of_its_endpoint() -> None:
-    async def scenario() -> None:
-        system = parts()
-        ended: list[str] = []
+@on_virtual_clock
+async def test_a_run_ends_as_its_work_does_or_by_the_loss_of_its_endpoint() -> None:
+    system = parts()
+    ended: list[str] = []
 
-        async def work(seconds: float, error: Exception | None = None) -> int:
-            try:
-                await asyncio.sleep(seconds)
-                if error is not None:
-                    raise error
-                return 5
-            finally:
-                ended.append(f"after {seconds:.0f}")
+    async def work(seconds: float, error: Exception | None = None) -> int:
+        try:
+            await asyncio.sleep(seconds)
+            if error is not None:
+                raise error
+            return 5
+        finally:
+            ended.append(f"after {seconds:.0f}")
 
-        async with in_a_run(system) as endpoint:
-            assert await endpoint.background(work(1.0)) == 5
-            with pytest.raises(ZeroDivisionError):
-                await endpoint.background(work(2.0, ZeroDivisionError()))
-            running = asyncio.create_task(endpoint.background(work(1000.0)))
-            await asyncio.sleep(1.0)
-            system.endpoint.is_lost = True
-            with pytest.raises(EndpointLostError):
-                await running
-            assert ended == ["after 1", "after 2", "after 1000"]
-
-    run_virtually(scenario())
+    async with in_a_run(system) as endpoint:
+        assert await endpoint.background(work(1.0)) == 5
+        with pytest.raises(ZeroDivisionError):
+            await endpoint.background(work(2.0, ZeroDivisionError()))
+        running = asyncio.create_task(endpoint.background(work(1000.0)))
+        await asyncio.sleep(1.0)
+        system.endpoint.is_lost = True
+        with pytest.raises(EndpointLostError):
+            await running
+        assert ended == ["after 1", "after 2", "after 1000"]
 
 
-def test_the_metrics_of_a_step_are_those_since_the_step_before() -> None:
-    async def scenario() -> None:
-        system = parts()
-        async with in_a_run(system) as endpoint:
-            for name in ("a", "b"):
-                system.link.submit(request(name))
-            await ends_of(system.link, 2)
-            await system.link.command("session.open", {"session_id": "s"})
-            first = endpoint.take()
-            await system.link.command("session.close", {"session_id": "s", "reward": 1.0})
-            system.link.submit(request("c"))
-            await ends_of(system.link, 1)
-            second = endpoint.take()
-            assert (first["endpoint/requests"], second["endpoint/requests"]) == (2.0, 1.0)
-            assert (first["endpoint/sessions_open"], second["endpoint/sessions_open"]) == (1.0, 0.0)
-            assert second["endpoint/sessions/rewarded"] == 1.0
-            assert endpoint.take()["endpoint/sessions/rewarded"] == 0.0
-
-    run_virtually(scenario())
+@on_virtual_clock
+async def test_the_metrics_of_a_step_are_those_since_the_step_before() -> None:
+    system = parts()
+    async with in_a_run(system) as endpoint:
+        for name in ("a", "b"):
+            system.link.submit(request(name))
+        await ends_of(system.link, 2)
+        await system.link.command("session.open", {"session_id": "s"})
+        first = endpoint.take()
+        await system.link.command("session.close", {"session_id": "s", "reward": 1.0})
+        system.link.submit(request("c"))
+        await ends_of(system.link, 1)
+        second = endpoint.take()
+        assert (first["endpoint/requests"], second["endpoint/requests"]) == (2.0, 1.0)
+        assert (first["endpoint/sessions_open"], second["endpoint/sessions_open"]) == (1.0, 0.0)
+        assert second["endpoint/sessions/rewarded"] == 1.0
+        assert endpoint.take()["endpoint/sessions/rewarded"] == 0.0

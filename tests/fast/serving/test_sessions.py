@@ -187,22 +187,20 @@ def test_a_turn_whose_client_leaves_at_the_moment_of_the_answer_is_unseen():
     run_virtually(scenario())
 
 
-def test_a_router_that_ignores_an_abort_does_not_delay_the_close(monkeypatch):
+@on_virtual_clock
+async def test_a_router_that_ignores_an_abort_does_not_delay_the_close(monkeypatch):
     monkeypatch.setattr(session_recording, "STOP_TIMEOUT_S", 5.0)
 
-    async def scenario():
-        sessions = make(TokenRouter(ignores_aborts=True))
-        told = []
-        running = asyncio.ensure_future(
-            sessions.complete(asked((1,), "s", max_tokens=10**6), told.append)
-        )
-        await asyncio.sleep(3.5)
-        report = await sessions.close("s", 1.0)
-        assert await refused(running) == CLOSED
-        assert report.tokens_generated == report.tokens_masked["unseen_turn"] == 8
-        assert len(told) == 3  # nothing after the close
-
-    run_virtually(scenario())
+    sessions = make(TokenRouter(ignores_aborts=True))
+    told = []
+    running = asyncio.ensure_future(
+        sessions.complete(asked((1,), "s", max_tokens=10**6), told.append)
+    )
+    await asyncio.sleep(3.5)
+    report = await sessions.close("s", 1.0)
+    assert await refused(running) == CLOSED
+    assert report.tokens_generated == report.tokens_masked["unseen_turn"] == 8
+    assert len(told) == 3  # nothing after the close
 
 
 @on_virtual_clock
@@ -220,7 +218,8 @@ async def test_the_tokens_of_a_failed_request_are_discarded_by_a_named_cause():
     assert report.tokens_pending == 0
 
 
-def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
+@on_virtual_clock
+async def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
     class Broken(TokenRouter):
         async def generate(self, request, on_progress=None):
             return Completion(
@@ -231,16 +230,13 @@ def test_logprobs_that_are_not_finite_are_masked_and_the_answer_stays_json():
                 finish_reason=FinishReason.STOP,
             )
 
-    async def scenario():
-        sessions = make(Broken())
-        await sessions.complete(asked((1,), "s"))
-        answer = await sessions.handlers()["session.close"]({"session_id": "s", "reward": 1})
-        json.dumps(answer, allow_nan=False)
-        assert answer["tokens"]["masked"] == {"nonfinite_logprob": 2}
-        assert answer["episodes"][0]["loss_mask"] == [False, True, False, False]
-        assert answer["episodes"][0]["versions"] == [-1, 1, -1, -1]
-
-    run_virtually(scenario())
+    sessions = make(Broken())
+    await sessions.complete(asked((1,), "s"))
+    answer = await sessions.handlers()["session.close"]({"session_id": "s", "reward": 1})
+    json.dumps(answer, allow_nan=False)
+    assert answer["tokens"]["masked"] == {"nonfinite_logprob": 2}
+    assert answer["episodes"][0]["loss_mask"] == [False, True, False, False]
+    assert answer["episodes"][0]["versions"] == [-1, 1, -1, -1]
 
 
 @on_virtual_clock
@@ -299,20 +295,18 @@ async def test_all_sessions_together_hold_a_bounded_number_of_tokens_and_a_close
     assert sessions.counts()["session_tokens_held"] == 0
 
 
-def test_top_logprobs_go_to_the_client_and_are_not_kept():
+@on_virtual_clock
+async def test_top_logprobs_go_to_the_client_and_are_not_kept():
     class Logprobs(TokenRouter):
         def _completion(self, request, tokens, reason):
             whole = super()._completion(request, tokens, reason)
             return replace(whole, top_logprobs=tuple(((7, -1.0),) for _ in tokens))
 
-    async def scenario():
-        sessions = make(Logprobs())
-        answer = await sessions.complete(asked((1,), "s", max_tokens=2, num_logprobs=1))
-        assert answer.top_logprobs == (((7, -1.0),),) * 2
-        (turn,) = sessions._open["s"].recording.turns
-        assert turn.completion == replace(answer, top_logprobs=())
-
-    run_virtually(scenario())
+    sessions = make(Logprobs())
+    answer = await sessions.complete(asked((1,), "s", max_tokens=2, num_logprobs=1))
+    assert answer.top_logprobs == (((7, -1.0),),) * 2
+    (turn,) = sessions._open["s"].recording.turns
+    assert turn.completion == replace(answer, top_logprobs=())
 
 
 @on_virtual_clock

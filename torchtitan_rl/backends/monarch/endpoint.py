@@ -1,5 +1,5 @@
-"""The OpenAI-compatible endpoint in a process of its own: one actor, with the HTTP server in a
-thread beside it.
+"""The OpenAI-compatible endpoint in a process of its own: one actor, and the HTTP server in a
+second thread.
 
 The actor is a shell around its `ControllerLink`: the controller's calls poll it and deliver to it.
 """
@@ -104,7 +104,7 @@ class MonarchEndpoint:
         await self._call(self._actor.deliver.call_one(messages), "delivery", _ANSWER_S)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening; requests that run may end within ``grace_s``, while somebody polls."""
+        """Stop listening; running requests may end within ``grace_s``, if polls continue."""
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:

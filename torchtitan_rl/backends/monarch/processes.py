@@ -1,7 +1,7 @@
-"""Processes of this machine, ended for certain: stopped ones, too, which answer nothing.
+"""Ends processes of this machine, also stopped ones, which answer nothing.
 
-Invariant: no process is killed but those that were named here while they ran, whoever has their
-numbers by then.
+Invariant: only processes that were named here while they ran are killed, never a later process
+with the same id.
 """
 
 from __future__ import annotations

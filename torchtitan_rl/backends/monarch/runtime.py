@@ -1,7 +1,7 @@
 """Monarch processes: spawning a mesh of them with its environment, calling them, ending them.
 
-Faults are supervised on purpose: Monarch's default for one that nobody handles is to end the
-controller; ours notes it, because every caller of a lost process gets an error of its own.
+Faults are supervised: by default Monarch ends the controller at an unhandled fault. This module
+only records it, because every caller of a lost process gets an error of its own.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def attach(self, attachments: dict[str, bytes]) -> None:
-        """Rank 0 alone: what the next checkpoint has besides."""
+        """On rank 0 alone: additional files of the next checkpoint."""
         self._attachments = attachments
 
     @concurrent_endpoint
@@ -110,7 +110,7 @@ class TrainerActor(Actor):
 
 
 class MonarchTrainer:
-    """All trainer ranks behind Monarch; see `Trainer`."""
+    """A `Trainer` whose ranks are Monarch actors."""
 
     def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: TrainerSpec) -> None:
         self._group = group
@@ -214,6 +214,6 @@ class MonarchTrainer:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Whoever asks for its end is told of its failure; where nobody does any more, nobody is."""
+    """Mark the failure as retrieved: a caller that awaits the task still gets it."""
     if not task.cancelled():
         task.exception()

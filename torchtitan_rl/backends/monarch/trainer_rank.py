@@ -69,7 +69,7 @@ class TrainerRank:
             self._trainer.save_checkpoint(path, state, attachments)
 
     def finish_checkpoint(self) -> None:
-        """Called in another thread than the rest, beside it."""
+        """Called in another thread, while other methods may run."""
         with self._tracer.span("write checkpoint", track="checkpoint"):
             self._trainer.finish_checkpoint()
 

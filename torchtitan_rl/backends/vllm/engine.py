@@ -184,9 +184,6 @@ class VllmEngine:
     def generated_lengths(self) -> dict[str, int]:
         return {name: running.num_sampled for name, running in self._running.items()}
 
-    def partial_outputs(self) -> list[EngineOutput]:
-        return [_output(running) for running in self._running.values()]
-
     def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
         return [
             _output(running, start=start)

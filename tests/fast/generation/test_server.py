@@ -1,0 +1,137 @@
+"""An engine loop at the other end of a connection: its batches, ends and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+
+from tests.fast.generation.test_loop import running_loop
+from tests.support.async_tests import on_event_loop, on_virtual_clock
+from tests.support.loop_replica import LoopPeer
+from tests.support.replicas import request
+from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
+from torchtitan_rl.generation.commands import Pause
+from torchtitan_rl.generation.loop import EngineLoop
+from torchtitan_rl.generation.scripted import ScriptedEngine
+from torchtitan_rl.generation.server import EngineServer, FromReplica, Submission, ToReplica
+from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.rpc.messages import Call, End
+from torchtitan_rl.types import Completion, FinishReason, GenerationRequest
+
+
+def called(item: GenerationRequest) -> ToReplica:
+    return Call(call_id=item.request_id, payload=Submission(request=item))
+
+
+class OverPickles(LoopPeer):
+    """Its messages travel as bytes, as between processes."""
+
+    latency_s = 0.0
+
+    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
+        await asyncio.sleep(self.latency_s)
+        await super().deliver(pickle.loads(pickle.dumps(messages)))
+
+    async def poll(self) -> tuple[FromReplica, ...]:
+        messages = await super().poll()
+        await asyncio.sleep(self.latency_s)
+        return pickle.loads(pickle.dumps(messages))
+
+
+def over_pickles(
+    loop: EngineLoop, *, interval_s: float, latency_s: float = 0.0
+) -> ConnectedReplica[OverPickles]:
+    server = EngineServer(loop, interval_s=interval_s)
+    peer = OverPickles("far", server, loop, None)
+    peer.latency_s = latency_s
+    return ConnectedReplica(peer)
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.005])
+@on_event_loop
+async def test_a_loop_in_another_process_completes_streams_refuses_and_aborts(
+    interval_s: float,
+) -> None:
+    engine = ScriptedEngine(step_delay_s=0.0002, max_model_len=10**6)
+    with running_loop(engine, stream_interval_s=0.001, progress_interval_s=0.01) as loop:
+        replica = over_pickles(loop, interval_s=interval_s, latency_s=0.001)
+        heard: dict[str, list[int]] = {}
+
+        async def run(index: int) -> Completion:
+            name = f"r{index}"
+            hear = heard.setdefault(name, [])
+            return await replica.generate(
+                request(name, max_tokens=50),
+                lambda one: hear.extend(one.token_ids),
+                streams=index % 2 == 0,
+            )
+
+        with pytest.raises(InvalidRequestError):
+            await replica.generate(request("long", max_tokens=10**7))
+        cut = asyncio.create_task(replica.generate(request("cut", max_tokens=900_000)))
+        completions = await asyncio.gather(*(run(index) for index in range(20)))
+        await replica.abort(("cut",))
+        assert (await cut).finish_reason is FinishReason.ABORT
+        for one in completions:
+            told = heard[one.request_id]
+            assert one.finish_reason is FinishReason.LENGTH
+            assert tuple(told) == one.token_ids[: len(told)]
+        assert sum(len(told) for told in heard.values()) > 20
+        await replica.close()
+
+
+def test_a_loop_that_fails_or_is_closed_ends_its_calls_over_the_connection() -> None:
+    async def ends_with(loop: EngineLoop, error: type[ReplicaError]) -> None:
+        replica = over_pickles(loop, interval_s=0.0)
+        calls = [replica.generate(request(name, max_tokens=100)) for name in "abc"]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [error] * 3
+        with pytest.raises(error):
+            await replica.generate(request("later"))
+        await replica.close()
+
+    with running_loop(ScriptedEngine(fail_at_step=5)) as failing:
+        asyncio.run(ends_with(failing, LoopFailedError))
+    with running_loop(ScriptedEngine()) as closed:
+        closed.close()
+        asyncio.run(ends_with(closed, LoopClosedError))
+
+
+@on_virtual_clock
+async def test_news_comes_at_once_and_while_requests_run_once_per_interval() -> None:
+    with running_loop(ScriptedEngine()) as loop:
+        server = EngineServer(loop, interval_s=1.0, idle_s=30.0)
+        clock = asyncio.get_running_loop()
+        assert await server.poll() == ()
+        assert clock.time() == 30.0
+        refused = called(request("x", prompt_len=600))
+
+        async def refusals() -> list[float]:
+            times = []
+            for pause_s in (5.0, 0.0, 0.3, 0.0):
+                await asyncio.sleep(pause_s)
+                server.deliver([refused])
+                (end,) = await server.poll()
+                assert isinstance(end, End)
+                assert isinstance(end.error, InvalidRequestError)
+                times.append(clock.time())
+            return times
+
+        assert await refusals() == pytest.approx([35.0, 35.0, 35.3, 35.3])
+        loop.execute(Pause("keep")).result(60)
+        server.deliver([called(request("frozen"))])
+        assert await refusals() == pytest.approx([40.3, 41.3, 42.3, 43.3])
+
+
+@on_event_loop
+async def test_the_end_of_the_last_request_waits_for_no_interval() -> None:
+    with running_loop(ScriptedEngine()) as loop:
+        server = EngineServer(loop, interval_s=1e6, idle_s=1e6)
+        for index in range(5):
+            server.deliver([called(request(f"r{index}"))])
+            async with asyncio.timeout(60):
+                (end,) = await server.poll()
+            assert isinstance(end, End)
+            assert end.result is not None

@@ -1,0 +1,96 @@
+"""Policy versions: requests that want one, and syncs while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.async_tests import on_virtual_clock
+from tests.support.replicas import GatedReplica, handle, request, settle
+from torchtitan_rl.errors import DeadlineError, GenerationTimeoutError, WeightSyncError
+from torchtitan_rl.routing.router import GeneratorRouter
+
+
+@on_virtual_clock
+async def test_a_hot_swap_pulls_while_requests_run():
+    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
+    router = GeneratorRouter(replicas)
+    running = [asyncio.create_task(router.generate(request(str(i)))) for i in range(4)]
+    await settle()
+    report = await router.sync_weights(handle(1), mode="hot_swap")
+    assert [r.running_at_pull for r in replicas] == [[2], [2]]
+    assert report.version == 1
+    assert report.lost == ()
+    for replica in replicas:
+        replica.gate.set()
+    await asyncio.gather(*running)
+
+
+@on_virtual_clock
+async def test_a_drain_pulls_when_nothing_runs_and_holds_new_requests_meanwhile():
+    replica = GatedReplica("r", is_open=False)
+    router = GeneratorRouter([replica])
+    old = asyncio.create_task(router.generate(request("old")))
+    await settle()
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
+    await settle()
+    new = asyncio.create_task(router.generate(request("new")))
+    await settle()
+    assert replica.served == ["old"]
+    assert replica.running_at_pull == []
+    replica.gate.set()
+    await asyncio.gather(old, sync, new)
+    assert replica.running_at_pull == [0]
+    assert (await old).versions == (0,) * 4
+    assert (await new).versions == (1,) * 4
+
+
+@on_virtual_clock
+async def test_a_replica_that_cannot_follow_a_sync_serves_no_more():
+    stuck, good = GatedReplica("stuck"), GatedReplica("good")
+    stuck.refuses_weights = True
+    router = GeneratorRouter([stuck, good])
+    report = await router.sync_weights(handle(1), mode="hot_swap")
+    assert report.lost == ("stuck",)
+    completions = [await router.generate(request(str(i))) for i in range(4)]
+    assert {c.replica for c in completions} == {"good"}
+    good.refuses_weights = True
+    with pytest.raises(WeightSyncError, match="no replica holds version 2"):
+        await router.sync_weights(handle(2), mode="hot_swap")
+
+
+@on_virtual_clock
+async def test_a_request_goes_only_to_replicas_that_hold_its_version():
+    old, new = GatedReplica("old"), GatedReplica("new")
+    old.stage_gate.clear()
+    router = GeneratorRouter([old, new])
+    await router.generate(request("a", session="s"))
+    assert old.served == ["a"]
+    report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=0.01)
+    assert report.lagging == ("old",)
+    assert router.versions() == {"old": 0, "new": 1}
+    fresh = await router.generate(request("b", session="s", min_version=1))
+    assert (fresh.replica, fresh.versions[0]) == ("new", 1)
+
+
+@on_virtual_clock
+async def test_a_request_for_a_version_that_nobody_holds_waits_for_it():
+    replica = GatedReplica("r")
+    router = GeneratorRouter([replica], request_timeout_s=5.0)
+    waiting = asyncio.create_task(router.generate(request("a", min_version=2)))
+    await router.sync_weights(handle(1), mode="hot_swap")
+    await settle()
+    assert replica.served == []
+    await router.sync_weights(handle(2), mode="hot_swap")
+    assert (await waiting).versions[0] == 2
+    hasty = GeneratorRouter([replica], request_timeout_s=0.01)
+    with pytest.raises(GenerationTimeoutError, match=r"at version 3 or newer.*\('serving', 0\)"):
+        await hasty.generate(request("b", min_version=3))
+
+
+@on_virtual_clock
+async def test_a_wait_for_a_version_that_does_not_come_ends_and_says_what_there_is():
+    router = GeneratorRouter([GatedReplica("r")])
+    with pytest.raises(DeadlineError, match=r"no replica held version 3.*'r': 0"):
+        await router.wait_for_version(3, timeout_s=0.01)

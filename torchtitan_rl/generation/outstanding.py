@@ -1,0 +1,196 @@
+"""The requests that rank 0 has to answer: one record for each, from its submission to its end.
+
+Invariants: each request is answered once; no token is reported twice, and none before those that
+precede it; a request that streams is reported at once after a silence, then at most once per
+interval; a request without a listener is never read. After `drain` all requests are forgotten, and
+what the engine still reports of them is ignored. Not thread-safe; the engine loop guards it with
+its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.futures import uncancellable_future
+from torchtitan_rl.generation.versions import add_run, runs_before
+from torchtitan_rl.types import Completion, CompletionMetrics, Progress, VersionRun
+
+ProgressSink = Callable[[tuple[Progress, ...]], None]
+"""Gets the new progress of its requests, in the loop's thread; must neither block nor raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """What is told of a request's progress. ``streams``: within milliseconds, else about every
+    second (so that a lost replica costs few tokens)."""
+
+    sink: ProgressSink
+    streams: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    future: Future[Completion]
+    submitted_s: float
+    listener: Listener | None
+    runs: tuple[VersionRun, ...] = ()  # empty before its admission
+    num_told: int = 0  # tokens that the listener was told
+
+
+class OutstandingRequests:
+    """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
+
+    Listeners that stream are told every ``stream_interval_s``, all others every ``interval_s``.
+    ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        *,
+        replica: str,
+        stream_interval_s: float,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._version = version
+        self._replica = replica
+        self._stream_interval_s = stream_interval_s
+        self._interval_s = interval_s
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._num_listeners = {True: 0, False: 0}  # of admitted requests, by `Listener.streams`
+        self._streamed_s = self._told_all_s = 0.0  # when that was done last
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def add(self, request_id: str, listener: Listener | None = None) -> Future[Completion]:
+        future = uncancellable_future()
+        self._requests[request_id] = _Request(future, self._clock(), listener)
+        return future
+
+    def admit(self, request_id: str) -> None:
+        """The engine takes it now, under the current version."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.runs = (VersionRun(0, self._version),)
+        if request.listener is not None:
+            if not self._num_listeners[False]:
+                self._told_all_s = self._clock()  # the first interval begins
+            self._num_listeners[request.listener.streams] += 1
+
+    def pull(self, version: int, lengths: Mapping[str, int]) -> None:
+        """Note new weights; ``lengths`` are the tokens sampled so far, by unfinished request."""
+        self._version = version
+        for request_id, length in lengths.items():
+            if (request := self._requests.get(request_id)) is not None:
+                request.runs = add_run(request.runs, length=length, version=version)
+
+    def due(self, *, at_once: bool = False) -> dict[str, int]:
+        """The requests whose progress is to be read now, and from which token on.
+
+        ``at_once``: all of them, whatever the intervals say.
+        """
+        now_s = self._clock()
+        if not any(self._num_listeners.values()):
+            return {}
+        if at_once or now_s - self._told_all_s >= self._interval_s:
+            self._told_all_s = now_s
+            return self._told(streaming_only=False)
+        if self._num_listeners[True] and now_s - self._streamed_s >= self._stream_interval_s:
+            return self._told(streaming_only=True)
+        return {}
+
+    def tell(
+        self, outputs: Iterable[EngineOutput]
+    ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
+        """What each sink is to be told of ``outputs``, read from the tokens on that `due` named.
+
+        It counts as told from here on.
+        """
+        batches: dict[ProgressSink, list[Progress]] = {}
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is None or request.listener is None:
+                continue
+            start, request.num_told = request.num_told, request.num_told + len(output.token_ids)
+            progress = Progress(
+                request_id=output.request_id,
+                start=start,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+                version_runs=runs_before(request.runs, request.num_told),
+                top_logprobs=output.top_logprobs,
+            )
+            batches.setdefault(request.listener.sink, []).append(progress)
+            if request.listener.streams:
+                self._streamed_s = self._clock()
+        return [(sink, tuple(batch)) for sink, batch in batches.items()]
+
+    def finish(
+        self, output: EngineOutput, in_flight: int
+    ) -> tuple[Future[Completion], Completion] | None:
+        """The future and the completion to resolve it with; None for a forgotten request."""
+        request = self._requests.pop(output.request_id, None)
+        if request is None:
+            return None
+        if request.listener is not None:
+            self._num_listeners[request.listener.streams] -= 1
+        completion = Completion(
+            request_id=output.request_id,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            version_runs=runs_before(request.runs, len(output.token_ids)),
+            finish_reason=output.finish_reason,
+            metrics=completion_metrics(
+                output, submitted_s=request.submitted_s, now_s=self._clock(), in_flight=in_flight
+            ),
+            replica=self._replica,
+            stop_reason=output.stop_reason,
+            top_logprobs=output.top_logprobs,
+        )
+        return request.future, completion
+
+    def refuse(self, request_id: str) -> Future[Completion] | None:
+        """The future of a request that the engine did not admit; None for a forgotten one."""
+        request = self._requests.pop(request_id, None)
+        return None if request is None else request.future
+
+    def drain(self) -> list[Future[Completion]]:
+        """Forget all requests and return their futures."""
+        futures = [request.future for request in self._requests.values()]
+        self._requests.clear()
+        self._num_listeners = {True: 0, False: 0}
+        return futures
+
+    def _told(self, *, streaming_only: bool) -> dict[str, int]:
+        return {
+            request_id: request.num_told
+            for request_id, request in self._requests.items()
+            if request.runs
+            and request.listener is not None
+            and (request.listener.streams or not streaming_only)
+        }
+
+
+def completion_metrics(
+    output: EngineOutput, *, submitted_s: float, now_s: float, in_flight: int
+) -> CompletionMetrics:
+    """Times of one request; a phase that it never reached (aborted before) ends now."""
+    scheduled_s, first_s, last_s = output.scheduled_s, output.first_token_s, output.last_token_s
+    decode_s = last_s - first_s if first_s is not None and last_s is not None else 0.0
+    num_intervals = len(output.token_ids) - 1
+    return CompletionMetrics(
+        queue_s=(now_s if scheduled_s is None else scheduled_s) - submitted_s,
+        time_to_first_token_s=(now_s if first_s is None else first_s) - submitted_s,
+        decode_s=decode_s,
+        inter_token_latency_s=decode_s / num_intervals if num_intervals > 0 else 0.0,
+        cached_tokens=output.cached_tokens,
+        requests_in_flight=in_flight,
+    )
