@@ -73,7 +73,6 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
     from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import all_of, supervise
     from torchtitan_rl.backends.specs import GeneratorSpec
-    from torchtitan_rl.backends.vllm.cpu import engine_environment
 
     supervise()
     config = run_config(setting, ScheduleConfig(), num_steps=1)
@@ -98,8 +97,7 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
                 log_dir=setting.folder,
                 trace_dir=None,
             )
-            environment = engine_environment(1, setting.device)
-            replicas.append(await spawn_replica(group, spec, environment))
+            replicas.append(await spawn_replica(group, spec))
         await all_of(*(one.peer.start() for one in replicas))
         yield replicas
     finally:

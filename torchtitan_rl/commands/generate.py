@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.commands.console import (
     divert_everything,
     divert_libraries,
@@ -103,6 +104,15 @@ class GenerateOptions:
     collective_timeout_s: float = 1800.0
     """Seconds for one exchange between ranks."""
 
+    def generator(self) -> GeneratorConfig:
+        """The one replica, with a rank for each process that torchrun started."""
+        return GeneratorConfig(
+            replicas=1,
+            tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
+            heartbeat_s=min(60.0, self.collective_timeout_s / 4),
+            **{name: getattr(self, name) for name in _SHARED},
+        )
+
     def errors(self) -> list[str]:
         wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
         found = list(wrong.values())
@@ -136,14 +146,10 @@ def _model_errors(options: GenerateOptions) -> list[str]:
         policy = read_policy_facts(options.model)
     except (OSError, ValueError) as error:
         return [f"model is {options.model}: no usable Hugging Face checkpoint ({error})"]
-    generator = GeneratorConfig(
-        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
-        **{name: getattr(options, name) for name in _SHARED},
-    )
+    is_on_cpu = _device(options) == "cpu"
     return [
         message.removeprefix("generator.").replace(" generator.", " ")
-        for message in generator_errors(generator, policy, is_on_cpu=_device(options) == "cpu")
-        if "heartbeat_s" not in message  # which is chosen to fit
+        for message in generator_errors(options.generator(), policy, is_on_cpu=is_on_cpu)
     ]
 
 
@@ -160,7 +166,16 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
     with without_python_output():
-        loop = _build_loop(options, device, is_leader=rank == 0)
+        from torchtitan_rl.backends.vllm.rank import build_loop
+
+        spec = GeneratorSpec(
+            model=options.model,
+            name="generate",
+            device=device,
+            seed=options.engine_seed,
+            generator=options.generator(),
+        )
+        loop = build_loop(spec, rank)
         loop.start()
         if rank == 0:
             num_errors, outcome = _complete_file(options, loop)
@@ -189,37 +204,6 @@ def _device(options: GenerateOptions) -> Device:
     from torchtitan_rl.backends.vllm.cpu import installed_device
 
     return installed_device() if options.device == "auto" else options.device
-
-
-def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) -> EngineLoop:
-    from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
-    from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
-    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    engine = VllmEngine(
-        VllmEngineOptions(
-            model=str(options.model),
-            tensor_parallel=world_size,
-            max_model_len=options.max_model_len,
-            max_running_requests=options.max_running_requests,
-            kv_cache_bytes=options.kv_cache_bytes,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            seed=options.engine_seed,
-            device=device,
-        )
-    )
-    channel: LockstepChannel = SoloChannel()
-    if world_size > 1:
-        from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
-
-        channel = GlooLockstep(timeout_s=options.collective_timeout_s)
-    config = LoopConfig(
-        name="generate",
-        max_steps_per_decision=options.max_steps_per_decision,
-        heartbeat_s=min(60.0, options.collective_timeout_s / 4),
-    )
-    return EngineLoop(engine, channel, is_leader=is_leader, config=config)
 
 
 def _complete_file(options: GenerateOptions, loop: EngineLoop) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """The names of all metrics, read from `docs/metrics.md`, which is linked into the package.
 
-A name without a row on that page cannot be recorded. A name with braces stands for several. One that ends in ``/*`` is a family: its members depend on a
-task or a cause.
+A name without a row on that page cannot be recorded. A name with braces stands for several. One
+that ends in ``/*`` is a family: its members depend on a task or a cause.
 """
 
 from __future__ import annotations

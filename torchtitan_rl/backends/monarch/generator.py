@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
@@ -22,6 +21,7 @@ from torchtitan_rl.backends.monarch.runtime import (
     stop_processes,
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
@@ -126,10 +126,8 @@ class GeneratorProcesses:
 MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
-async def spawn_replica(
-    group: ProcessGroup, spec: GeneratorSpec, engine_environment: Mapping[str, str]
-) -> MonarchReplica:
+async def spawn_replica(group: ProcessGroup, spec: GeneratorSpec) -> MonarchReplica:
     """Start the processes; ``replica.peer.start()`` then builds the engine in them."""
-    environment = process_environment(group) | dict(engine_environment)
+    environment = process_environment(group) | engine_environment(group.threads, spec.device)
     mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
     return ConnectedReplica(GeneratorProcesses(group, mesh, spec))
