@@ -15,7 +15,6 @@ from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    process_environment,
     spawn_processes,
     stop_processes,
 )
@@ -65,7 +64,6 @@ def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
 
     Raises:
         EndpointLostError: the address is taken.
-        ConfigError: the serving layer refuses its options, such as an unknown parser.
     """
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.backends.vllm.openai import build_application
@@ -93,14 +91,14 @@ class MonarchEndpoint:
     def __init__(self, mesh: ProcessMesh, spec: EndpointSpec) -> None:
         self._mesh = mesh
         self._spec = spec
-        self._actor: Any = mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
+        self._actor: Any = mesh.mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
         self._base_url = ""
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: EndpointSpec) -> MonarchEndpoint:
         """Start the process; `start` then builds the server in it."""
-        environment = process_environment(group) | engine_environment(group.threads, spec.device)
-        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
+        environment = engine_environment(group.threads, spec.device)
+        mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
         return cls(mesh, spec)
 
     @property

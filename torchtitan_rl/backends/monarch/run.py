@@ -58,7 +58,11 @@ async def run_processes(
             replicas.append(await spawn_replica(group, spec))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
-        transport = await _transport(prepared, trainer, replicas)
+        transport = choose_transport(
+            prepared.config.weight_sync.transport,
+            trainer_host=trainer.host,
+            replica_hosts=[host for replica in replicas for host in replica.peer.hosts],
+        )
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
         await all_of(start, *([] if endpoint is None else [endpoint.start()]))
         yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
@@ -104,18 +108,6 @@ async def _start(
     await trainer.start(transport)
     await trainer.offload()
     await all_of(*(replica.peer.start() for replica in replicas))
-
-
-async def _transport(
-    prepared: PreparedRun, trainer: MonarchTrainer, replicas: Sequence[MonarchReplica]
-) -> Transport:
-    """From where the processes are, which they themselves know best."""
-    hosts = await asyncio.gather(*(replica.peer.hosts() for replica in replicas))
-    return choose_transport(
-        prepared.config.weight_sync.transport,
-        trainer_host=await trainer.host(),
-        replica_hosts=[host for of_replica in hosts for host in of_replica],
-    )
 
 
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:

@@ -21,7 +21,6 @@ from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    process_environment,
     spawn_processes,
     stop_processes,
 )
@@ -30,7 +29,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.transport import Transport, host_name
+from torchtitan_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +53,6 @@ class TrainerActor(Actor):
         # Monarch finds the actor to act for in a context variable.
         work = functools.partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    @concurrent_endpoint
-    async def host(self) -> str:
-        return host_name()
 
     @concurrent_endpoint
     async def start(self, transport: Transport) -> None:
@@ -88,24 +83,22 @@ class TrainerActor(Actor):
 class MonarchTrainer:
     """All trainer ranks behind Monarch; see `Trainer`."""
 
-    def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: TrainerSpec) -> None:
-        self._group = group
+    def __init__(self, mesh: ProcessMesh, spec: TrainerSpec) -> None:
         self._mesh = mesh
         self._timeout_s = spec.trainer.step_timeout_s
-        self._ranks = mesh.spawn("trainer", TrainerActor, spec)
+        self._ranks = mesh.mesh.spawn("trainer", TrainerActor, spec)
         self._leader = self._ranks.slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: TrainerSpec) -> MonarchTrainer:
         """Start the processes; `start` then builds the model in them."""
-        environment = process_environment(group)
-        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
-        return cls(group, mesh, spec)
+        return cls(await spawn_processes(group, log_dir=spec.log_dir), spec)
 
-    async def host(self) -> str:
+    @property
+    def host(self) -> str:
         """Where rank 0 runs, which publishes the weights."""
-        return (await self._call(self._ranks.host.call(), "host")).item(ranks=0)
+        return self._mesh.hosts[0]
 
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
