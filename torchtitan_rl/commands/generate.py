@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,7 @@ from torchtitan_rl.config.checks.rules import RULES, Bounds
 from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
-from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.prompts_file import (
     PromptLine,
     format_completion,
@@ -50,19 +50,11 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-_SHARED = (  # options that are a `GeneratorConfig`'s
-    "max_model_len",
-    "max_running_requests",
-    "kv_cache_bytes",
-    "gpu_memory_utilization",
-    "threads",
-    "max_steps_per_decision",
-    "collective_timeout_s",
-)
+_SHARED = tuple(field.name for field in fields(EngineConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(EngineConfig):
     """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
 
     model: Path
@@ -87,22 +79,8 @@ class GenerateOptions:
     """Seed of every line. Default: lines draw from the engine's generator."""
     engine_seed: int = 0
     """Seed of the engine's generator."""
-    max_model_len: int = 512
-    """Longest prompt plus completion, in tokens."""
-    max_running_requests: int = 128
-    """Lines that are completed at once."""
-    kv_cache_bytes: int = 128 << 20
-    """KV cache of each rank on a CPU, in bytes."""
-    gpu_memory_utilization: float = 0.85
-    """Share of a CUDA device's memory that the engine may use, weights included."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is the device that the installed vLLM is built for."""
-    threads: int = 1
-    """OpenMP threads of each rank."""
-    max_steps_per_decision: int = 4
-    """Engine steps between two broadcasts among ranks."""
-    collective_timeout_s: float = 1800.0
-    """Seconds for one exchange between ranks."""
 
     def generator(self) -> GeneratorConfig:
         """The one replica, with a rank for each process that torchrun started."""
@@ -127,7 +105,7 @@ class GenerateOptions:
 
 
 _BOUNDS = {
-    **{name: RULES[GeneratorConfig][name] for name in _SHARED},
+    **RULES[GeneratorConfig],
     "max_tokens": RULES[SamplingConfig]["max_tokens_per_turn"],
     "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),
     "top_p": Bounds(least=0.0, most=1.0, above=True),
