@@ -218,5 +218,6 @@ def _load_tokenizer(prepared: PreparedRun) -> Any:
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     """The last replica, where evaluation keeps one for itself."""
-    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
-    return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
+    if not config.evaluation.reserves_replica:
+        return ()
+    return (replica_name(config.generator.replicas - 1),)

@@ -122,7 +122,7 @@ def plan_processes(
         device="cuda" if devices else "cpu",
         replicas=replicas,
         trainer=trainer,
-        endpoint=_endpoint_group(config.endpoint) if needs_endpoint(config) else None,
+        endpoint=_endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,
     )
@@ -138,10 +138,6 @@ def plan_serving(
         replicas=free.replicas(generator, seed),
         endpoint=_endpoint_group(endpoint),
     )
-
-
-def needs_endpoint(config: RunConfig) -> bool:
-    return config.endpoint.enabled
 
 
 def _endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:

@@ -61,6 +61,10 @@ class EvaluationConfig:
     """``shared`` keeps a replica on its version while it evaluates and also serves training;
     ``reserved`` uses the last replica for evaluation only."""
 
+    @property
+    def reserves_replica(self) -> bool:
+        return self.placement == "reserved" and self.num_problems > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

@@ -17,12 +17,12 @@ from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import num_devices_needed, num_threads_needed
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.weights.leftovers import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 
 _OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
 MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch
 _OTHER_FILES = 256  # open in the controller, whatever runs
 _FILES_PER_AGENT = 2
-_HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
 _RANKS = (
     "generator.tensor_parallel",
     "trainer.data_parallel_replicate",
@@ -194,8 +194,6 @@ class WeightRoom:
 
 def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
     """In shared memory and, where that is another file system, in the run's folder."""
-    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
-
     if config.weight_sync.transport == "rdma":
         return WeightRoom()
     dtype = config.policy.dtype if machine.cuda_devices else "float32"
@@ -221,7 +219,7 @@ def weight_room(
     """Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
     else to the other place. ``free`` has the free bytes of both."""
     fitting = {
-        place: min(num_versions, max(0, room - _HEADROOM_BYTES) // max(1, num_bytes))
+        place: min(num_versions, max(0, room - HEADROOM_BYTES) // max(1, num_bytes))
         for place, room in free.items()
     }
     places = ", ".join(f"{place} has {room >> 20} MiB free" for place, room in free.items())
