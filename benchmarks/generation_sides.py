@@ -64,7 +64,7 @@ def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     from torchtitan_rl.generation.lockstep import SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 
-    engine = MeasuredEngine(VllmEngine(_our_options(settings)))
+    engine = MeasuredEngine(VllmEngine(_our_spec(settings)))
     loop = EngineLoop(engine, SoloChannel(), is_leader=True, config=LoopConfig())
     loop.start()
 
@@ -201,15 +201,20 @@ def _ways(settings: EngineSettings) -> dict[str, Callable[[Workload, Complete], 
     }
 
 
-def _our_options(settings: EngineSettings) -> Any:
-    from torchtitan_rl.backends.vllm.engine import VllmEngineOptions
+def _our_spec(settings: EngineSettings, log_dir: Path = Path()) -> Any:
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.generation.config import GeneratorConfig
 
-    return VllmEngineOptions(
-        model=settings.policy,
-        max_model_len=settings.max_model_len,
-        max_running_requests=settings.max_running,
-        kv_cache_bytes=settings.kv_cache_bytes,
+    return GeneratorSpec(
+        name="replica0",
+        model=Path(settings.policy),
         device="cuda" if settings.device == "cuda" else "cpu",
+        generator=GeneratorConfig(
+            max_model_len=settings.max_model_len,
+            max_running_requests=settings.max_running,
+            kv_cache_bytes=settings.kv_cache_bytes,
+        ),
+        log_dir=log_dir,
     )
 
 
@@ -217,7 +222,7 @@ def _vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
     """What the adapter's engine is given, to an engine of vLLM's own."""
     from torchtitan_rl.backends.vllm.engine import engine_arguments
 
-    return engine_arguments(_our_options(settings))
+    return engine_arguments(_our_spec(settings))
 
 
 def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
@@ -236,33 +241,12 @@ def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
 async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
     from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import supervise
-    from torchtitan_rl.backends.specs import GeneratorSpec
-    from torchtitan_rl.backends.vllm.cpu import engine_environment
     from torchtitan_rl.config.plan import ProcessGroup
-    from torchtitan_rl.generation.config import GeneratorConfig
     from torchtitan_rl.routing.router import GeneratorRouter
-    from torchtitan_rl.weights.config import WeightSyncConfig
 
     supervise()
-    is_cuda = settings.device == "cuda"
-    group = ProcessGroup(
-        name="replica0", ranks=1, threads=settings.threads, devices=(0,) if is_cuda else ()
-    )
-    spec = GeneratorSpec(
-        name="replica0",
-        model=Path(settings.policy),
-        device="cuda" if is_cuda else "cpu",
-        dtype="bfloat16",
-        seed=0,
-        generator=GeneratorConfig(
-            max_model_len=settings.max_model_len,
-            max_running_requests=settings.max_running,
-            kv_cache_bytes=settings.kv_cache_bytes,
-        ),
-        weight_sync=WeightSyncConfig(),
-        log_dir=log_dir,
-        trace_dir=None,
-    )
-    replica = await spawn_replica(group, spec, engine_environment(settings.threads, spec.device))
+    devices = (0,) if settings.device == "cuda" else ()
+    group = ProcessGroup(name="replica0", ranks=1, threads=settings.threads, devices=devices)
+    replica = await spawn_replica(group, _our_spec(settings, log_dir))
     await replica.peer.start()
     return GeneratorRouter([replica])

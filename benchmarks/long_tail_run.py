@@ -12,19 +12,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.long_tail_parts import StandInTrainer, StepLog
 from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
-from torchtitan_rl.commands.train import controller_settings
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.orchestration.capacity import derive_capacity
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
@@ -73,7 +71,6 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
     from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import all_of, supervise
     from torchtitan_rl.backends.specs import GeneratorSpec
-    from torchtitan_rl.backends.vllm.cpu import engine_environment
 
     supervise()
     config = run_config(setting, ScheduleConfig(), num_steps=1)
@@ -98,8 +95,7 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
                 log_dir=setting.folder,
                 trace_dir=None,
             )
-            environment = engine_environment(1, setting.device)
-            replicas.append(await spawn_replica(group, spec, environment))
+            replicas.append(await spawn_replica(group, spec))
         await all_of(*(one.peer.start() for one in replicas))
         yield replicas
     finally:
@@ -199,21 +195,10 @@ def _controller(
     """As `torchtitan_rl.commands.train` makes it."""
     task, rollout = config.task, config.rollout
     assert isinstance(task, LongTailTask)
-    schedule = config.schedule
-    capacity = derive_capacity(
-        groups_per_step=rollout.groups_per_step,
-        staleness=schedule.staleness,
-        window=schedule.window,
-    )
-    settings = controller_settings(config, capacity)
-    if capacity.staleness > 0:
-        # Up to the last step there is as much under way as in the middle of a long run.
-        producer = replace(settings.producer, surplus=capacity.buffer)
-        settings = replace(settings, producer=producer)
     sampled = SampledTokens()
     router = GeneratorRouter(replicas, on_ended=sampled.on_ended)
     return Controller(
-        settings,
+        config,
         Parts(
             dataset=task.dataset("train", seed=0),
             evaluation_problems=(),
@@ -236,6 +221,8 @@ def _controller(
             journals=JournalDirectory(folder / "journal"),
             sampled=sampled,
         ),
+        # Up to the last step there is as much under way as in the middle of a long run.
+        surplus=config.capacity.buffer if config.capacity.staleness else None,
     )
 
 

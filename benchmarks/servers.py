@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.training_runs import ROOT
-from torchtitan_rl.backends.vllm.cpu import CPU_BLOCK_TOKENS, engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
 
 _TAG = "TORCHTITAN_RL_BENCHMARK"
 _START_S = 600.0

@@ -21,7 +21,6 @@ from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_togeth
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
-from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -222,11 +221,7 @@ async def _processes(
         threads=setting.threads,
         devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
     )
-    replica = await spawn_replica(
-        generator_group,
-        _generator_spec(setting, work_dir, trace_dir),
-        engine_environment(setting.threads, "cuda" if on_cuda else "cpu"),
-    )
+    replica = await spawn_replica(generator_group, _generator_spec(setting, work_dir, trace_dir))
     try:
         trainer = await MonarchTrainer.spawn(
             trainer_group, _trainer_spec(setting, work_dir, trace_dir, num_steps=num_steps)

@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tests.support.loop_replica import loop_replica
@@ -83,11 +84,12 @@ def main() -> None:
     os.environ |= engine_environment(1)
     from transformers import AutoTokenizer
 
-    from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.backends.vllm.engine import VllmEngine
 
     rollouts = {}
     for model in sys.argv[1:]:
-        engine = RecordingEngine(VllmEngine(VllmEngineOptions(model=model)))
+        engine = RecordingEngine(VllmEngine(GeneratorSpec(model=Path(model))))
         tokenizer = AutoTokenizer.from_pretrained(model)
         rollouts[model] = asyncio.run(scenario(engine, tokenizer))
     print(json.dumps(rollouts))

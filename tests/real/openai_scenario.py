@@ -29,9 +29,11 @@ from tests.real.models import tiny_qwen3
 from tests.support.endpoints import endpoint_spec
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.monarch.http_server import HttpServer
-from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -115,11 +117,9 @@ class Happenings:
 
 def build_engine(model: Path) -> VllmEngine:
     return VllmEngine(
-        VllmEngineOptions(
-            model=str(model),
-            max_model_len=MAX_MODEL_LEN,
-            kv_cache_bytes=32 << 20,
-            seed=0,
+        GeneratorSpec(
+            model=model,
+            generator=GeneratorConfig(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=32 << 20),
             reasoning_parser=REASONING_PARSER,
         )
     )

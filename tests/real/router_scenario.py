@@ -12,7 +12,6 @@ import psutil
 from tests.real.runs import printing_to
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -44,7 +43,7 @@ async def spawn(root: Path, index: int) -> MonarchReplica:
         trace_dir=None,
     )
     group = ProcessGroup(name=spec.name, ranks=1, threads=1)
-    return await spawn_replica(group, spec, engine_environment(1))
+    return await spawn_replica(group, spec)
 
 
 def requests() -> list[GenerationRequest]:

@@ -16,12 +16,13 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu_kernels import (
     KernelRMSNorm,
     KernelSiluAndMul,
     use_cpu_kernels,
 )
-from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.engine import VllmEngine
 
 ROWS, EPSILON = 5, 1e-6
 
@@ -79,7 +80,7 @@ def test_an_engine_on_a_cpu_builds_layers_with_kernels_in_a_thread_that_has_ende
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     monkeypatch.setattr(LLMEngine, "from_engine_args", refuse)
     with pytest.raises(RuntimeError, match="no engine"):
-        VllmEngine(VllmEngineOptions(model=str(tmp_path)))
+        VllmEngine(GeneratorSpec(model=tmp_path))
     assert builders[0] is not threading.main_thread()
     assert not builders[0].is_alive()
     assert type(RMSNorm(16)) is KernelRMSNorm

@@ -14,7 +14,7 @@ from tests.real.models import hf_logprobs
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED
 from tests.real.runs import run_module
-from torchtitan_rl.backends.vllm.cpu import CPU_BLOCK_TOKENS
+from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 TOLERANCE = 1e-5  # float32 on both sides

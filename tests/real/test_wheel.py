@@ -16,7 +16,15 @@ import pytest
 
 from tests.real.runs import ROOT, SMALL, TIMEOUT_S, read_metrics, require_audit
 
-SOURCES = ("torchtitan_rl", "experiments", "configs", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    "torchtitan_rl",
+    "experiments",
+    "configs",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -77,6 +85,7 @@ def test_the_wheel_adds_one_package_and_has_the_policies(wheel):
         tracked = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
         assert tracked <= {name.removeprefix("torchtitan_rl/") for name in names}
     assert "torchtitan_rl/experiments/alphabet_sort/policy/model.safetensors" in names
+    assert "torchtitan_rl/observability/metrics.md" in names  # a link to docs/
 
 
 def test_the_installed_package_is_the_wheels(bin_dir, tmp_path):

@@ -33,8 +33,10 @@ from tests.real.resume_scenarios import (
     run_all,
     sensitive_requests,
 )
-from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
@@ -96,14 +98,11 @@ def checkpoints(root: Path) -> dict[str, Path]:
 def build(
     path: Path, weights: object, *, tensor_parallel: int = 1, kv_cache_bytes: int = 32 << 20
 ) -> TriggeredEngine:
-    options = VllmEngineOptions(
-        model=str(path),
-        tensor_parallel=tensor_parallel,
-        kv_cache_bytes=kv_cache_bytes,
-        max_running_requests=16,
-        seed=3,
+    generator = GeneratorConfig(
+        tensor_parallel=tensor_parallel, kv_cache_bytes=kv_cache_bytes, max_running_requests=16
     )
-    return TriggeredEngine(VllmEngine(options, weights))  # type: ignore[arg-type]
+    spec = GeneratorSpec(model=path, generator=generator, seed=3)
+    return TriggeredEngine(VllmEngine(spec, weights))  # type: ignore[arg-type]
 
 
 def request(

@@ -10,24 +10,23 @@ from tests.support.simulated_faults import Fate, Undisturbed
 from tests.support.simulated_parts import ENVIRONMENTS, Habits, Memory, SimDataset
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.orchestration.capacity import derive_capacity
-from torchtitan_rl.orchestration.consumer import ConsumerSettings
-from torchtitan_rl.orchestration.controller import Controller, ControllerSettings
-from torchtitan_rl.orchestration.device_sharing import DuringStep
-from torchtitan_rl.orchestration.evaluation import EvaluationSettings
+from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
+from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Parts
 from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
-from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
+from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.types import Completion, Problem
+from torchtitan_rl.weights.config import WeightSyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +106,20 @@ class Simulation:
         self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = SimDataset(plan.problems, fate)
-        self.config = RolloutConfig(
-            groups_per_step=plan.groups_per_step,
-            group_size=plan.group_size,
-            max_turns=plan.turns,
-            max_total_tokens=200,
-            step_timeout_s=plan.env_timeout_s,
-            rollout_timeout_s=plan.rollout_timeout_s,
-            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens),
-        )
+        self.config = run_config(plan)
         self.rollouter = Rollouter(
             generate=self.router.generate,
             environment=lambda problem: ENVIRONMENTS[plan.env_kind](
                 problem, plan, chance, self.answered, fate
             ),
-            config=self.config,
+            config=self.config.rollout,
             rubric=rubric,
             active_time=self.router.active_time,
         )
         self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
         self.controller = Controller(
-            settings(plan),
+            self.config,
             Parts(
                 dataset=self.dataset,
                 evaluation_problems=[
@@ -161,45 +152,40 @@ class Simulation:
         return [name for replica in self.replicas for name in replica.requested]
 
 
-def settings(plan: Plan) -> ControllerSettings:
-    capacity = derive_capacity(
-        groups_per_step=plan.groups_per_step, staleness=plan.staleness, window=plan.window
-    )
-    return ControllerSettings(
-        capacity=capacity,
-        during_step=DuringStep(plan.during_step),
-        producer=ProducerSettings(
-            num_groups=plan.num_steps * plan.groups_per_step,
-            surplus=capacity.window - 1 if plan.staleness == 0 else 0,
+class SimTask(Task):
+    def success_reward(self) -> float:
+        return 1.0
+
+
+def run_config(plan: Plan) -> RunConfig:
+    """What a user would write. It is not checked."""
+    is_colocated = plan.during_step == "asleep"
+    return RunConfig(
+        policy=PolicyConfig(checkpoint="simulated"),
+        task=SimTask(),
+        seed=plan.seed,
+        num_steps=plan.num_steps,
+        placement="colocated" if is_colocated else "separate",
+        rollout=RolloutConfig(
+            groups_per_step=plan.groups_per_step,
             group_size=plan.group_size,
-            temperature=1.0,
-            seed=plan.seed,
-            zero_variance=plan.zero_variance,  # type: ignore[arg-type]
-            max_resamples=1,
-            max_skipped=100,
+            max_turns=plan.turns,
+            max_total_tokens=200,
+            step_timeout_s=plan.env_timeout_s,
+            rollout_timeout_s=plan.rollout_timeout_s,
+            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens),
         ),
-        consumer=ConsumerSettings(
-            num_steps=plan.num_steps,
-            checkpoint_every=plan.checkpoint_every,
+        schedule=ScheduleConfig(
+            staleness=plan.staleness,
+            window=plan.window,
+            in_flight="running" if is_colocated else plan.during_step,
+            zero_variance=plan.zero_variance,
             max_empty_batches=plan.max_empty_batches,
-            step_timeout_s=plan.trainer_timeout_s,
+            report_wait_s=1_000.0,
+            max_wait_s=plan.max_wait_s,
         ),
-        evaluation=EvaluationSettings(
-            every=plan.validate_every,
-            num_steps=plan.num_steps,
-            samples=1,
-            temperature=1.0,
-            seed=0,
-            success_reward=1.0,
-        ),
-        feed=FeedSettings(
-            mode=plan.mode,  # type: ignore[arg-type]
-            order=plan.order,  # type: ignore[arg-type]
-            lag_timeout_s=30.0,
-        ),
-        checkpoints_kept=2,
-        max_checkpoint_failures=3,
-        save_timeout_s=2_000.0,
-        report_wait_s=1_000.0,
-        max_wait_s=plan.max_wait_s,
+        weight_sync=WeightSyncConfig(mode=plan.mode, order=plan.order),
+        trainer=TrainerConfig(step_timeout_s=plan.trainer_timeout_s),
+        evaluation=EvaluationConfig(every=plan.validate_every),
+        checkpoint=CheckpointConfig(every=plan.checkpoint_every),
     )

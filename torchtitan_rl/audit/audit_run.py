@@ -85,7 +85,12 @@ def _audit_checkpoint(
             check_document(where, step, saved, rules),
             check_groups(where, step, saved, rules),
             check_against_metrics(
-                where, step, saved.document, rows.totals.get(step), rows.versions.get(step)
+                where,
+                step,
+                saved.document,
+                rows.totals.get(step),
+                rows.versions.get(step),
+                rows.evaluated,
             ),
         ]
     return [unreadable]

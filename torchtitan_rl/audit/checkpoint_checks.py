@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
@@ -95,12 +95,19 @@ def check_against_metrics(
     document: Mapping[str, Any],
     row: LedgerTotals | None,
     row_version: int | None,
+    evaluated: Collection[int],
 ) -> Check:
     """Compare a checkpoint with the row of its step.
 
     The row is written first, so counts that grow between the two may be larger in the checkpoint.
+    ``evaluated`` steps have rows of their evaluations.
     """
     check = Check(name=f"checkpoint {step}: against its row of the metrics", what="rows")
+    evaluated_step = document["evaluated_step"]
+    check.require(
+        evaluated_step is None or evaluated_step in evaluated,
+        f"{where}: there is no row of the evaluation of step {evaluated_step}",
+    )
     if step == 0:
         return check
     check.require(row_version is not None, f"{where}: there is no row of step {step}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
@@ -15,6 +16,8 @@ Row = Mapping[str, Any]
 
 _UNACCOUNTED = "account/unaccounted_tokens"
 _TOTALS = "total/tokens_generated"
+_COUNTS_BY_CAUSE = ("tokens_masked", "tokens_discarded", "groups_discarded")
+_COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _COUNTS_BY_CAUSE)
 
 
 class MetricsChecks:
@@ -167,17 +170,9 @@ def totals_of(row: Row) -> LedgerTotals | None:
     """The totals in a row; None where it has none."""
     if _TOTALS not in row:
         return None
-    return LedgerTotals(
-        tokens_generated=int(row["total/tokens_generated"]),
-        tokens_trained=int(row["total/tokens_trained"]),
-        tokens_masked=_by_cause(row, "total/tokens_masked"),
-        tokens_discarded=_by_cause(row, "total/tokens_discarded"),
-        tokens_buffered=int(row["total/tokens_buffered"]),
-        groups_admitted=int(row["total/groups_admitted"]),
-        groups_trained=int(row["total/groups_trained"]),
-        groups_discarded=_by_cause(row, "total/groups_discarded"),
-        groups_buffered=int(row["total/groups_buffered"]),
-    )
+    counts: dict[str, Any] = {name: int(row[f"total/{name}"]) for name in _COUNTS}
+    counts |= {name: _by_cause(row, f"total/{name}") for name in _COUNTS_BY_CAUSE}
+    return LedgerTotals(**counts)
 
 
 def _by_cause(row: Row, name: str) -> dict[str, int]:
@@ -196,20 +191,10 @@ def _growing(now: LedgerTotals, then: LedgerTotals) -> list[tuple[str, int, int]
         (name, getattr(now, name), getattr(then, name))
         for name in ("tokens_generated", "tokens_trained", "groups_admitted", "groups_trained")
     ]
-    for name in ("tokens_masked", "tokens_discarded", "groups_discarded"):
+    for name in _COUNTS_BY_CAUSE:
         later, earlier = getattr(now, name), getattr(then, name)
         pairs += [(f"{name}/{one}", later.get(one, 0), earlier[one]) for one in earlier]
     return pairs
 
 
-_NOTHING = LedgerTotals(
-    tokens_generated=0,
-    tokens_trained=0,
-    tokens_masked={},
-    tokens_discarded={},
-    tokens_buffered=0,
-    groups_admitted=0,
-    groups_trained=0,
-    groups_discarded={},
-    groups_buffered=0,
-)
+_NOTHING = totals_of({f"total/{one.name}": 0 for one in fields(LedgerTotals)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,20 +15,20 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """What a replica's ranks need to build their engine."""
+    """What a replica's ranks need, the same for all of them."""
 
-    name: str
-    model: Path
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"]
-    seed: int
-    generator: GeneratorConfig
-    weight_sync: WeightSyncConfig
-    log_dir: Path
-    trace_dir: Path | None
+    model: Path  # a directory in Hugging Face format
+    name: str = "replica"
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
+    seed: int = 0  # for requests without a seed; each replica needs its own
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    log_dir: Path = Path()
+    trace_dir: Path | None = None
     stream_interval_s: float = 0.02  # between two messages with ends and progress
-    sleeps: bool = False  # it shares its devices
-    reasoning_parser: str = ""  # the endpoint's
+    sleeps: bool = False  # it shares its devices, and frees their memory when it sleeps
+    reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

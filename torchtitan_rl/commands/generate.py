@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.commands.console import (
     divert_everything,
     divert_libraries,
@@ -33,7 +34,7 @@ from torchtitan_rl.config.checks.rules import RULES, Bounds
 from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
-from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.prompts_file import (
     PromptLine,
     format_completion,
@@ -49,19 +50,11 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-_SHARED = (  # options that are a `GeneratorConfig`'s
-    "max_model_len",
-    "max_running_requests",
-    "kv_cache_bytes",
-    "gpu_memory_utilization",
-    "threads",
-    "max_steps_per_decision",
-    "collective_timeout_s",
-)
+_SHARED = tuple(field.name for field in fields(EngineConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(EngineConfig):
     """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
 
     model: Path
@@ -86,22 +79,17 @@ class GenerateOptions:
     """Seed of every line. Default: lines draw from the engine's generator."""
     engine_seed: int = 0
     """Seed of the engine's generator."""
-    max_model_len: int = 512
-    """Longest prompt plus completion, in tokens."""
-    max_running_requests: int = 128
-    """Lines that are completed at once."""
-    kv_cache_bytes: int = 128 << 20
-    """KV cache of each rank on a CPU, in bytes."""
-    gpu_memory_utilization: float = 0.85
-    """Share of a CUDA device's memory that the engine may use, weights included."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is the device that the installed vLLM is built for."""
-    threads: int = 1
-    """OpenMP threads of each rank."""
-    max_steps_per_decision: int = 4
-    """Engine steps between two broadcasts among ranks."""
-    collective_timeout_s: float = 1800.0
-    """Seconds for one exchange between ranks."""
+
+    def generator(self) -> GeneratorConfig:
+        """The one replica, with a rank for each process that torchrun started."""
+        return GeneratorConfig(
+            replicas=1,
+            tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
+            heartbeat_s=min(60.0, self.collective_timeout_s / 4),
+            **{name: getattr(self, name) for name in _SHARED},
+        )
 
     def errors(self) -> list[str]:
         wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
@@ -117,7 +105,7 @@ class GenerateOptions:
 
 
 _BOUNDS = {
-    **{name: RULES[GeneratorConfig][name] for name in _SHARED},
+    **RULES[GeneratorConfig],
     "max_tokens": RULES[SamplingConfig]["max_tokens_per_turn"],
     "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),
     "top_p": Bounds(least=0.0, most=1.0, above=True),
@@ -136,14 +124,10 @@ def _model_errors(options: GenerateOptions) -> list[str]:
         policy = read_policy_facts(options.model)
     except (OSError, ValueError) as error:
         return [f"model is {options.model}: no usable Hugging Face checkpoint ({error})"]
-    generator = GeneratorConfig(
-        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
-        **{name: getattr(options, name) for name in _SHARED},
-    )
+    is_on_cpu = _device(options) == "cpu"
     return [
         message.removeprefix("generator.").replace(" generator.", " ")
-        for message in generator_errors(generator, policy, is_on_cpu=_device(options) == "cpu")
-        if "heartbeat_s" not in message  # which is chosen to fit
+        for message in generator_errors(options.generator(), policy, is_on_cpu=is_on_cpu)
     ]
 
 
@@ -160,7 +144,16 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
     with without_python_output():
-        loop = _build_loop(options, device, is_leader=rank == 0)
+        from torchtitan_rl.backends.vllm.rank import build_loop
+
+        spec = GeneratorSpec(
+            model=options.model,
+            name="generate",
+            device=device,
+            seed=options.engine_seed,
+            generator=options.generator(),
+        )
+        loop = build_loop(spec, rank)
         loop.start()
         if rank == 0:
             num_errors, outcome = _complete_file(options, loop)
@@ -189,37 +182,6 @@ def _device(options: GenerateOptions) -> Device:
     from torchtitan_rl.backends.vllm.cpu import installed_device
 
     return installed_device() if options.device == "auto" else options.device
-
-
-def _build_loop(options: GenerateOptions, device: Device, *, is_leader: bool) -> EngineLoop:
-    from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
-    from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
-    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    engine = VllmEngine(
-        VllmEngineOptions(
-            model=str(options.model),
-            tensor_parallel=world_size,
-            max_model_len=options.max_model_len,
-            max_running_requests=options.max_running_requests,
-            kv_cache_bytes=options.kv_cache_bytes,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            seed=options.engine_seed,
-            device=device,
-        )
-    )
-    channel: LockstepChannel = SoloChannel()
-    if world_size > 1:
-        from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
-
-        channel = GlooLockstep(timeout_s=options.collective_timeout_s)
-    config = LoopConfig(
-        name="generate",
-        max_steps_per_decision=options.max_steps_per_decision,
-        heartbeat_s=min(60.0, options.collective_timeout_s / 4),
-    )
-    return EngineLoop(engine, channel, is_leader=is_leader, config=config)
 
 
 def _complete_file(options: GenerateOptions, loop: EngineLoop) -> tuple[int, str]:

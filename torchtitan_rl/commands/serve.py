@@ -65,7 +65,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         f"serving {config.model}: {prepared.plan.summary()}; logs in {config.log_dir}",
         file=sys.stderr,
     )
-    from torchtitan_rl.backends.monarch.serve import serve_processes  # seconds
+    from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
 
     async with AsyncExitStack() as stack:
         processes = await stack.enter_async_context(serve_processes(prepared))

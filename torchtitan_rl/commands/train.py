@@ -27,18 +27,13 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.orchestration.capacity import Capacity
-from torchtitan_rl.orchestration.consumer import ConsumerSettings, StopRequested
-from torchtitan_rl.orchestration.controller import Controller, ControllerSettings
-from torchtitan_rl.orchestration.device_sharing import during_step
-from torchtitan_rl.orchestration.evaluation import EvaluationSettings
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.recovery import choose_checkpoint
 from torchtitan_rl.orchestration.run_state import Parts
 from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
-from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
@@ -146,7 +141,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             recorder.watch_endpoint(endpoint.take)
             recorder.say(f"endpoint: {endpoint.host.base_url}")
         controller = Controller(
-            controller_settings(config, prepared.capacity),
+            config,
             _parts(run, processes.trainer, router, sampled, endpoint, tokenizer, recorder),
         )
 
@@ -215,51 +210,6 @@ def _parts(
     )
 
 
-def controller_settings(config: RunConfig, capacity: Capacity) -> ControllerSettings:
-    """Each loop's share of the configuration."""
-    schedule, rollout = config.schedule, config.rollout
-    return ControllerSettings(
-        capacity=capacity,
-        during_step=during_step(config.schedule, is_colocated=config.placement == "colocated"),
-        producer=ProducerSettings(
-            num_groups=config.num_steps * rollout.groups_per_step,
-            surplus=max(0, capacity.buffer - rollout.groups_per_step)
-            if capacity.staleness == 0
-            else 0,
-            group_size=rollout.group_size,
-            temperature=rollout.sampling.temperature,
-            seed=config.seed,
-            zero_variance=schedule.zero_variance,
-            max_resamples=schedule.max_resamples,
-            max_skipped=schedule.max_empty_batches * rollout.groups_per_step,
-        ),
-        consumer=ConsumerSettings(
-            num_steps=config.num_steps,
-            checkpoint_every=config.checkpoint.every,
-            max_empty_batches=schedule.max_empty_batches,
-            step_timeout_s=config.trainer.step_timeout_s,
-        ),
-        evaluation=EvaluationSettings(
-            every=config.evaluation.every,
-            num_steps=config.num_steps,
-            samples=config.evaluation.samples_per_problem,
-            temperature=config.evaluation.temperature,
-            seed=config.seed,
-            success_reward=config.task.success_reward(),
-        ),
-        feed=FeedSettings(
-            mode=config.weight_sync.mode,
-            order=config.weight_sync.order,
-            lag_timeout_s=config.weight_sync.lag_timeout_s,
-        ),
-        checkpoints_kept=config.checkpoint.keep,
-        max_checkpoint_failures=config.checkpoint.max_failures,
-        save_timeout_s=2 * config.trainer.step_timeout_s,
-        report_wait_s=schedule.report_wait_s,
-        max_wait_s=schedule.max_wait_s,
-    )
-
-
 def _load_tokenizer(prepared: PreparedRun) -> Any:
     from transformers import AutoTokenizer
 
@@ -268,5 +218,6 @@ def _load_tokenizer(prepared: PreparedRun) -> Any:
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     """The last replica, where evaluation keeps one for itself."""
-    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
-    return (replica_name(config.generator.replicas - 1),) if is_reserved else ()
+    if not config.evaluation.reserves_replica:
+        return ()
+    return (replica_name(config.generator.replicas - 1),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from torchtitan_rl.config.run import RunConfig
@@ -24,53 +24,52 @@ class ProcessGroup:
     cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0
 
+    @property
+    def place(self) -> str:
+        """``cuda:0,1``, ``cpu cores 2,3`` or ``cpu``."""
+        return _describe_place(self.devices, self.cores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """All processes but the controller, which is the one that plans."""
+    """All processes but the controller, which is the one that plans. ``serve`` has no trainer."""
 
     device: Literal["cpu", "cuda"]
     replicas: tuple[ProcessGroup, ...]
-    trainer: ProcessGroup
+    trainer: ProcessGroup | None = None
     endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any
     is_shared: bool = False  # trainer and replicas have the same devices, and alternate
 
     def summary(self) -> str:
         """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
-        groups = [self.trainer, *([] if self.endpoint is None else [self.endpoint])]
-        return _summary(self.replicas, *groups)
-
-    def describe(self) -> str:
-        """The plan as lines for a person."""
-        endpoint = () if self.endpoint is None else (self.endpoint,)
-        shared = "placement: colocated, the trainer computes while the replicas sleep"
-        return "\n".join(
-            [
-                f"device: {self.device}",
-                f"controller: 1 process on {_describe_place((), self.controller_cores)}",
-                *_describe_groups((*self.replicas, self.trainer, *endpoint)),
-                *([shared] if self.is_shared else []),
-            ]
+        number = len(self.replicas)
+        replicas = replace(
+            self.replicas[0],
+            name=f"{number} replicas" if number > 1 else "1 replica",
+            devices=tuple(device for group in self.replicas for device in group.devices),
+            cores=tuple(core for group in self.replicas for core in group.cores),
+        )
+        return ", ".join(
+            f"{group.name}{f' of {group.ranks} ranks' if group.ranks > 1 else ''} on {group.place}"
+            for group in (replicas, *self._others())
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingPlan:
-    """All processes of an endpoint without training, but the controller."""
-
-    device: Literal["cpu", "cuda"]
-    replicas: tuple[ProcessGroup, ...]
-    endpoint: ProcessGroup
-
-    def summary(self) -> str:
-        """What runs where, in one line."""
-        return _summary(self.replicas, self.endpoint)
-
     def describe(self) -> str:
         """The plan as lines for a person."""
-        groups = _describe_groups((*self.replicas, self.endpoint))
-        return "\n".join([f"device: {self.device}", "controller: 1 process on cpu", *groups])
+        place = _describe_place((), self.controller_cores)
+        lines = [f"device: {self.device}", f"controller: 1 process on {place}"]
+        for group in (*self.replicas, *self._others()):
+            lines.append(
+                f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
+                f"{group.place}, {group.threads} thread{'s' if group.threads > 1 else ''} each"
+            )
+        if self.is_shared:
+            lines.append("placement: colocated, the trainer computes while the replicas sleep")
+        return "\n".join(lines)
+
+    def _others(self) -> list[ProcessGroup]:
+        return [group for group in (self.trainer, self.endpoint) if group is not None]
 
 
 def replica_name(index: int) -> str:
@@ -106,66 +105,42 @@ def plan_processes(
     ``CUDA_VISIBLE_DEVICES`` takes. With ``config.pin_cores`` each group gets its
     own, as with devices, and the controller stays off the trainer's.
     """
-    on_cuda = bool(devices)
-
-    def all_free() -> _Free:
-        has_own = config.pin_cores and not on_cuda
-        return _Free(devices=list(devices), cores=list(cores) if has_own else [])
-
-    free = all_free()
-    replicas = tuple(
-        free.group(
-            replica_name(index),
-            ranks=config.generator.tensor_parallel,
-            threads=config.generator.threads,
-            seed=_replica_seed(config.seed, index),
-        )
-        for index in range(config.generator.replicas)
-    )
+    free_cores = cores if config.pin_cores and not devices else ()
+    free = _Free(devices=list(devices), cores=list(free_cores))
+    replicas = free.replicas(config.generator, config.seed)
     is_colocated = config.placement == "colocated"
-    trainer = (all_free() if is_colocated else free).group(
+    if is_colocated:
+        free = _Free(devices=list(devices), cores=list(free_cores))
+    trainer = free.group(
         "trainer",
         ranks=config.trainer.world_size,
         threads=config.trainer.threads,
         seed=config.seed,
     )
+    others = tuple(core for core in cores if core not in trainer.cores)
     return ProcessPlan(
-        device="cuda" if on_cuda else "cpu",
+        device="cuda" if devices else "cpu",
         replicas=replicas,
         trainer=trainer,
-        endpoint=endpoint_group(config.endpoint) if needs_endpoint(config) else None,
-        controller_cores=tuple(core for core in cores if core not in trainer.cores)
-        if trainer.cores
-        else (),
+        endpoint=_endpoint_group(config.endpoint) if config.endpoint.enabled else None,
+        controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,
     )
 
 
 def plan_serving(
     generator: GeneratorConfig, endpoint: EndpointConfig, *, devices: Sequence[str] = (), seed: int
-) -> ServingPlan:
+) -> ProcessPlan:
     """Replicas on the first devices; without CUDA all share the CPU."""
     free = _Free(devices=list(devices), cores=[])
-    return ServingPlan(
+    return ProcessPlan(
         device="cuda" if devices else "cpu",
-        replicas=tuple(
-            free.group(
-                replica_name(index),
-                ranks=generator.tensor_parallel,
-                threads=generator.threads,
-                seed=_replica_seed(seed, index),
-            )
-            for index in range(generator.replicas)
-        ),
-        endpoint=endpoint_group(endpoint),
+        replicas=free.replicas(generator, seed),
+        endpoint=_endpoint_group(endpoint),
     )
 
 
-def needs_endpoint(config: RunConfig) -> bool:
-    return config.endpoint.enabled
-
-
-def endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
+def _endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
     return ProcessGroup(name="endpoint", ranks=1, threads=endpoint.threads)
 
 
@@ -175,6 +150,17 @@ class _Free:
 
     devices: list[str]
     cores: list[int]
+
+    def replicas(self, generator: GeneratorConfig, seed: int) -> tuple[ProcessGroup, ...]:
+        return tuple(
+            self.group(
+                replica_name(index),
+                ranks=generator.tensor_parallel,
+                threads=generator.threads,
+                seed=_replica_seed(seed, index),
+            )
+            for index in range(generator.replicas)
+        )
 
     def group(self, name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
         return ProcessGroup(
@@ -197,27 +183,6 @@ def _take(free: list[_T], number: int) -> tuple[_T, ...]:
     taken = tuple(free[:number])
     del free[:number]
     return taken
-
-
-def _describe_groups(groups: Sequence[ProcessGroup]) -> list[str]:
-    return [
-        f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
-        f"{_describe_place(group.devices, group.cores)}, "
-        f"{group.threads} thread{'s' if group.threads > 1 else ''} each"
-        for group in groups
-    ]
-
-
-def _summary(replicas: Sequence[ProcessGroup], *others: ProcessGroup) -> str:
-    ranks = f" of {replicas[0].ranks} ranks" if replicas[0].ranks > 1 else ""
-    devices = tuple(device for group in replicas for device in group.devices)
-    cores = tuple(core for group in replicas for core in group.cores)
-    what = f"{len(replicas)} replicas" if len(replicas) > 1 else "1 replica"
-    parts = [f"{what}{ranks} on {_describe_place(devices, cores)}"]
-    for group in others:
-        ranks = f" of {group.ranks} ranks" if group.ranks > 1 else ""
-        parts.append(f"{group.name}{ranks} on {_describe_place(group.devices, group.cores)}")
-    return ", ".join(parts)
 
 
 def _describe_place(devices: tuple[str, ...], cores: tuple[int, ...]) -> str:

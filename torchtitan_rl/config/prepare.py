@@ -32,10 +32,14 @@ from torchtitan_rl.config.hf_model import PolicyFacts, architecture_errors, read
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.run_folder import is_complete, read_saved_run, write_identity
+from torchtitan_rl.config.run_folder import (
+    ResumePoint,
+    find_resume_point,
+    is_complete,
+    write_identity,
+)
 from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.types import Problem
 
@@ -48,13 +52,15 @@ class PreparedRun:
     config: RunConfig
     policy_dir: Path
     plan: ProcessPlan
-    capacity: Capacity
     keys: Keys
     evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
-    is_resumed: bool = False
-    is_complete: bool = False
+    resume_point: ResumePoint | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.resume_point is not None and is_complete(self.resume_point, self.config)
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
@@ -64,7 +70,7 @@ class PreparedRun:
                 f"policy: {self.policy_dir}",
                 f"outputs: {self.config.run_dir}",
                 self.plan.describe(),
-                self.capacity.describe(),
+                self.config.capacity.describe(),
                 f"rollouts: at most {max_rollouts(self.config)} at once, "
                 f"{self.config.request_timeout_s:g} s for a request, "
                 f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
@@ -76,7 +82,7 @@ class PreparedRun:
         )
 
     def _describe_start(self) -> str:
-        if self.is_resumed:
+        if self.resume_point is not None:
             return f"resumes what {self.config.run_dir} holds"
         resume = self.config.checkpoint.resume
         return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
@@ -109,10 +115,13 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []
-    resumed = _Resumed()
+    identity: dict[str, Any] = {}
+    resume_point: ResumePoint | None = None
     if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
-        resumed = _compare(sound, run_identity(sound, policy_dir))
-        errors += but_about(wrong, resumed.errors)
+        identity = run_identity(sound, policy_dir)
+        resume_point, found, changes = _compare(sound, identity)
+        errors += but_about(wrong, found)
+        notes += changes
     if errors or policy_dir is None:
         raise ConfigError(errors)
     return PreparedRun(
@@ -121,17 +130,11 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         plan=plan_processes(
             config, devices=machine.cuda_devices, cores=sorted(os.sched_getaffinity(0))
         ),
-        capacity=derive_capacity(
-            groups_per_step=config.rollout.groups_per_step,
-            staleness=config.schedule.staleness,
-            window=config.schedule.window,
-        ),
         keys=keys,
         evaluation_problems=problems,
-        notes=(*notes, *resumed.notes),
-        identity=resumed.identity,
-        is_resumed=resumed.is_resumed,
-        is_complete=resumed.is_complete,
+        notes=tuple(notes),
+        identity=identity,
+        resume_point=resume_point,
     )
 
 
@@ -186,41 +189,23 @@ def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
     return problems, errors + training_errors(config)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Resumed:
-    errors: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    identity: dict[str, Any] = field(default_factory=dict)
-    is_resumed: bool = False
-    is_complete: bool = False
-
-
-def _compare(config: RunConfig, identity: dict[str, Any]) -> _Resumed:
-    """Compare with what the run's folder holds, where the run is to be resumed."""
+def _compare(
+    config: RunConfig, identity: dict[str, Any]
+) -> tuple[ResumePoint | None, list[str], list[str]]:
+    """What the run's folder holds to be resumed, and errors and notes of a comparison with it."""
     run_dir = config.run_dir
     if held := lock_errors(run_dir):
-        return _Resumed(errors=tuple(held))
-    if not config.checkpoint.resume:
-        return _Resumed(identity=identity)
-    saved = read_saved_run(run_dir)
-    if saved is None:  # nothing to resume
-        return _Resumed(identity=identity)
-    before = saved.identity or {}
-    errors = (*resume_errors(before, identity), *step_errors(saved.step, config))
-    notes = []
+        return None, held, []
+    saved = find_resume_point(run_dir) if config.checkpoint.resume else None
+    if saved is None:
+        return None, [], []
+    before, notes = saved.identity or {}, []
     if not before:
         notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
     if changes := resume_changes(before, identity):
         notes.append(f"changed since the checkpoint: {', '.join(changes)}")
-    is_done = is_complete(saved, config)
-    if is_done:
+    if is_complete(saved, config):
         notes.append(
             f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
         )
-    return _Resumed(
-        errors=errors,
-        notes=tuple(notes),
-        identity=identity,
-        is_resumed=True,
-        is_complete=is_done,
-    )
+    return saved, [*resume_errors(before, identity), *step_errors(saved.step, config)], notes

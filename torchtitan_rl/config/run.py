@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
@@ -89,6 +90,19 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many groups may be in the buffer at once.
+
+        Raises:
+            ValueError: the schedule is not possible.
+        """
+        return derive_capacity(
+            groups_per_step=self.rollout.groups_per_step,
+            staleness=self.schedule.staleness,
+            window=self.schedule.window,
+        )
 
     @property
     def request_timeout_s(self) -> float:

@@ -23,7 +23,7 @@ IDENTITY = "identity"  # its key in the document of a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedRun:
+class ResumePoint:
     """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
 
     checkpoint: Path | None
@@ -32,7 +32,7 @@ class SavedRun:
     identity: dict[str, Any] | None
 
 
-def read_saved_run(run_dir: Path) -> SavedRun | None:
+def find_resume_point(run_dir: Path) -> ResumePoint | None:
     """None where there is nothing to resume. Changes nothing."""
     directory = CheckpointDirectory(run_dir / "checkpoints")
     launched = _read_identity(run_dir / IDENTITY_FILE)
@@ -41,7 +41,7 @@ def read_saved_run(run_dir: Path) -> SavedRun | None:
             document = read_document(directory.path(step)).get("extra") or {}
         except CheckpointError:  # it was removed or damaged just now
             continue
-        return SavedRun(
+        return ResumePoint(
             checkpoint=directory.path(step),
             step=step,
             evaluated_step=document.get("evaluated_step"),
@@ -49,7 +49,7 @@ def read_saved_run(run_dir: Path) -> SavedRun | None:
         )
     if launched is None:
         return None
-    return SavedRun(checkpoint=None, step=0, evaluated_step=None, identity=launched)
+    return ResumePoint(checkpoint=None, step=0, evaluated_step=None, identity=launched)
 
 
 def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def is_complete(saved: SavedRun, config: RunConfig) -> bool:
+def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
     """Whether nothing is left to do: all steps, the last evaluation, and the export."""
     if saved.checkpoint is None or saved.step < config.num_steps:
         return False

@@ -16,7 +16,7 @@ from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
 from torchtitan_rl.config.checks.paths import cannot_write, output_file_errors
 from torchtitan_rl.config.checks.rules import MAX_SECONDS, RULES, Bounds
 from torchtitan_rl.config.hf_model import read_policy_facts
-from torchtitan_rl.config.plan import ServingPlan, plan_serving
+from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -54,8 +54,8 @@ _BOUNDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedServe:
     config: ServeConfig
-    model_dir: Path
-    plan: ServingPlan
+    policy_dir: Path
+    plan: ProcessPlan
     keys: Keys
 
     def describe(self) -> str:
@@ -64,7 +64,7 @@ class PreparedServe:
         return "\n".join(
             [
                 pprint.pformat(self.config, width=100, sort_dicts=False),
-                f"model: {self.model_dir}",
+                f"model: {self.policy_dir}",
                 f"address: {host}, port {port or 'chosen at start'}; "
                 f"API key: {'set' if self.keys.api else 'none'}, "
                 f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
@@ -83,9 +83,9 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
     if "model" in wrong:
         raise ConfigError(list(wrong.values()))
-    model_dir = resolve_checkpoint(config.model, field="MODEL")
+    policy_dir = resolve_checkpoint(config.model, field="MODEL")
     try:
-        policy = read_policy_facts(model_dir)
+        policy = read_policy_facts(policy_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"MODEL is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
@@ -109,7 +109,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         raise ConfigError(errors)
     return PreparedServe(
         config=config,
-        model_dir=model_dir,
+        policy_dir=policy_dir,
         plan=plan_serving(
             config.generator,
             config.endpoint,

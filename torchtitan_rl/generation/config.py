@@ -8,13 +8,9 @@ from torchtitan_rl.generation.decision import KvPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorConfig:
-    """The replicas that generate: how many, how large, and when one counts as lost."""
+class EngineConfig:
+    """One vLLM engine and the loop that steps it."""
 
-    replicas: int = 2
-    """Number of vLLM engines. Each holds the whole policy."""
-    tensor_parallel: int = 1
-    """Ranks of each replica."""
     max_model_len: int = 512
     """Longest prompt plus completion, in tokens."""
     max_running_requests: int = 128
@@ -28,11 +24,23 @@ class GeneratorConfig:
     max_steps_per_decision: int = 4
     """Engine steps between two looks at the inbox. More steps cost fewer broadcasts between ranks;
     fewer steps admit new requests sooner."""
+    collective_timeout_s: float = 1800.0
+    """Seconds for one exchange between a replica's ranks."""
+    threads: int = 1
+    """OpenMP threads of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig(EngineConfig):
+    """The replicas that generate: how many, how large, and when one counts as lost."""
+
+    replicas: int = 2
+    """Number of vLLM engines. Each holds the whole policy."""
+    tensor_parallel: int = 1
+    """Ranks of each replica."""
     heartbeat_s: float = 60.0
     """Seconds after which an idle replica of several ranks exchanges an empty decision. Keep it
     well below ``collective_timeout_s``."""
-    collective_timeout_s: float = 1800.0
-    """Seconds for one exchange between a replica's ranks."""
     request_timeout_s: float | None = None
     """Seconds for one request, which is one turn. Default: ``rollout.rollout_timeout_s``, or an
     hour in ``serve``. Set it only where turns are much shorter than rollouts."""
@@ -40,8 +48,6 @@ class GeneratorConfig:
     """A replica with requests whose engine makes no progress for so many seconds is lost."""
     start_timeout_s: float = 300.0
     """Seconds for a replica's start, loading the model included."""
-    threads: int = 1
-    """OpenMP threads of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,51 +166,6 @@ class Tracer:
             logger.warning("the trace of %s has gaps: %s", self._process, error)
 
 
-class BusyStretches:
-    """Joins many short pieces of work (engine steps) into few spans: what follows within
-    ``max_gap_s`` belongs to the same stretch, and gaps stay visible as idle time.
-
-    One thread calls it. Stretches are cut at ``max_stretch_s``, so that a killed process loses no
-    more than that.
-    """
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        name: str,
-        *,
-        track: str = _MAIN_TRACK,
-        max_gap_s: float = 0.02,
-        max_stretch_s: float = 1.0,
-    ) -> None:
-        self._tracer = tracer
-        self._name = name
-        self._track = track
-        self._max_gap_ns = round(max_gap_s * 1e9)
-        self._max_stretch_ns = round(max_stretch_s * 1e9)
-        self._start_ns = self._end_ns = self._pieces = 0
-
-    def add(self, start_ns: int, end_ns: int) -> None:
-        """One piece of work, between two readings of ``time.perf_counter_ns()``."""
-        if not self._tracer.is_enabled:
-            return
-        is_apart = start_ns - self._end_ns > self._max_gap_ns
-        if self._pieces and (is_apart or end_ns - self._start_ns > self._max_stretch_ns):
-            self.flush()
-        if not self._pieces:
-            self._start_ns = start_ns
-        self._end_ns = end_ns
-        self._pieces += 1
-
-    def flush(self) -> None:
-        """Write the stretch so far; call it where the work pauses for long, and at the end."""
-        if self._pieces:
-            self._tracer.complete(
-                self._name, self._start_ns, self._end_ns, track=self._track, steps=self._pieces
-            )
-            self._pieces = 0
-
-
 def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     """Make one Chrome trace of all files in ``trace_dir``; returns its path, by default
     ``trace.json`` next to the folder. A line that a killed process or a full disk left unfinished

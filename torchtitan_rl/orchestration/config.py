@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,10 @@ class EvaluationConfig:
     """``shared`` keeps a replica on its version while it evaluates and also serves training;
     ``reserved`` uses the last replica for evaluation only."""
 
+    @property
+    def reserves_replica(self) -> bool:
+        return self.placement == "reserved" and self.num_problems > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -70,3 +80,30 @@ class CheckpointConfig:
     """Continue from the newest usable checkpoint in the run's folder."""
     export_hf: bool = True
     """Write the final policy as Hugging Face safetensors at the end of the run."""
+
+
+class ControllerConfig(Protocol):
+    """What the controller's loops read of a `RunConfig`."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def placement(self) -> Literal["separate", "colocated"]: ...
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def schedule(self) -> ScheduleConfig: ...
+    @property
+    def weight_sync(self) -> WeightSyncConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...

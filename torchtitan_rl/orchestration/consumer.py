@@ -13,11 +13,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
+from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.reconciliation import Reconciliation
@@ -35,20 +35,12 @@ class StopRequested(TorchtitanRLError):
     """The run stopped cleanly on request and can be resumed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumerSettings:
-    num_steps: int
-    checkpoint_every: int
-    max_empty_batches: int
-    step_timeout_s: float
-
-
 class Consumer:
     """Takes one batch after another until all steps are done."""
 
     def __init__(
         self,
-        settings: ConsumerSettings,
+        config: ControllerConfig,
         state: RunState,
         *,
         producer: Producer,
@@ -57,7 +49,7 @@ class Consumer:
         checkpointer: RunCheckpointer,
         reconciliation: Reconciliation,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._state = state
         self._parts = state.parts
         self._recorder = state.recorder
@@ -78,13 +70,13 @@ class Consumer:
             DivergedError, TrainerLostError: the trainer's state cannot be saved any more.
             GenerationError: no replica is left.
         """
-        state, num_steps = self._state, self._settings.num_steps
+        state, num_steps = self._state, self._config.num_steps
         self._times = _Times()
         while state.step < num_steps:
             await self._take_step(await self._next_batch())
             is_last = state.step == num_steps  # the controller saves after the last step
             if not is_last:
-                every = self._settings.checkpoint_every
+                every = self._config.checkpoint.every
                 self._is_save_due |= every > 0 and state.step % every == 0
             if self._is_save_due and self._devices.trainer_can_save:
                 self._is_save_due = False
@@ -154,7 +146,7 @@ class Consumer:
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
             # The trainer's own deadline comes first, with a better message.
-            limit_s = 2 * self._settings.step_timeout_s
+            limit_s = 2 * self._config.trainer.step_timeout_s
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return tokens, await self._parts.trainer.train_step(batch)
 
@@ -162,7 +154,7 @@ class Consumer:
         self._parts.router.require_live()
         self._empty_batches += 1
         self._recorder.say(f"step {step} has no token to train on; its weights stay")
-        if self._empty_batches >= self._settings.max_empty_batches:
+        if self._empty_batches >= self._config.schedule.max_empty_batches:
             raise TorchtitanRLError(
                 f"{self._empty_batches} steps in a row had no token to train on; see the endings "
                 "by status in metrics.jsonl and the causes in rollouts.jsonl"

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.errors import (
@@ -29,55 +28,42 @@ from torchtitan_rl.errors import (
     DivergedError,
     TrainerLostError,
 )
-from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
-from torchtitan_rl.orchestration.consumer import Consumer, ConsumerSettings, StopRequested
-from torchtitan_rl.orchestration.device_sharing import DeviceSharing, DuringStep
-from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
-from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
+from torchtitan_rl.orchestration.config import ControllerConfig
+from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
+from torchtitan_rl.orchestration.device_sharing import DeviceSharing, during_step
+from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.records import LedgerTotals
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
-from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
+from torchtitan_rl.orchestration.weight_feed import WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerSettings:
-    """Each loop's share of the configuration."""
-
-    capacity: Capacity
-    during_step: DuringStep
-    producer: ProducerSettings
-    consumer: ConsumerSettings
-    evaluation: EvaluationSettings
-    feed: FeedSettings
-    checkpoints_kept: int
-    max_checkpoint_failures: int
-    save_timeout_s: float  # for the trainer to end its step and save after another loop failed
-    report_wait_s: float
-    max_wait_s: float
 
 
 class Controller:
     """Runs the loops to the end, to a stop request or to an error."""
 
-    def __init__(self, settings: ControllerSettings, parts: Parts) -> None:
-        self._settings = settings
+    def __init__(
+        self, config: ControllerConfig, parts: Parts, *, surplus: int | None = None
+    ) -> None:
+        """``surplus``: see `Producer`."""
+        self._config = config
+        self._surplus = surplus
         self._parts = parts
-        self._state = state = RunState(settings.capacity, parts)
+        self._state = state = RunState(config.capacity, parts)
         self._checkpointer = RunCheckpointer(
             state,
-            keep=settings.checkpoints_kept,
-            max_failures=settings.max_checkpoint_failures,
+            keep=config.checkpoint.keep,
+            max_failures=config.checkpoint.max_failures,
         )
-        self._evaluator = Evaluator(settings.evaluation, state)
-        self._devices = DeviceSharing(settings.during_step, state)
+        self._evaluator = Evaluator(config, state)
+        self._devices = DeviceSharing(during_step(config), state)
         self._reconciliation = Reconciliation(state)
         self._feed = WeightFeed(
-            settings.feed, state, evaluator=self._evaluator, devices=self._devices
+            config.weight_sync, state, evaluator=self._evaluator, devices=self._devices
         )
 
     @property
@@ -119,7 +105,7 @@ class Controller:
                 handle = await self._parts.trainer.publish()
                 self._devices.release()
                 await self._feed.resume(handle)
-        producer = Producer(self._settings.producer, self._state, recorded=recorded)
+        producer = Producer(self._config, self._state, recorded=recorded, surplus=self._surplus)
         try:
             await self._run_loops(producer)
         finally:
@@ -147,7 +133,7 @@ class Controller:
     async def _train(self, producer: Producer) -> None:
         """All steps, then a checkpoint, whether they succeeded or not."""
         consumer = Consumer(
-            self._settings.consumer,
+            self._config,
             self._state,
             producer=producer,
             feed=self._feed,
@@ -177,7 +163,7 @@ class Controller:
 
     async def _wait_for_save(self, training: asyncio.Task[None]) -> None:
         """Another loop failed: let the trainer finish its step and save."""
-        timeout_s, say = self._settings.save_timeout_s, self._state.recorder.say
+        timeout_s, say = 2 * self._config.trainer.step_timeout_s, self._state.recorder.say
         await asyncio.wait({training}, timeout=timeout_s)
         if not training.done():
             say(f"no checkpoint: the trainer did not end its step and save in {timeout_s:.0f} s")
@@ -197,8 +183,8 @@ class Controller:
         return Watchdog(
             self._state.waits,
             num_changes=lambda: self._state.num_changes,
-            report_wait_s=self._settings.report_wait_s,
-            max_wait_s=self._settings.max_wait_s,
+            report_wait_s=self._config.schedule.report_wait_s,
+            max_wait_s=self._config.schedule.max_wait_s,
             activities=self._parts.rollouter.activities,
             say=self._state.recorder.say,
             notes=lambda: [describe_replicas(router.states(), router.outstanding_tokens())],

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
-from torchtitan_rl.orchestration.config import ScheduleConfig
+from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.run_state import RunState
 
 
@@ -32,9 +32,10 @@ class DuringStep(StrEnum):
     ASLEEP = "asleep"
 
 
-def during_step(schedule: ScheduleConfig, *, is_colocated: bool) -> DuringStep:
+def during_step(config: ControllerConfig) -> DuringStep:
     """Replicas on shared devices always sleep, whatever ``schedule.in_flight`` says."""
-    return DuringStep.ASLEEP if is_colocated else DuringStep(schedule.in_flight)
+    is_colocated = config.placement == "colocated"
+    return DuringStep.ASLEEP if is_colocated else DuringStep(config.schedule.in_flight)
 
 
 class DeviceSharing:

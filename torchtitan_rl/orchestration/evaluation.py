@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
@@ -19,23 +19,12 @@ from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.types import RolloutGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
-    """``every`` counts steps; 0 evaluates only before the first and after the last."""
-
-    every: int
-    num_steps: int
-    samples: int
-    temperature: float
-    seed: int
-    success_reward: float
-
-
 class Evaluator:
     """Runs evaluations in the background, one after another."""
 
-    def __init__(self, settings: EvaluationSettings, state: RunState) -> None:
-        self._settings = settings
+    def __init__(self, config: ControllerConfig, state: RunState) -> None:
+        self._config = config
+        self._success_reward = config.task.success_reward()
         self._state = state
         self._problems = tuple(state.parts.evaluation_problems)
         self._running: asyncio.Task[None] | None = None
@@ -43,8 +32,8 @@ class Evaluator:
     def is_due(self, step: int) -> bool:
         if not self._problems or self._state.evaluated_step == step:
             return False
-        every = self._settings.every
-        return step in (0, self._settings.num_steps) or (every > 0 and step % every == 0)
+        every = self._config.evaluation.every
+        return step in (0, self._config.num_steps) or (every > 0 and step % every == 0)
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +91,7 @@ class Evaluator:
                 version=pin.version,
                 groups=groups,
                 seconds=time.monotonic() - started_s,
-                success_reward=self._settings.success_reward,
+                success_reward=self._success_reward,
             )
         )
         self._state.evaluated_step = step
@@ -115,9 +104,9 @@ class Evaluator:
                     self._state.parts.rollouter.run_group(
                         f"validation/{problem.problem_id}",
                         problem,
-                        size=self._settings.samples,
-                        seed=self._settings.seed,
-                        temperature=self._settings.temperature,
+                        size=self._config.evaluation.samples_per_problem,
+                        seed=self._config.seed,
+                        temperature=self._config.evaluation.temperature,
                         generate=pin.generate,
                         active_time=pin.active_time,
                     )

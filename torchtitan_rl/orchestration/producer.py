@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
@@ -23,27 +22,28 @@ from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.types import Problem, RolloutGroup, Turn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerSettings:
-    """``num_groups`` are trained in the whole run; ``surplus`` more may be started at its end."""
-
-    num_groups: int
-    surplus: int
-    group_size: int
-    temperature: float
-    seed: int
-    zero_variance: Literal["train", "skip", "resample"]
-    max_resamples: int
-    max_skipped: int  # groups in a row
-
-
 class Producer:
-    """One task for each live group; the consumer calls `restart`."""
+    """One task for each live group; the consumer calls `restart`.
+
+    At the end of the run it starts ``surplus`` groups more than are trained: by default those that
+    a synchronous step starts and restarts.
+    """
 
     def __init__(
-        self, settings: ProducerSettings, state: RunState, *, recorded: RecordedGroups
+        self,
+        config: ControllerConfig,
+        state: RunState,
+        *,
+        recorded: RecordedGroups,
+        surplus: int | None = None,
     ) -> None:
-        self._settings = settings
+        self._config = config
+        self._num_groups = config.num_steps * config.rollout.groups_per_step
+        if surplus is None:
+            capacity = config.capacity
+            excess = capacity.buffer - capacity.groups_per_step
+            surplus = 0 if capacity.staleness else excess
+        self._surplus = surplus
         self._state = state
         self._parts = state.parts
         self._buffer = state.buffer
@@ -103,13 +103,12 @@ class Producer:
                 self._launch(entry, after=old)
 
     def _may_admit(self) -> bool:
-        buffer, settings = self._buffer, self._settings
-        wanted = settings.num_groups + settings.surplus
+        buffer, wanted = self._buffer, self._num_groups + self._surplus
         return buffer.has_room and not self._is_over() and buffer.trained + len(buffer) < wanted
 
     def _is_over(self) -> bool:
         """Every group that the run trains has been trained."""
-        return self._buffer.trained >= self._settings.num_groups
+        return self._buffer.trained >= self._num_groups
 
     def _admit_next(self) -> None:
         dataset = self._parts.dataset
@@ -160,9 +159,9 @@ class Producer:
         group = await self._parts.rollouter.run_group(
             entry.group_id,
             entry.problem,
-            size=self._settings.group_size,
-            seed=self._settings.seed,
-            temperature=self._settings.temperature,
+            size=self._config.rollout.group_size,
+            seed=self._config.seed,
+            temperature=self._config.rollout.sampling.temperature,
             attempt=entry.resamples,
             min_version=version,
             recorded=self._take_recorded(entry),
@@ -176,10 +175,10 @@ class Producer:
 
     def _sort(self, entry: Entry, group: RolloutGroup) -> None:
         """Keep the group for a batch, skip it or resample it."""
-        settings = self._settings
-        is_resampled = settings.zero_variance == "resample"
-        is_last_try = is_resampled and entry.resamples >= settings.max_resamples
-        if settings.zero_variance == "train" or is_last_try or _has_signal(group):
+        schedule = self._config.schedule
+        is_resampled = schedule.zero_variance == "resample"
+        is_last_try = is_resampled and entry.resamples >= schedule.max_resamples
+        if schedule.zero_variance == "train" or is_last_try or _has_signal(group):
             self._skipped_in_a_row = 0
             self._buffer.finish(group)
             return
@@ -190,7 +189,8 @@ class Producer:
             self._admit(entry.group_id, entry.problem, resamples=entry.resamples + 1)
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= settings.max_skipped:
+        most = schedule.max_empty_batches * self._config.rollout.groups_per_step
+        if self._skipped_in_a_row >= most:
             raise TorchtitanRLError(
                 f"{self._skipped_in_a_row} groups in a row had rewards that do not differ, and "
                 "schedule.zero_variance is skip: the problems are all solved or all too hard; see "

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport
+from torchtitan_rl.routing.weight_sync import SyncReport
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.handle import WeightHandle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedSettings:
-    mode: SyncMode
-    order: SyncOrder
-    lag_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +30,13 @@ class WeightFeed:
 
     def __init__(
         self,
-        settings: FeedSettings,
+        config: WeightSyncConfig,
         state: RunState,
         *,
         evaluator: Evaluator,
         devices: DeviceSharing,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._state = state
         self._evaluator = evaluator
         self._devices = devices
@@ -139,14 +133,14 @@ class WeightFeed:
 
     async def _sync(self, handle: WeightHandle) -> SyncReport:
         # On shared devices a lagging replica would be put to sleep with half-pulled weights.
-        lag_timeout_s = None if self._devices.devices_are_shared else self._settings.lag_timeout_s
+        lag_timeout_s = None if self._devices.devices_are_shared else self._config.lag_timeout_s
         waiting = f"version {handle.version} waits for the replicas to pull it"
         with self._state.recorder.phase("sync"), self._state.waits.track(waiting):
             async with self._devices.to_replicas():
                 report = await self._state.parts.router.sync_weights(
                     handle,
-                    mode=self._settings.mode,
-                    order=self._settings.order,
+                    mode=self._config.mode,
+                    order=self._config.order,
                     lag_timeout_s=lag_timeout_s,
                 )
         for name in sorted(set(report.lost) - self._lost_replicas):

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
+HEADROOM_BYTES = 16 << 20  # of it: other programs use it too
 
 _PREFIX = "torchtitan-rl-"
 _FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")

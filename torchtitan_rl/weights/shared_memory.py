@@ -24,6 +24,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
 from torchtitan_rl.weights.leftovers import (
+    HEADROOM_BYTES,
     SHARED_MEMORY_ROOT,
     FolderGuard,
     folder_name,
@@ -32,8 +33,6 @@ from torchtitan_rl.weights.leftovers import (
 )
 from torchtitan_rl.weights.published import given_up
 from torchtitan_rl.weights.segment import Segment
-
-_HEADROOM_BYTES = 16 << 20  # other programs use the shared-memory file system too
 
 
 class SharedMemoryPublisher:
@@ -163,7 +162,7 @@ def _refusal(root: Path, num_bytes: int) -> str | None:
     """Why ``root`` cannot take ``num_bytes``, or None."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        room = shutil.disk_usage(root).free - _HEADROOM_BYTES
+        room = shutil.disk_usage(root).free - HEADROOM_BYTES
     except OSError as error:
         return f"{root}: {error.strerror}"
     if num_bytes > room:

@@ -5,33 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.simulated_parts import Memory
-from tests.support.simulation import Plan, Simulation
+from tests.support.simulation import Plan, Simulation, run_config
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.audit.audit_run import audit
 from torchtitan_rl.commands import cli
+from torchtitan_rl.config.checks.resume import run_identity
+from torchtitan_rl.config.run import MetricsConfig
+from torchtitan_rl.config.run_folder import write_identity
 from torchtitan_rl.config.run_lock import hold_run
-from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.observability.sinks import MetricsLog
-from torchtitan_rl.observability.step_metrics import (
-    account_metrics,
-    evaluation_metrics,
-    step_metrics,
-)
+from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import _line, read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
+from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.orchestration.recovery import GROUPS, choose_checkpoint
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
@@ -54,45 +51,23 @@ PLAN = Plan(
     train_s=1.0,
     chance=2,
 )
-IDENTITY = {
-    "num_steps": 4,
-    "schedule.staleness": 1,
-    "rollout.groups_per_step": 2,
-    "rollout.group_size": 2,
-    "checkpoint.export_hf": True,
-}
-
-
-class Files(Memory):
-    """A recorder that writes what `RunRecorder` does, and ends the run at a step."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        super().__init__()
-        self._metrics = MetricsLog(run_dir, tensorboard=False, resume_step=resume_step)
-        self._rollouts = RolloutLog(
-            run_dir / "rollouts.jsonl", per_step=4, seed=0, resume_step=resume_step
-        )
-        self.on_step: Callable[[int], None] = lambda step: None
-
-    def record_step(self, record: StepRecord) -> None:
-        super().record_step(record)
-        metrics = step_metrics(replace(record, trainer={"loss": 0.5}))
-        self._metrics.record(record.step, record.version, metrics)
-        self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
-        self.on_step(record.step)
-
-    def record_evaluation(self, record: EvaluationRecord) -> None:
-        super().record_evaluation(record)
-        self._metrics.record(record.step, record.version, evaluation_metrics(record))
-        self._rollouts.record(record.step, record.version, record.groups, Split.EVALUATION)
-
-    def record_account(self, record: AccountRecord) -> None:
-        super().record_account(record)
-        self._metrics.record(record.step, record.version, account_metrics(record))
+POLICY = Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy"
+Row = dict[str, Any]
+Damage = Callable[[Path], None]
 
 
 class Killed(BaseException):
     """The process ends here."""
+
+
+class Recorder(RunRecorder):
+    """Ends the run at a step."""
+
+    on_step: Callable[[int], None]
+
+    def record_step(self, record: StepRecord) -> None:
+        super().record_step(replace(record, trainer={"loss": 0.5}))
+        self.on_step(record.step)
 
 
 def live(
@@ -108,6 +83,13 @@ def live(
 
     Returns where the files are at that moment: a kill after ``kill_after`` leaves a copy.
     """
+    config = replace(
+        run_config(plan),
+        output_dir=run_dir.parent,
+        name=run_dir.name,
+        metrics=MetricsConfig(tensorboard=False, trace=False, progress="none"),
+    )
+    write_identity(run_dir, run_identity(config, POLICY))
 
     async def run() -> Path:
         found = None
@@ -116,7 +98,7 @@ def live(
                 CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
             )
             assert found.passed_over == ()
-        recorder = Files(run_dir, found.step if found is not None else None)
+        recorder = Recorder(config, resume_step=found.step if found is not None else None)
         simulation = Simulation(plan, run_dir, recorder=recorder)
         task = asyncio.create_task(simulation.controller.run(resume_from=found))
 
@@ -153,23 +135,14 @@ def live(
     return left
 
 
-def begun(run_dir: Path) -> Path:
-    (run_dir / "identity.json").write_text(json.dumps(IDENTITY))
-    return run_dir
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = begun(tmp_path_factory.mktemp("whole"))
-    live(run_dir, PLAN)
-    return run_dir
+    return live(tmp_path_factory.mktemp("whole"), PLAN)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = begun(tmp_path_factory.mktemp("stopped"))
-    live(run_dir, PLAN, stop_at=3)
-    return run_dir
+    return live(tmp_path_factory.mktemp("stopped"), PLAN, stop_at=3)
 
 
 Audited = Callable[[Path], tuple[int, str, str]]
@@ -210,7 +183,6 @@ def test_a_whole_run_adds_up_with_a_line_for_each_check(whole: Path, audited: Au
 def test_a_run_that_was_stopped_and_one_that_was_killed_and_both_resumed_add_up(
     tmp_path: Path, audited: Audited
 ) -> None:
-    begun(tmp_path)
     live(tmp_path, PLAN, stop_at=1)
     assert audited(tmp_path)[0] == 0
     live(tmp_path, PLAN, resume=True, kill_at=3)
@@ -232,9 +204,7 @@ def test_a_run_that_was_stopped_and_one_that_was_killed_and_both_resumed_add_up(
 def test_runs_of_all_kinds_add_up(
     tmp_path: Path, audited: Audited, changes: dict[str, Any], chance: int
 ) -> None:
-    plan = Plan(**{**vars(PLAN), **changes, "chance": chance})
-    identity = IDENTITY | {"schedule.staleness": plan.staleness}
-    (tmp_path / "identity.json").write_text(json.dumps(identity))
+    plan = replace(PLAN, **changes, chance=chance)
     live(tmp_path, plan, stop_at=2)
     assert audited(tmp_path)[::2] == (0, "")
     live(tmp_path, plan, resume=True)
@@ -246,19 +216,17 @@ def test_a_run_that_is_killed_at_any_moments_adds_up_after_each_and_in_the_end(
     tmp_path: Path, audited: Audited, seed: int
 ) -> None:
     chance = random.Random(seed)
-    changes = {
-        "staleness": seed % 3,
-        "checkpoint_every": chance.choice([0, 1, 2]),
-        "zero_variance": chance.choice(["train", "resample"]),
-        "reward_levels": 2,
-        "env_fails": 0.1,
-        "chance": seed,
-    }
-    plan = Plan(**{**vars(PLAN), **changes})
+    plan = replace(
+        PLAN,
+        staleness=seed % 3,
+        checkpoint_every=chance.choice([0, 1, 2]),
+        zero_variance=chance.choice(["train", "resample"]),
+        reward_levels=2,
+        env_fails=0.1,
+        chance=seed,
+    )
     run_dir = tmp_path / "0"
     run_dir.mkdir()
-    identity = IDENTITY | {"schedule.staleness": plan.staleness}
-    (run_dir / "identity.json").write_text(json.dumps(identity))
     for _ in range(4):
         left = live(run_dir, plan, resume=True, kill_after=chance.uniform(1.0, 40.0))
         if left == run_dir:
@@ -272,57 +240,39 @@ def test_a_run_that_is_killed_at_any_moments_adds_up_after_each_and_in_the_end(
     assert "metrics: steps: ok (4 steps)" in out
 
 
-def assert_found(violation: str, result: tuple[int, str, str]) -> None:
-    code, _, err = result
-    assert code == 1
-    assert violation in err
+def lines(name: str, change: Callable[[list[Row]], object]) -> Damage:
+    """``change`` of the rows of a file."""
+
+    def damage(run_dir: Path) -> None:
+        rows = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        change(rows)
+        (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return damage
 
 
-def copied(source: Path, target: Path) -> Path:
-    subprocess.run(["cp", "-r", f"{source}/.", target], check=True)
-    return target
+def metrics(step: int, **changed: float) -> Damage:
+    """New values in the row of a step; ``__`` stands for the slash."""
+    names = {name.replace("__", "/"): value for name, value in changed.items()}
+    return lines("metrics.jsonl", lambda rows: row_of(rows, step).update(names))
 
 
-def change_rows(run_dir: Path, name: str, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    path = run_dir / name
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    change(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def one_more(step: int, name: str, number: int = 1) -> Damage:
+    def change(rows: list[Row]) -> None:
+        row_of(rows, step)[name] += number
+
+    return lines("metrics.jsonl", change)
 
 
-def row_of(rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
+def row_of(rows: list[Row], step: int) -> Row:
     return next(row for row in rows if row["step"] == step and "time/step_s" in row)
 
 
-def set_metric(step: int, **fields: float) -> Callable[[list[dict[str, Any]]], None]:
-    def change(rows: list[dict[str, Any]]) -> None:
-        for name, value in fields.items():
-            row_of(rows, step)[name.replace("__", "/")] = value
-
-    return change
-
-
-def add(step: int, name: str, number: int) -> Callable[[list[dict[str, Any]]], None]:
-    def change(rows: list[dict[str, Any]]) -> None:
-        row_of(rows, step)[name] += number
-
-    return change
-
-
-def without_step_2(rows: list[dict[str, Any]]) -> None:
-    rows.remove(row_of(rows, 2))
-
-
-def step_2_twice(rows: list[dict[str, Any]]) -> None:
+def step_2_twice(rows: list[Row]) -> None:
     rows.insert(rows.index(row_of(rows, 2)), dict(row_of(rows, 2)))
 
 
-def validated_twice(rows: list[dict[str, Any]]) -> None:
-    one = next(row for row in rows if "evaluation/reward_mean" in row)
-    rows.insert(1, {key: value for key, value in one.items() if not key.startswith("time/step")})
-
-
-def less_trained(rows: list[dict[str, Any]]) -> None:
+def less_trained(rows: list[Row]) -> None:
     """It adds up in its row, and falls."""
     row, before = row_of(rows, 3), row_of(rows, 2)
     lost = row["total/tokens_trained"] - before["total/tokens_trained"] + 1
@@ -330,222 +280,218 @@ def less_trained(rows: list[dict[str, Any]]) -> None:
     row["total/tokens_buffered"] += lost
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (without_step_2, "step 3 comes after step 1"),
-        (step_2_twice, "step 2 comes after step 2"),
-        (set_metric(3, version=1), "version 1 comes after version 2"),
-        (set_metric(3, version=4), "version 4"),
-        (add(2, "total/tokens_generated", 1), "tokens generated, but"),
-        (add(2, "total/groups_admitted", 1), "groups admitted, but"),
-        (add(2, "tokens/generated", 1), "of which"),
-        (add(2, "train/groups", 1), "a batch of 3"),
-        (add(2, "train/rollouts", 1), "5.0 rollouts of 2.0 groups of 2"),
-        (set_metric(2, policy__staleness_max=2.0), "tokens 2.0 versions old"),
-        (set_metric(2, account__unaccounted_tokens=3), "3 tokens were sampled and are in no"),
-        (add(2, "buffer/finished", 100), "groups in a buffer of"),
-        (less_trained, "tokens_trained falls from"),
-        (validated_twice, "step 0 is validated again"),
-        (lambda rows: rows.append({"step": "x"}), "no step, or no version"),
-    ],
-)
-def test_a_fault_in_the_metrics_is_found(
-    whole: Path, tmp_path: Path, audited: Audited, change: Any, said: str
-) -> None:
-    change_rows(copied(whole, tmp_path), "metrics.jsonl", change)
-    assert_found(said, audited(tmp_path))
+def rollouts(change: Callable[[list[Row]], object]) -> Damage:
+    return lines("rollouts.jsonl", change)
 
 
-def longer(rows: list[dict[str, Any]]) -> None:
-    rows[-1]["turns"][0]["logprobs"].append(0.0)
+def rollout(split: str, **fields: Any) -> Damage:
+    """New values in the last rollout of a split."""
+    return rollouts(lambda rows: [r for r in rows if r["split"] == split][-1].update(fields))
 
 
-def changed_row(**fields: Any) -> Callable[[list[dict[str, Any]]], None]:
-    def change(rows: list[dict[str, Any]]) -> None:
-        row = next(row for row in rows if row["split"] == "train")
-        row.update(fields)
-
-    return change
-
-
-def versions(split: str, version: int) -> Callable[[list[dict[str, Any]]], None]:
-    def change(rows: list[dict[str, Any]]) -> None:
-        row = [row for row in rows if row["split"] == split][-1]
-        turn = row["turns"][0]
+def versions(split: str, version: int) -> Damage:
+    def change(rows: list[Row]) -> None:
+        turn = [row for row in rows if row["split"] == split][-1]["turns"][0]
         turn["versions"] = [version] * len(turn["token_ids"])
 
-    return change
+    return rollouts(change)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda rows: rows.append(dict(rows[-1])), "is there twice"),
-        (longer, "logprobs and"),
-        (changed_row(reward=None), "status completed with reward None"),
-        (changed_row(status="env_error"), "status env_error with reward"),
-        (changed_row(status="exploded"), "status exploded"),
-        (changed_row(step=99), "step 99 is in no row of the metrics"),
-        (versions("train", 0), "schedule.staleness is 1"),
-        (versions("train", 77), "tokens of version 77"),
-        (versions("evaluation", 1), "not 4 alone"),
-    ],
-)
-def test_a_fault_in_the_rollouts_is_found(
-    whole: Path, tmp_path: Path, audited: Audited, change: Any, said: str
-) -> None:
-    change_rows(copied(whole, tmp_path), "rollouts.jsonl", change)
-    assert_found(said, audited(tmp_path))
+CHECKPOINT = "checkpoints/step-000003"
+GROUPS_FILE = f"{CHECKPOINT}/attachments/{GROUPS}"
+JOURNAL = "journal/step-000003.jsonl"
 
 
-def changed_document(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    document = read_document(path)
-    change(document)
-    seal(path, document)
+def document(change: Callable[[Row], object] = lambda document: None) -> Damage:
+    """``change`` of a checkpoint's document, which is sealed again."""
 
-
-def document(**fields: Any) -> Callable[[Path], None]:
-    return lambda path: changed_document(path, lambda found: found.update(fields))
-
-
-def counted(name: str, number: int) -> Callable[[Path], None]:
-    def change(found: dict[str, Any]) -> None:
-        found[name] += number
-        found["ledger"][f"groups_{name}"] += number
-
-    return lambda path: changed_document(path, change)
-
-
-def ledger(name: str, number: int) -> Callable[[Path], None]:
-    def change(found: dict[str, Any]) -> None:
-        found["ledger"][name] += number
-
-    return lambda path: changed_document(path, change)
-
-
-def groups(change: Callable[[list[dict[str, Any]]], None]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        file = path / "attachments" / GROUPS
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        change(rows)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        changed_document(path, lambda found: None)
+    def damage(run_dir: Path) -> None:
+        found = read_document(run_dir / CHECKPOINT)
+        change(found)
+        seal(run_dir / CHECKPOINT, found)
 
     return damage
 
 
-def recorded(rows: list[dict[str, Any]]) -> Any:
-    return next(one for row in rows for one in row["rollouts"] if one["turns"])
+def groups(change: Callable[[list[Row]], object]) -> Damage:
+    def damage(run_dir: Path) -> None:
+        lines(GROUPS_FILE, change)(run_dir)
+        document()(run_dir)
+
+    return damage
 
 
-def of_another_turn(rows: list[dict[str, Any]]) -> None:
-    recorded(rows)["turns"][0]["completion"]["request_id"] = "e9/p9/r0/t0"
+def completion(**fields: Any) -> Damage:
+    """New values in a completion of an unfinished rollout."""
+
+    def change(rows: list[Row]) -> None:
+        rollout = next(one for row in rows for one in row["rollouts"] if one["turns"])
+        rollout["turns"][0]["completion"].update(fields)
+
+    return groups(change)
 
 
-def of_a_later_version(rows: list[dict[str, Any]]) -> None:
-    recorded(rows)["turns"][0]["completion"]["version_runs"] = [[0, 9]]
+def trained_once_more(found: Row) -> None:
+    found["trained"] += 1
+    found["ledger"]["groups_trained"] += 1
 
 
-def without_logprobs(rows: list[dict[str, Any]]) -> None:
-    recorded(rows)["turns"][0]["completion"]["logprobs"] = [0.5]
+def journal(*turns: Row, **header: Any) -> Damage:
+    """Turns behind the others, and new values in the first line."""
+
+    def damage(run_dir: Path) -> None:
+        found = list(read_lines(run_dir / JOURNAL))
+        found[0] |= header
+        (run_dir / JOURNAL).write_bytes(b"".join(_line(row) for row in [*found, *turns]))
+
+    return damage
+
+
+def a_turn(rollout_id: str = "e0/p0/r0", index: int = 0, version: int = 0) -> Row:
+    completion = {"version_runs": [[0, version]], "token_ids": "AQAAAA=="}
+    return {
+        "rollout_id": rollout_id,
+        "index": index,
+        "turn": {"completion": completion},
+        "env_state": None,
+    }
+
+
+def a_turn_of_a_finished_group(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / GROUPS_FILE).read_text().splitlines()]
+    name = next(row["group_id"] for row in rows if row["group"] is not None)
+    journal(a_turn(f"{name}/r0"))(run_dir)
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (document(step=7), "the document is of step 7"),
-        (document(version=2), "version 2; 3 in the row of step 3"),
-        (document(admitted=99), "99 groups admitted, but"),
-        (counted("trained", 1), "groups"),
-        (ledger("generated", 1), "LedgerError"),
+        (lines("metrics.jsonl", lambda rows: rows.remove(row_of(rows, 2))), "comes after step 1"),
+        (lines("metrics.jsonl", step_2_twice), "step 2 comes after step 2"),
+        (metrics(3, version=1), "version 1 comes after version 2"),
+        (metrics(3, version=4), "version 4"),
+        (one_more(2, "total/tokens_generated"), "tokens generated, but"),
+        (one_more(2, "total/groups_admitted"), "groups admitted, but"),
+        (one_more(2, "tokens/generated"), "of which"),
+        (one_more(2, "train/groups"), "a batch of 3"),
+        (one_more(2, "train/rollouts"), "5.0 rollouts of 2.0 groups of 2"),
+        (metrics(2, policy__staleness_max=2.0), "tokens 2.0 versions old"),
+        (metrics(2, account__unaccounted_tokens=3), "3 tokens were sampled and are in no"),
+        (one_more(2, "buffer/finished", 100), "groups in a buffer of"),
+        (lines("metrics.jsonl", less_trained), "tokens_trained falls from"),
+        (lines("metrics.jsonl", lambda rows: rows.insert(1, rows[0])), "step 0 is validated again"),
+        (lines("metrics.jsonl", lambda rows: rows.append({"step": "x"})), "no step, or no version"),
+        (lines("metrics.jsonl", lambda rows: rows.remove(row_of(rows, 3))), "no row of step 3"),
+        (rollouts(lambda rows: rows.append(dict(rows[-1]))), "is there twice"),
+        (rollouts(lambda rows: rows[-1]["turns"][0]["logprobs"].append(0.0)), "logprobs and"),
+        (rollout("train", reward=None), "status completed with reward None"),
+        (rollout("train", status="env_error"), "status env_error with reward"),
+        (rollout("train", status="exploded"), "status exploded"),
+        (rollout("train", step=99), "step 99 is in no row of the metrics"),
+        (versions("train", 0), "schedule.staleness is 1"),
+        (versions("train", 77), "tokens of version 77"),
+        (versions("evaluation", 1), "not 2 alone"),
+        (document(lambda found: found.update(step=7)), "the document is of step 7"),
+        (document(lambda found: found.update(version=2)), "version 2; 3 in the row of step 3"),
+        (document(lambda found: found.update(admitted=99)), "99 groups admitted, but"),
+        (document(trained_once_more), "8 groups admitted, but 7 trained"),
+        (document(lambda found: found["ledger"].update(generated=1)), "LedgerError"),
         (groups(lambda rows: rows.append(rows[0])), "groups that are there twice"),
         (groups(lambda rows: rows.pop()), "in the ledger or in the buffer only"),
         (groups(lambda rows: rows[0].update(admitted_version=0)), "was admitted at version 0"),
         (groups(lambda rows: rows[0].update(admitted_version=9)), "was admitted at version 9"),
-        (groups(of_another_turn), "turn 0 is request e9/p9/r0/t0"),
-        (groups(of_a_later_version), "tokens of versions [9]"),
-        (groups(without_logprobs), "1 logprobs"),
-        (lambda path: (path / MARKER).unlink(), "is not complete"),
-        (lambda path: (path / "weights.json").write_text("[0, 99999]"), "weights.json"),
-    ],
-)
-def test_a_fault_in_a_checkpoint_is_found(
-    stopped: Path, tmp_path: Path, audited: Audited, damage: Any, said: str
-) -> None:
-    run_dir = copied(stopped, tmp_path)
-    damage(run_dir / "checkpoints" / "step-000003")
-    assert_found(said, audited(run_dir))
-
-
-def test_a_checkpoint_without_the_rows_before_it_is_found(
-    stopped: Path, tmp_path: Path, audited: Audited
-) -> None:
-    run_dir = copied(stopped, tmp_path)
-    change_rows(run_dir, "metrics.jsonl", lambda rows: rows.remove(row_of(rows, 3)))
-    assert_found("there is no row of step 3", audited(run_dir))
-
-
-def a_turn(**fields: Any) -> dict[str, Any]:
-    completion = {"version_runs": [[0, 0]], "token_ids": "AQAAAA=="}
-    turn = {"completion": completion}
-    return {"rollout_id": "e0/p0/r0", "index": 0, "turn": turn, "env_state": None} | fields
-
-
-def of_version(version: int) -> dict[str, Any]:
-    return {"completion": {"version_runs": [[0, version]], "token_ids": "AQAAAA=="}}
-
-
-def journal(*rows: Mapping[str, Any], **header: Any) -> Callable[[Path], None]:
-    def damage(run_dir: Path) -> None:
-        path = run_dir / "journal" / "step-000003.jsonl"
-        found = list(read_lines(path))
-        found[0] |= header
-        path.write_bytes(b"".join(_line(row) for row in [*found, *rows]))
-
-    return damage
-
-
-def finished_group(run_dir: Path) -> None:
-    file = run_dir / "checkpoints" / "step-000003" / "attachments" / GROUPS
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    name = next(row["group_id"] for row in rows if row["group"] is not None)
-    journal(a_turn(rollout_id=f"{name}/r0"))(run_dir)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (finished_group, "which its checkpoint holds as finished"),
-        (journal(a_turn(turn=of_version(9))), "tokens of a version after 3"),
+        (completion(request_id="e9/p9/r0/t0"), "turn 0 is request e9/p9/r0/t0"),
+        (completion(version_runs=[[0, 9]]), "tokens of versions [9]"),
+        (completion(logprobs=[0.5]), "1 logprobs"),
+        (lambda run_dir: (run_dir / CHECKPOINT / MARKER).unlink(), "is not complete"),
+        (lambda run_dir: (run_dir / CHECKPOINT / "weights.json").write_text("[0]"), "weights.json"),
+        (a_turn_of_a_finished_group, "which its checkpoint holds as finished"),
+        (journal(a_turn(version=9)), "tokens of a version after 3"),
         (journal(version=1), "begun at version 1; its checkpoint has version 3"),
-        (journal(a_turn(rollout_id="e7/p7/r0"), a_turn(rollout_id="e7/p7/r0", index=2)), "turn 2"),
-        (
-            lambda run_dir: (run_dir / "journal" / "step-000003.jsonl").write_bytes(b"0 {}\n1\n"),
-            "damaged",
-        ),
+        (journal(a_turn("e7/p7/r0"), a_turn("e7/p7/r0", index=2)), "turn 2"),
+        (lambda run_dir: (run_dir / JOURNAL).write_bytes(b"0 {}\n1\n"), "damaged"),
     ],
 )
-def test_a_fault_in_a_journal_is_found(
-    stopped: Path, tmp_path: Path, audited: Audited, damage: Any, said: str
+def test_a_fault_is_found(
+    stopped: Path, tmp_path: Path, audited: Audited, damage: Damage, said: str
 ) -> None:
-    run_dir = copied(stopped, tmp_path)
-    damage(run_dir)
-    assert_found(said, audited(run_dir))
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path)
+    code, _, err = audited(tmp_path)
+    assert code == 1
+    assert said in err
+
+
+def violations(run_dir: Path) -> list[str]:
+    return [violation for check in audit(run_dir) for violation in check.violations]
+
+
+COUNTED = re.compile(
+    r"step|version|total/.+|tokens/(generated|trained|discarded)|train/(groups|rollouts)|"
+    r"account/unaccounted_tokens"
+)
+
+
+@pytest.mark.parametrize("number", [-1, 1])
+def test_every_number_of_the_account_is_checked(stopped: Path, tmp_path: Path, number: int) -> None:
+    """Each is off by one, alone."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    unnoticed = []
+    for row in rows[1:]:
+        for name in filter(COUNTED.fullmatch, list(row)):
+            row[name] += number
+            file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+            row[name] -= number
+            if not violations(tmp_path):
+                unnoticed.append((row["step"], name))
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("number", [-1, 1])
+def test_every_number_in_the_document_of_a_checkpoint_is_checked(
+    stopped: Path, tmp_path: Path, number: int
+) -> None:
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    sound = read_document(tmp_path / CHECKPOINT)
+    unnoticed = []
+    for part in (sound, sound["ledger"], sound["ledger"]["tokens_of"]):
+        for name in [name for name, value in part.items() if isinstance(value, int)]:
+            part[name] += number
+            seal(tmp_path / CHECKPOINT, sound)
+            part[name] -= number
+            if not violations(tmp_path):
+                unnoticed.append(name)
+    assert unnoticed == ["journal_mark"]  # a place in a file
+
+
+def test_every_file_that_is_missing_is_found(stopped: Path, tmp_path: Path) -> None:
+    unnoticed = []
+    for file in [str(path.relative_to(stopped)) for path in stopped.rglob("*") if path.is_file()]:
+        run_dir = tmp_path / file.replace("/", "-")
+        shutil.copytree(stopped, run_dir)
+        (run_dir / file).unlink()
+        if not violations(run_dir):
+            unnoticed.append(file)
+    # Those that an older run, or one whose disk was full, does not have.
+    may_be_missing = re.compile(r"identity\.json|rollouts\.jsonl|journal/.*")
+    assert [file for file in unnoticed if not may_be_missing.fullmatch(file)] == []
 
 
 def test_a_finished_run_without_its_policy_is_found(
     whole: Path, tmp_path: Path, audited: Audited
 ) -> None:
-    run_dir = copied(whole, tmp_path)
-    (run_dir / "policy" / "model.safetensors").unlink()
-    assert_found("holds no policy: resume the run to export it", audited(run_dir))
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    assert "holds no policy: resume the run to export it" in audited(tmp_path)[2]
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint_and_no_fault(
     whole: Path, tmp_path: Path, audited: Audited
 ) -> None:
-    run_dir = copied(whole, tmp_path)
+    run_dir = tmp_path
+    shutil.copytree(whole, run_dir, dirs_exist_ok=True)
     temporary_path(run_dir / "checkpoints" / "step-000009").mkdir()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step":5,"ver')
@@ -576,7 +522,8 @@ def test_an_audit_imports_no_framework() -> None:
 def test_a_run_that_is_going_on_is_not_audited(
     stopped: Path, tmp_path: Path, audited: Audited
 ) -> None:
-    run_dir = copied(stopped, tmp_path)
+    run_dir = tmp_path
+    shutil.copytree(stopped, run_dir, dirs_exist_ok=True)
     with hold_run(run_dir):
         code, _, err = audited(run_dir)
     assert code == 2

@@ -11,12 +11,14 @@ from torchtitan_rl.config.checks.machine import (
     machine_facts,
     max_rollouts,
     num_published_versions,
+    serving_errors,
     weight_room,
 )
 from torchtitan_rl.config.checks.run import find_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.rollout.task import Task
 
 POLICY = PolicyFacts(
@@ -102,6 +104,17 @@ def test_agents_need_open_files(tmp_path: Path) -> None:
 def test_weights_stored_in_float32_are_not_counted_twice(config: RunConfig) -> None:
     assert replace(POLICY, bytes_per_weight=4).num_bytes_as("float32") == POLICY.num_bytes
     assert POLICY.num_bytes_as("float32") == 2 * POLICY.num_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_engine_takes_its_weights_twice_and_its_ranks_share_them(ranks: int) -> None:
+    policy = replace(POLICY, num_bytes=1 << 30)  # 2 GiB in float32
+    generator = GeneratorConfig(replicas=2, tensor_parallel=ranks, kv_cache_bytes=1 << 30)
+    needed = 2 * (2 * (2 << 30) + ranks * ((1 << 30) + (1 << 30)))
+    enough = replace(LAPTOP, memory_bytes=needed)
+    assert serving_errors(generator, policy, enough) == []
+    (error,) = serving_errors(generator, policy, replace(enough, memory_bytes=needed - 1))
+    assert error.startswith("generator.replicas is 2: all processes need about ")
 
 
 def test_a_evaluation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:

@@ -11,9 +11,24 @@ from torchtitan_rl.observability.engine_trace import EngineTrace
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 
 
-def spans(folder: Path) -> list[tuple[str, Any]]:
+def spans(folder: Path) -> list[dict[str, Any]]:
     events = json.loads(merge_traces(folder).read_text())["traceEvents"]
-    return [(event["name"], event.get("args")) for event in events if event["ph"] == "X"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_engine_steps_join_into_stretches_and_idle_gaps_stay_visible(tmp_path: Path) -> None:
+    trace = EngineTrace(Tracer(tmp_path / "traces", "replica"), max_gap_s=0.02, max_stretch_s=1.0)
+    ms = 1_000_000
+    for start in (0, 10, 20):  # one stretch of three steps
+        trace("step", start * ms, (start + 9) * ms)
+    trace("step", 500 * ms, 509 * ms)  # after an idle gap
+    trace("step", 510 * ms, 1600 * ms)  # too long to be joined
+    trace.flush()
+    trace.flush()
+    found = spans(tmp_path / "traces")
+    assert [event["args"]["steps"] for event in found] == [3, 1, 1]
+    assert [round(event["dur"]) for event in found] == [29_000, 9_000, 1_090_000]
+    assert round(found[1]["ts"] - found[0]["ts"]) == 500_000
 
 
 def test_decoding_shows_as_few_stretches_cut_by_weight_swaps(tmp_path: Path) -> None:
@@ -24,7 +39,7 @@ def test_decoding_shows_as_few_stretches_cut_by_weight_swaps(tmp_path: Path) -> 
     for index in range(5, 10):
         trace("step", 1000 * index, 1000 * index + 900)
     trace.flush()
-    assert spans(tmp_path / "traces") == [
+    assert [(span["name"], span["args"]) for span in spans(tmp_path / "traces")] == [
         ("decode", {"steps": 4}),
         ("swap weights", {"version": 1}),
         ("decode", {"steps": 5}),
@@ -45,6 +60,15 @@ def test_a_loop_tells_of_its_work(tmp_path: Path) -> None:
     loop.execute(Pull(1)).result(WAIT_S)
     loop.close()
     found = spans(tmp_path / "traces")
-    assert [name for name, _ in found if name != "decode"] == ["swap weights", "reset prefix cache"]
-    steps = sum(details["steps"] for name, details in found if name == "decode")
+    others = [span["name"] for span in found if span["name"] != "decode"]
+    assert others == ["swap weights", "reset prefix cache"]
+    steps = sum(span["args"]["steps"] for span in found if span["name"] == "decode")
     assert steps == len(completion.token_ids)
+
+
+def test_a_disabled_tracer_is_given_nothing(tmp_path: Path) -> None:
+    trace = EngineTrace(Tracer(None, "replica"))
+    trace("step", 0, 10)
+    trace("swap weights", 10, 20)
+    trace.flush()
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fast.test_line_files import files_of_at_most
-from torchtitan_rl.observability.trace import KEPT_FILES, BusyStretches, Tracer, merge_traces
+from torchtitan_rl.observability.trace import KEPT_FILES, Tracer, merge_traces
 
 
 def merged_events(trace_dir: Path) -> list[dict[str, Any]]:
@@ -81,29 +81,12 @@ def test_a_disabled_tracer_writes_nothing(tmp_path: Path) -> None:
     tracer = Tracer(None, "trainer")
     with tracer.span("train"):
         pass
-    BusyStretches(tracer, "decode").add(0, 10)
     assert not tracer.is_enabled
     assert list(tmp_path.iterdir()) == []
 
 
 def test_merging_an_empty_folder_gives_a_valid_trace(tmp_path: Path) -> None:
     assert merged_events(tmp_path / "traces") == []
-
-
-def test_engine_steps_join_into_stretches_and_idle_gaps_stay_visible(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "traces", "replica")
-    stretches = BusyStretches(tracer, "decode", max_gap_s=0.02, max_stretch_s=1.0)
-    ms = 1_000_000
-    for start in (0, 10, 20):  # one stretch of three steps
-        stretches.add(start * ms, (start + 9) * ms)
-    stretches.add(500 * ms, 509 * ms)  # after an idle gap
-    stretches.add(510 * ms, 1600 * ms)  # too long to be joined
-    stretches.flush()
-    stretches.flush()
-    found = [e for e in merged_events(tmp_path / "traces") if e["ph"] == "X"]
-    assert [event["args"]["steps"] for event in found] == [3, 1, 1]
-    assert [round(event["dur"]) for event in found] == [29_000, 9_000, 1_090_000]
-    assert round(found[1]["ts"] - found[0]["ts"]) == 500_000
 
 
 def test_a_long_run_keeps_the_newest_spans_of_a_process_and_names_of_its_tracks(

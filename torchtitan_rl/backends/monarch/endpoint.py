@@ -15,7 +15,6 @@ from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    process_environment,
     spawn_processes,
     stop_processes,
 )
@@ -27,7 +26,8 @@ from torchtitan_rl.serving.address import reachable
 from torchtitan_rl.serving.messages import ToController, ToEndpoint
 
 if TYPE_CHECKING:
-    from torchtitan_rl.backends.monarch.endpoint_process import EndpointProcess
+    from torchtitan_rl.backends.monarch.http_server import HttpServer
+    from torchtitan_rl.serving.link import ControllerLink
 
 _ANSWER_S = 60.0  # deadline of a poll or a delivery
 _CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
@@ -42,28 +42,47 @@ class EndpointActor(Actor):
     @concurrent_endpoint
     async def start(self) -> int:
         """Take the address and serve; returns the port."""
-        self._process = await asyncio.to_thread(_start, self._spec)
-        return self._process.port
+        self._server, self._link = await asyncio.to_thread(start_server, self._spec)
+        return self._server.port
 
     @concurrent_endpoint
     async def poll(self) -> tuple[ToController, ...]:
-        self._process.require_running()
-        return await self._process.link.poll()
+        self._server.require_running()
+        return await self._link.poll()
 
     @concurrent_endpoint
     async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        self._process.link.deliver(messages)
+        self._link.deliver(messages)
 
     @concurrent_endpoint
     async def close(self, grace_s: float) -> None:
-        await asyncio.to_thread(self._process.close, grace_s)
+        await asyncio.to_thread(self._server.close, grace_s)
 
 
-def _start(spec: EndpointSpec) -> EndpointProcess:
-    # It imports vLLM, which takes long: not on the actor's event loop.
-    from torchtitan_rl.backends.monarch.endpoint_process import EndpointProcess
+def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
+    """Serve in this process, once vLLM is imported and the application is built.
 
-    return EndpointProcess(spec)
+    Raises:
+        EndpointLostError: the address is taken.
+    """
+    from torchtitan_rl.backends.monarch.http_server import HttpServer
+    from torchtitan_rl.backends.vllm.openai import build_application
+    from torchtitan_rl.serving.app import EndpointApp
+    from torchtitan_rl.serving.link import ControllerLink
+
+    link = ControllerLink()
+
+    async def build() -> EndpointApp:
+        link.attach()
+        app = EndpointApp(
+            build_application(spec, link), spec.endpoint, keys=spec.keys, commands=link
+        )
+        link.add_gauges(app.counts)
+        return app
+
+    server = HttpServer(build, at_end=link.close, host=spec.endpoint.host, port=spec.endpoint.port)
+    server.start()
+    return server, link
 
 
 class MonarchEndpoint:
@@ -72,14 +91,14 @@ class MonarchEndpoint:
     def __init__(self, mesh: ProcessMesh, spec: EndpointSpec) -> None:
         self._mesh = mesh
         self._spec = spec
-        self._actor: Any = mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
+        self._actor: Any = mesh.mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
         self._base_url = ""
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: EndpointSpec) -> MonarchEndpoint:
         """Start the process; `start` then builds the server in it."""
-        environment = process_environment(group) | engine_environment(group.threads, spec.device)
-        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
+        environment = engine_environment(group.threads, spec.device)
+        mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
         return cls(mesh, spec)
 
     @property

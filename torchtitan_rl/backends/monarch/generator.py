@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
@@ -17,19 +16,18 @@ from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    process_environment,
     spawn_processes,
     stop_processes,
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.transport import host_name
 
-_QUICK_CALL_S = 60.0  # deadline of calls that only ask
+_CLOSE_S = 60.0
 _LOST_CLOSE_S = 2.0  # one that is lost is asked all the same: other ranks may be well
 
 
@@ -39,10 +37,6 @@ class GeneratorActor(Actor):
     def __init__(self, spec: GeneratorSpec) -> None:
         self._spec = spec
         self._rank = current_rank().rank
-
-    @concurrent_endpoint
-    async def host(self) -> str:
-        return host_name()
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -71,23 +65,20 @@ class GeneratorActor(Actor):
 class GeneratorProcesses:
     """The processes of one replica; see `ReplicaPeer`. Errors arrive as this package's own."""
 
-    def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
-        self._group = group
+    def __init__(self, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
         self._mesh = mesh
         self._spec = spec
-        self._ranks = mesh.spawn("generator", GeneratorActor, spec)
+        self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
 
     @property
     def name(self) -> str:
-        return self._group.name
+        return self._mesh.name
 
-    async def hosts(self) -> list[str]:
+    @property
+    def hosts(self) -> tuple[str, ...]:
         """Where its ranks run."""
-        answers = await call(
-            self._ranks.host.call(), what=f"host of {self.name}", timeout_s=_QUICK_CALL_S
-        )
-        return list(answers.values())
+        return self._mesh.hosts
 
     async def start(self) -> None:
         await call(
@@ -114,7 +105,7 @@ class GeneratorProcesses:
         )
 
     async def close_loop(self, *, is_lost: bool) -> None:
-        timeout_s = _LOST_CLOSE_S if is_lost else _QUICK_CALL_S
+        timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
         # The processes end in any case, whatever state they are in.
         with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
@@ -126,10 +117,8 @@ class GeneratorProcesses:
 MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
-async def spawn_replica(
-    group: ProcessGroup, spec: GeneratorSpec, engine_environment: Mapping[str, str]
-) -> MonarchReplica:
+async def spawn_replica(group: ProcessGroup, spec: GeneratorSpec) -> MonarchReplica:
     """Start the processes; ``replica.peer.start()`` then builds the engine in them."""
-    environment = process_environment(group) | dict(engine_environment)
-    mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
-    return ConnectedReplica(GeneratorProcesses(group, mesh, spec))
+    environment = engine_environment(group.threads, spec.device)
+    mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
+    return ConnectedReplica(GeneratorProcesses(mesh, spec))

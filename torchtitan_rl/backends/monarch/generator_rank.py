@@ -11,11 +11,8 @@ import traceback
 
 from torchtitan_rl.backends.monarch.rdma import MonarchRdmaReader
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.engine import VllmEngine, VllmEngineOptions
+from torchtitan_rl.backends.vllm.rank import build_loop
 from torchtitan_rl.errors import LoopFailedError
-from torchtitan_rl.generation.decision import KvPolicy
-from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.generation.server import IDLE_S, EngineServer
 from torchtitan_rl.observability.engine_trace import EngineTrace
 from torchtitan_rl.observability.trace import Tracer
@@ -29,13 +26,19 @@ class GeneratorRank:
     """Built in a thread of the actor, on all ranks together."""
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
-        self._spec = spec
         self._rank = rank
         self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}")
         self._engine_trace = EngineTrace(self._tracer)
         self._staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
         with self._tracer.span("start"):
-            self._loop = self._build_loop()
+            self._loop = build_loop(
+                spec,
+                rank,
+                self._staging,
+                on_end=self._on_loop_end,
+                on_pulled=self._on_pulled,
+                on_work=self._engine_trace,
+            )
         self.server = EngineServer(
             self._loop,
             interval_s=spec.stream_interval_s,
@@ -46,52 +49,6 @@ class GeneratorRank:
         gc.collect()
         gc.freeze()
         self._loop.start()
-
-    def _build_loop(self) -> EngineLoop:
-        generator, sync = self._spec.generator, self._spec.weight_sync
-        engine = VllmEngine(
-            VllmEngineOptions(
-                model=str(self._spec.model),
-                tensor_parallel=generator.tensor_parallel,
-                max_model_len=generator.max_model_len,
-                max_running_requests=generator.max_running_requests,
-                kv_cache_bytes=generator.kv_cache_bytes,
-                gpu_memory_utilization=generator.gpu_memory_utilization,
-                enable_prefix_caching=generator.enable_prefix_caching,
-                share_prefixes_across_versions=not sync.reset_prefix_cache_on_pull,
-                seed=self._spec.seed,
-                device=self._spec.device,
-                dtype=self._spec.dtype,
-                sleeps=self._spec.sleeps,
-                reasoning_parser=self._spec.reasoning_parser,
-            ),
-            self._staging,
-        )
-        return EngineLoop(
-            engine,
-            self._channel(),
-            is_leader=self._rank == 0,
-            config=LoopConfig(
-                name=self._spec.name,
-                max_steps_per_decision=generator.max_steps_per_decision,
-                heartbeat_s=generator.heartbeat_s,
-                stream_interval_s=self._spec.stream_interval_s,
-                kv_policy=KvPolicy(
-                    reset_prefix_cache=sync.reset_prefix_cache_on_pull,
-                    recompute_running=sync.recompute_running_on_pull,
-                ),
-            ),
-            on_end=self._on_loop_end,
-            on_pulled=self._on_pulled,
-            on_work=self._engine_trace,
-        )
-
-    def _channel(self) -> LockstepChannel:
-        if self._spec.generator.tensor_parallel == 1:
-            return SoloChannel()
-        from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
-
-        return GlooLockstep(timeout_s=self._spec.generator.collective_timeout_s)
 
     def _on_pulled(self, version: int) -> None:
         # In a thread of its own: to give memory back takes time.

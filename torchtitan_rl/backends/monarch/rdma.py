@@ -1,9 +1,9 @@
 """Weights from one actor's memory to another's by Monarch's ``RDMABuffer``, without files.
 
 Where no RDMA hardware is found Monarch moves the bytes over TCP (no authentication: for private
-networks). Both classes block and are to be used from threads, not from an actor's event loop;
-they must be made within an actor's endpoint or ``__init__``, since Monarch finds the actor to act
-for in a context variable, which is kept here for the threads.
+networks). Both classes block: call them from threads, not from an actor's event loop. The thread
+needs a copy of the endpoint's context (`asyncio.to_thread` makes one), since Monarch finds the
+actor to act for in a context variable.
 
 Invariants: memory of a version is never written to again; the current version, the
 one before and those to be kept are held, and no more.
@@ -11,10 +11,7 @@ one before and those to be kept are held, and no more.
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping
 
 import monarch
 import torch
@@ -25,15 +22,12 @@ from torchtitan_rl.weights.handle import RemoteMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
 from torchtitan_rl.weights.published import given_up
 
-_T = TypeVar("_T")
-
 
 class MonarchRdmaPublisher:
     """Holds the images of versions, readable by other actors."""
 
     def __init__(self) -> None:
         monarch.configure(rdma_allow_tcp_fallback=True)
-        self._actor = _ActorContext()
         self._held: dict[int, tuple[torch.Tensor, RDMABuffer]] = {}
 
     def publish(
@@ -54,7 +48,7 @@ class MonarchRdmaPublisher:
         image = torch.empty(layout.num_bytes, dtype=torch.uint8)
         write_image(layout, tensors, image)
         try:
-            buffer = self._actor.run(lambda: RDMABuffer(image))
+            buffer = RDMABuffer(image)
         except RuntimeError as error:
             raise WeightSyncError(f"version {version}: no RDMABuffer could be made") from error
         self._held[version] = (image, buffer)
@@ -67,11 +61,7 @@ class MonarchRdmaPublisher:
         for version in versions:
             if version in self._held:
                 _, buffer = self._held.pop(version)
-                self._actor.run(partial(_drop, buffer))
-
-
-def _drop(buffer: RDMABuffer) -> None:
-    buffer.drop().get()
+                buffer.drop().get()
 
 
 class MonarchRdmaReader:
@@ -79,7 +69,6 @@ class MonarchRdmaReader:
 
     def __init__(self, *, timeout_s: float) -> None:
         monarch.configure(rdma_allow_tcp_fallback=True)
-        self._actor = _ActorContext()
         self._timeout_s = max(1, round(timeout_s))
 
     def __call__(self, handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
@@ -89,16 +78,6 @@ class MonarchRdmaReader:
             WeightSyncError: the publisher gave the version up or died, or time ran out.
         """
         try:
-            self._actor.run(lambda: handle.buffer.read_into(image, timeout=self._timeout_s).get())
+            handle.buffer.read_into(image, timeout=self._timeout_s).get()
         except Exception as error:  # Monarch raises a plain Exception here
             raise WeightSyncError(f"version {handle.version} could not be read: {error}") from error
-
-
-class _ActorContext:
-    """Runs functions on behalf of the actor in whose context it was made, in any thread."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, function: Callable[[], _T]) -> _T:
-        return self._context.copy().run(function)

@@ -1,4 +1,4 @@
-"""All processes of a run, started together and ended in any case."""
+"""All processes of a run or of ``torchtitan-rl serve``, started together and ended in any case."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec
-from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.serve import PreparedServe, ServeConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.transport import Transport, choose_transport
 
 
@@ -23,6 +27,12 @@ class RunProcesses:
     trainer: MonarchTrainer
     replicas: tuple[MonarchReplica, ...]
     endpoint: MonarchEndpoint | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeProcesses:
+    replicas: tuple[MonarchReplica, ...]
+    endpoint: MonarchEndpoint
 
 
 @asynccontextmanager
@@ -36,19 +46,23 @@ async def run_processes(
             ended.
         ConfigError: the configured transport does not reach from the trainer to a replica.
     """
-    supervise()
     plan = prepared.plan
+    assert plan.trainer is not None
+    supervise()
     trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
     try:
-        for index, group in enumerate(plan.replicas):
-            spec = _generator_spec(prepared, index, trace_dir)
-            environment = engine_environment(group.threads, plan.device)
-            replicas.append(await spawn_replica(group, spec, environment))
+        for group in plan.replicas:
+            spec = _generator_spec(prepared, group, trace_dir=trace_dir)
+            replicas.append(await spawn_replica(group, spec))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
-        transport = await _transport(prepared, trainer, replicas)
+        transport = choose_transport(
+            prepared.config.weight_sync.transport,
+            trainer_host=trainer.host,
+            replica_hosts=[host for replica in replicas for host in replica.peer.hosts],
+        )
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
         await all_of(start, *([] if endpoint is None else [endpoint.start()]))
         yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
@@ -57,6 +71,27 @@ async def run_processes(
         if endpoint is not None:
             closes.append(endpoint.close())
         await asyncio.gather(*closes)
+
+
+@asynccontextmanager
+async def serve_processes(prepared: PreparedServe) -> AsyncIterator[ServeProcesses]:
+    """Endpoint and replicas, ready to be called; gone when the context is left.
+
+    Raises:
+        EndpointLostError, ReplicaError, DeadlineError: one did not start; the others are ended.
+    """
+    plan = prepared.plan
+    assert plan.endpoint is not None
+    supervise()
+    endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
+    replicas: list[MonarchReplica] = []
+    try:
+        for group in plan.replicas:
+            replicas.append(await spawn_replica(group, _generator_spec(prepared, group)))
+        await all_of(endpoint.start(), *(replica.peer.start() for replica in replicas))
+        yield ServeProcesses(endpoint=endpoint, replicas=tuple(replicas))
+    finally:
+        await asyncio.gather(endpoint.close(), *(replica.close() for replica in replicas))
 
 
 async def _start(
@@ -75,25 +110,13 @@ async def _start(
     await all_of(*(replica.peer.start() for replica in replicas))
 
 
-async def _transport(
-    prepared: PreparedRun, trainer: MonarchTrainer, replicas: Sequence[MonarchReplica]
-) -> Transport:
-    """From where the processes are, which they themselves know best."""
-    hosts = await asyncio.gather(*(replica.peer.hosts() for replica in replicas))
-    return choose_transport(
-        prepared.config.weight_sync.transport,
-        trainer_host=await trainer.host(),
-        replica_hosts=[host for of_replica in hosts for host in of_replica],
-    )
-
-
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
     config = prepared.config
     return TrainerSpec(
         checkpoint=prepared.policy_dir,
         trainer=config.trainer,
         dtype=config.policy.dtype,
-        seed=prepared.plan.trainer.seed,
+        seed=config.seed,
         num_steps=config.num_steps,
         run_dir=config.run_dir.absolute(),
         log_dir=config.log_dir.absolute(),
@@ -101,16 +124,18 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
     )
 
 
-def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -> GeneratorSpec:
-    config, group = prepared.config, prepared.plan.replicas[index]
+def _generator_spec(
+    prepared: PreparedRun | PreparedServe, group: ProcessGroup, *, trace_dir: Path | None = None
+) -> GeneratorSpec:
+    config = prepared.config
     return GeneratorSpec(
         name=group.name,
         model=prepared.policy_dir,
         device=prepared.plan.device,
-        dtype=config.policy.dtype,
+        dtype=_dtype(config),
         seed=group.seed,
         generator=config.generator,
-        weight_sync=config.weight_sync,
+        weight_sync=config.weight_sync if isinstance(config, RunConfig) else WeightSyncConfig(),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
         stream_interval_s=config.endpoint.interval_s,
@@ -119,15 +144,20 @@ def _generator_spec(prepared: PreparedRun, index: int, trace_dir: Path | None) -
     )
 
 
-def _endpoint_spec(prepared: PreparedRun) -> EndpointSpec:
+def _endpoint_spec(prepared: PreparedRun | PreparedServe) -> EndpointSpec:
     config = prepared.config
     return EndpointSpec(
         model=prepared.policy_dir,
         device=prepared.plan.device,
-        dtype=config.policy.dtype,
+        dtype=_dtype(config),
         max_model_len=config.generator.max_model_len,
-        generation_config="vllm",  # what is sampled is the run's decision, not the checkpoint's
+        # What a run samples is its own decision, not the checkpoint's.
+        generation_config="vllm" if isinstance(config, RunConfig) else "auto",
         endpoint=config.endpoint,
         keys=prepared.keys,
         log_dir=config.log_dir.absolute(),
     )
+
+
+def _dtype(config: RunConfig | ServeConfig) -> Literal["float32", "bfloat16"]:
+    return config.policy.dtype if isinstance(config, RunConfig) else config.dtype

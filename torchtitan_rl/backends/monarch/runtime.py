@@ -34,6 +34,7 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.weights.transport import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,10 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
     return environment
 
 
-class _PidActor(Actor):
+class _ProcessActor(Actor):
     @concurrent_endpoint
-    async def pid(self) -> int:
-        return os.getpid()
+    async def identity(self) -> tuple[int, str]:
+        return os.getpid(), host_name()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,32 +88,32 @@ class ProcessMesh:
     name: str
     mesh: ProcMesh
     processes: Processes
-
-    def spawn(self, name: str, actor: type[Any], *arguments: Any) -> Any:
-        return self.mesh.spawn(name, actor, *arguments)
+    hosts: tuple[str, ...]  # of each rank
 
 
 async def spawn_processes(
-    group: ProcessGroup, environment: Mapping[str, str], *, log_dir: Path
+    group: ProcessGroup, *, log_dir: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessMesh:
     """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set.
 
-    What they print goes to ``log_dir``, which exists, a file each. They have ``environment`` from
-    their first instruction on: a preloaded OpenMP library reads its variables before Python starts.
+    What they print goes to ``log_dir``, which exists, a file each. They have the environment of
+    their group, and ``environment``, from their first instruction on: a preloaded OpenMP library
+    reads its variables before Python starts.
     """
+    variables = process_environment(group) | dict(environment or {})
     log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
     mesh = this_host().spawn_procs(
         per_host={"ranks": group.ranks},
         bootstrap=functools.partial(_prepare_process, log_file, group.cores),
         name=group.name,
-        bootstrap_command=default_bootstrap_cmd().with_env(environment),
+        bootstrap_command=default_bootstrap_cmd().with_env(variables),
     )
     await setup_torch_elastic_env_async(mesh, "127.0.0.1", free_port())
-    pids: Any = mesh.spawn("pid", _PidActor)
-    answers = await call(
-        pids.pid.call(), what=f"start of the processes of {group.name}", timeout_s=_ASK_TIMEOUT_S
-    )
-    return ProcessMesh(name=group.name, mesh=mesh, processes=Processes(answers.values()))
+    actors: Any = mesh.spawn("process", _ProcessActor)
+    what = f"start of the processes of {group.name}"
+    answers = await call(actors.identity.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
+    pids, hosts = zip(*answers.values(), strict=True)
+    return ProcessMesh(name=group.name, mesh=mesh, processes=Processes(pids), hosts=hosts)
 
 
 def _prepare_process(log_file: str, cores: tuple[int, ...]) -> None:

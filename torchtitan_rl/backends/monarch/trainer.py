@@ -21,7 +21,6 @@ from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    process_environment,
     spawn_processes,
     stop_processes,
 )
@@ -30,7 +29,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.transport import Transport, host_name
+from torchtitan_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +55,15 @@ class TrainerActor(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @concurrent_endpoint
-    async def host(self) -> str:
-        return host_name()
-
-    @concurrent_endpoint
     async def start(self, transport: Transport) -> None:
         from torchtitan_rl.backends.monarch.trainer_rank import TrainerRank
 
         self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        return await self._work(self._trainer.train_step, batch)
-
-    @concurrent_endpoint
-    async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
-        """The handle on rank 0; None elsewhere."""
-        return await self._work(self._trainer.publish, keep)
+    async def run(self, method: str, *arguments: Any) -> Any:
+        """A method of `TrainerRank`."""
+        return await self._work(getattr(self._trainer, method), *arguments)
 
     @concurrent_endpoint
     async def attach(self, attachments: dict[str, bytes]) -> None:
@@ -88,58 +79,36 @@ class TrainerActor(Actor):
     async def finish_checkpoint(self) -> None:
         await asyncio.to_thread(self._trainer.finish_checkpoint)  # only waits
 
-    @concurrent_endpoint
-    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        return await self._work(self._trainer.load_checkpoint, path)
-
-    @concurrent_endpoint
-    async def offload(self) -> None:
-        await self._work(self._trainer.offload)
-
-    @concurrent_endpoint
-    async def onload(self) -> None:
-        await self._work(self._trainer.onload)
-
-    @concurrent_endpoint
-    async def export_hf(self, path: Path) -> None:
-        await self._work(self._trainer.export_hf, path)
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        await self._work(self._trainer.close)
-
 
 class MonarchTrainer:
     """A `Trainer` whose ranks are Monarch actors."""
 
-    def __init__(self, group: ProcessGroup, mesh: ProcessMesh, spec: TrainerSpec) -> None:
-        self._group = group
+    def __init__(self, mesh: ProcessMesh, spec: TrainerSpec) -> None:
         self._mesh = mesh
         self._timeout_s = spec.trainer.step_timeout_s
-        self._ranks = mesh.spawn("trainer", TrainerActor, spec)
+        self._ranks = mesh.mesh.spawn("trainer", TrainerActor, spec)
         self._leader = self._ranks.slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: TrainerSpec) -> MonarchTrainer:
         """Start the processes; `start` then builds the model in them."""
-        environment = process_environment(group)
-        mesh = await spawn_processes(group, environment, log_dir=spec.log_dir)
-        return cls(group, mesh, spec)
+        return cls(await spawn_processes(group, log_dir=spec.log_dir), spec)
 
-    async def host(self) -> str:
+    @property
+    def host(self) -> str:
         """Where rank 0 runs, which publishes the weights."""
-        return await self._call_for_first(self._ranks.host.call(), "host")
+        return self._mesh.hosts[0]
 
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
         await self._call(self._ranks.start.call(transport), "start")
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        return await self._call_for_first(self._ranks.train_step.call(batch), "optimizer step")
+        return await self._run("train_step", batch, what="optimizer step")
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
-        return await self._call_for_first(self._ranks.publish.call(keep), "publishing of weights")
+        return await self._run("publish", keep, what="publishing of weights")
 
     async def save_checkpoint(
         self,
@@ -172,18 +141,16 @@ class MonarchTrainer:
         await self._call(self._ranks.finish_checkpoint.call(), f"writing of {what}")
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        return await self._call_for_first(
-            self._ranks.load_checkpoint.call(path), f"loading of {path}"
-        )
+        return await self._run("load_checkpoint", path, what=f"loading of {path}")
 
     async def offload(self) -> None:
-        await self._call(self._ranks.offload.call(), "offload")
+        await self._run("offload")
 
     async def onload(self) -> None:
-        await self._call(self._ranks.onload.call(), "onload")
+        await self._run("onload")
 
     async def export_hf(self, path: Path) -> None:
-        await self._call(self._ranks.export_hf.call(path), f"export to {path}")
+        await self._run("export_hf", path, what=f"export to {path}")
 
     async def close(self) -> None:
         """Let the ranks finish a checkpoint and clean up (published weights, above all), then end
@@ -195,7 +162,9 @@ class MonarchTrainer:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
             await call(
-                self._ranks.close.call(), what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S
+                self._ranks.run.call("close"),
+                what="close of the trainer",
+                timeout_s=_CLOSE_TIMEOUT_S,
             )
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
@@ -208,9 +177,10 @@ class MonarchTrainer:
         except ProcessLostError as error:
             raise TrainerLostError(str(error)) from error
 
-    async def _call_for_first(self, answers: Any, what: str) -> Any:
+    async def _run(self, method: str, *arguments: Any, what: str = "") -> Any:
         """Rank 0's answer; the others' are the same, or None."""
-        return (await self._call(answers, what)).item(ranks=0)
+        answers = await self._call(self._ranks.run.call(method, *arguments), what or method)
+        return answers.item(ranks=0)
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

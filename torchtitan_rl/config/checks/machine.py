@@ -17,13 +17,12 @@ from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import num_devices_needed, num_threads_needed
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.capacity import derive_capacity
+from torchtitan_rl.weights.leftovers import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 
 _OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
 MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch
 _OTHER_FILES = 256  # open in the controller, whatever runs
 _FILES_PER_AGENT = 2
-_HEADROOM_BYTES = 16 << 20  # others use the shared-memory file system too
 _RANKS = (
     "generator.tensor_parallel",
     "trainer.data_parallel_replicate",
@@ -67,13 +66,8 @@ def max_rollouts(config: RunConfig) -> int:
     Raises:
         ValueError: the schedule is not possible.
     """
-    capacity = derive_capacity(
-        groups_per_step=config.rollout.groups_per_step,
-        staleness=config.schedule.staleness,
-        window=config.schedule.window,
-    )
     evaluation = config.evaluation.num_problems * config.evaluation.samples_per_problem
-    return capacity.buffer * config.rollout.group_size + evaluation
+    return config.capacity.buffer * config.rollout.group_size + evaluation
 
 
 def parallelism_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
@@ -160,18 +154,17 @@ def memory_errors(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
 def _memory_errors(
     generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, others: int = 0
 ) -> list[str]:
-    engine = policy.num_bytes_as("float32") + _OVERHEAD_BYTES
-    ranks = generator.replicas * generator.tensor_parallel
-    needed = ranks * (engine + generator.kv_cache_bytes) + others
+    # A replica's ranks share its weights, which are there twice: as parameters, and packed.
+    caches = generator.tensor_parallel * generator.kv_cache_bytes
+    rest = 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * _OVERHEAD_BYTES
+    needed = generator.replicas * (caches + rest) + others
     if needed <= machine.memory_bytes:
         return []
-    is_cache = generator.kv_cache_bytes > engine
-    name = "generator.kv_cache_bytes" if is_cache else "generator.replicas"
-    value = generator.kv_cache_bytes if is_cache else generator.replicas
+    name = "kv_cache_bytes" if caches > rest else "replicas"
     return [
-        f"{name} is {value}: all processes need about {needed / 2**30:.0f} GiB and the machine has "
-        f"{machine.memory_bytes / 2**30:.0f} GiB; give fewer generator.replicas or a smaller "
-        "generator.kv_cache_bytes"
+        f"generator.{name} is {getattr(generator, name)}: all processes need about "
+        f"{needed / 2**30:.0f} GiB and the machine has {machine.memory_bytes / 2**30:.0f} GiB; "
+        "give fewer generator.replicas or a smaller generator.kv_cache_bytes"
     ]
 
 
@@ -201,8 +194,6 @@ class WeightRoom:
 
 def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
     """In shared memory and, where that is another file system, in the run's folder."""
-    from torchtitan_rl.weights.leftovers import SHARED_MEMORY_ROOT
-
     if config.weight_sync.transport == "rdma":
         return WeightRoom()
     dtype = config.policy.dtype if machine.cuda_devices else "float32"
@@ -228,7 +219,7 @@ def weight_room(
     """Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
     else to the other place. ``free`` has the free bytes of both."""
     fitting = {
-        place: min(num_versions, max(0, room - _HEADROOM_BYTES) // max(1, num_bytes))
+        place: min(num_versions, max(0, room - HEADROOM_BYTES) // max(1, num_bytes))
         for place, room in free.items()
     }
     places = ", ".join(f"{place} has {room >> 20} MiB free" for place, room in free.items())

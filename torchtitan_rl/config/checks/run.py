@@ -22,7 +22,6 @@ from torchtitan_rl.config.checks.machine import (
 from torchtitan_rl.config.checks.paths import path_errors
 from torchtitan_rl.config.checks.timeouts import timeout_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
-from torchtitan_rl.config.plan import needs_endpoint
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -71,7 +70,7 @@ def _relations(
         *_placement(config),
         *_weight_sync(config),
     ]
-    if needs_endpoint(config):
+    if config.endpoint.enabled:
         errors += endpoint_errors(config.endpoint, keys)
     if isinstance(config.task, AgentTask) and not schedule:
         errors += agent_errors(config.task, config.endpoint, num_rollouts=max_rollouts(config))
@@ -122,8 +121,7 @@ def _schedule(config: RunConfig) -> list[str]:
         staleness=config.schedule.staleness,
         window=config.schedule.window,
     )
-    is_reserved = config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0
-    if is_reserved and config.generator.replicas < 2:
+    if config.evaluation.reserves_replica and config.generator.replicas < 2:
         errors.append(
             "evaluation.placement is reserved: give at least 2 generator.replicas, or shared"
         )
@@ -134,7 +132,7 @@ def _placement(config: RunConfig) -> list[str]:
     if config.placement == "separate":
         return []
     errors = []
-    if config.evaluation.placement == "reserved" and config.evaluation.num_problems > 0:
+    if config.evaluation.reserves_replica:
         errors.append(
             "evaluation.placement is reserved: with placement colocated nothing is generated "
             "alongside training; give shared"

@@ -1,0 +1,49 @@
+"""The options that the documentation names exist; their texts are those of ``--help`` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.commands.generate import GenerateOptions
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.serve import ServeConfig
+
+ROOT = Path(__file__).parents[3]
+PAGES = (
+    *("README.md", "CONTRIBUTING.md"),
+    *(f"docs/{name}.md" for name in ("architecture", "training", "endpoint", "debugging")),
+)
+FLAGS = {"--dry-run", "--help", "--no-pin-cores"}
+NOT_OURS = re.compile(r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m")
+
+
+@cache
+def fields(kind: Any, prefix: str = "") -> frozenset[str]:
+    """Dotted names of all fields and sections."""
+    names: set[str] = set()
+    for field in dataclasses.fields(kind):
+        names.add(f"{prefix}{field.name}")
+        if field.default_factory is not dataclasses.MISSING:
+            names |= fields(type(field.default_factory()), f"{prefix}{field.name}.")
+    return frozenset(names)
+
+
+def known() -> frozenset[str]:
+    return fields(RunConfig) | fields(ServeConfig) | fields(GenerateOptions)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_option_that_a_page_names_exists(page: str) -> None:
+    lines = [line for line in (ROOT / page).read_text().splitlines() if not NOT_OURS.search(line)]
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*[a-z]", "\n".join(lines)))
+    named = {flag[2:].replace("-", "_") for flag in flags - FLAGS}
+    sections = {name.partition(".")[0] for name in known() if "." in name}
+    dotted = re.compile(rf"`((?:{'|'.join(sections)})\.\w+(?:\.\w+)*)(?<!jsonl)`")
+    named |= set(dotted.findall("\n".join(lines)))
+    assert {name for name in named if not name.startswith("task.")} - known() == set()
