@@ -17,10 +17,10 @@ from torchtitan_rl.orchestration.controller import Controller, ControllerSetting
 from torchtitan_rl.orchestration.device_sharing import DuringStep
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.producer import ProducerSettings
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Parts
-from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.orchestration.weight_feed import FeedSettings
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -96,10 +96,10 @@ class Simulation:
             )
             for i in range(plan.replicas)
         ]
-        self.sampled = SampledTokens()
+        self.ledger = TokenLedger()
         self.router = GeneratorRouter(
             self.replicas,
-            on_ended=self.sampled.on_ended,
+            on_ended=self.ledger.on_ended,
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
@@ -142,7 +142,7 @@ class Simulation:
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
-                sampled=self.sampled,
+                ledger=self.ledger,
             ),
         )
 

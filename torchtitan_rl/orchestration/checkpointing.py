@@ -171,8 +171,8 @@ class RunCheckpointer:
         )
 
     def _document(self) -> dict[str, Any]:
-        state, buffer = self._state, self._state.buffer
-        unfinished = {entry.group_id for entry in buffer.entries if entry.group is None}
+        state = self._state
+        unfinished = {entry.group_id for entry in state.buffer.entries if entry.group is None}
         return {
             "identity": dict(self._parts.identity),
             "step": state.step,
@@ -180,9 +180,6 @@ class RunCheckpointer:
             "evaluated_step": state.evaluated_step,
             "dataset": self._parts.dataset.state_dict(),
             "ledger": state.ledger.state_dict(without=unfinished),
-            "admitted": buffer.admitted,
-            "trained": buffer.trained,
-            "discarded": dict(buffer.discarded),
         }
 
     def _groups(self, partials: Mapping[str, Completion]) -> bytes:
@@ -202,10 +199,5 @@ class RunCheckpointer:
         state.version = document["version"]
         state.evaluated_step = self._saved_evaluation = document["evaluated_step"]
         state.ledger.load_state_dict(document["ledger"])
-        state.buffer.restore(
-            groups.entries,
-            admitted=document["admitted"],
-            trained=document["trained"],
-            discarded=document["discarded"],
-        )
+        state.buffer.restore(groups.entries)
         self._parts.dataset.load_state_dict(document["dataset"])

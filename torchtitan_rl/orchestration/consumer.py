@@ -179,16 +179,14 @@ class Consumer:
         state = self._state
         metrics = {} if output is None else output.metrics
         masked = round(metrics.get("masked_share", 0.0) * tokens.trained)
-        state.ledger.train(
-            [group.group_id for group in groups],
-            tokens,
-            masked_by_loss={"loss_mask": masked} if masked else {},
+        overtaken = state.buffer.overtaken_in_batch()
+        too_old = state.buffer.finish_batch(
+            tokens, masked_by_loss={"loss_mask": masked} if masked else {}
         )
         state.step += 1
         if output is not None:
             state.version = output.version
-        overtaken = state.buffer.overtaken_in_batch()
-        self._producer.restart(state.buffer.finish_batch())
+        self._producer.restart(too_old)
         times, self._times = self._times, _Times()
         seconds = times.seconds
         self._recorder.record_step(

@@ -105,11 +105,12 @@ class Producer:
     def _may_admit(self) -> bool:
         buffer, settings = self._buffer, self._settings
         wanted = settings.num_groups + settings.surplus
-        return buffer.has_room and not self._is_over() and buffer.trained + len(buffer) < wanted
+        started = self._ledger.groups_trained + len(buffer)
+        return buffer.has_room and not self._is_over() and started < wanted
 
     def _is_over(self) -> bool:
         """Every group that the run trains has been trained."""
-        return self._buffer.trained >= self._settings.num_groups
+        return self._ledger.groups_trained >= self._settings.num_groups
 
     def _admit_next(self) -> None:
         dataset = self._parts.dataset
@@ -117,7 +118,7 @@ class Producer:
             problem = dataset.next()
         except StopIteration:
             raise TorchtitanRLError(
-                f"the dataset ended after {self._buffer.admitted} groups, in step "
+                f"the dataset ended after {self._ledger.groups_admitted} groups, in step "
                 f"{self._state.step + 1}; give fewer steps, or a dataset that starts again"
             ) from None
         group_id = f"e{dataset.epoch}/{problem.problem_id}"
@@ -131,9 +132,7 @@ class Producer:
 
     def _admit(self, group_id: str, problem: Problem, *, resamples: int = 0) -> None:
         version = self._state.version
-        entry = self._buffer.admit(group_id, problem, version=version, resamples=resamples)
-        self._ledger.admit(group_id)
-        self._launch(entry)
+        self._launch(self._buffer.admit(group_id, problem, version=version, resamples=resamples))
 
     def _launch(self, entry: Entry, *, after: asyncio.Task[None] | None = None) -> None:
         task = asyncio.create_task(self._roll_out(entry, after), name=f"group {entry.group_id}")
@@ -184,7 +183,6 @@ class Producer:
             self._buffer.finish(group)
             return
         cause = "resampled" if is_resampled else "zero_variance"
-        self._ledger.discard(group.group_id, cause)
         self._buffer.discard(group.group_id, cause)
         if is_resampled:
             self._admit(entry.group_id, entry.problem, resamples=entry.resamples + 1)

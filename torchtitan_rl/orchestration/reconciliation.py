@@ -41,15 +41,10 @@ class Reconciliation:
             await asyncio.wait({self._running})
 
     async def _compare(self, step: int, version: int) -> None:
-        router, entered = self._state.parts.router, self._state.parts.sampled
+        router = self._state.parts.router
         replicas = (await router.account()).values()
         # No await below: a request leaves the router and enters the ledger in one moment.
-        missing = (
-            router.received_tokens()
-            - router.held_tokens()
-            - entered.for_groups
-            - entered.for_others
-        )
+        missing = router.received_tokens() - router.held_tokens() - self._state.ledger.entered
         record = AccountRecord(
             step=step,
             version=version,

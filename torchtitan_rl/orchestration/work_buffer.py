@@ -6,14 +6,14 @@
 | RUNNING | its rollouts run | FINISHED by `finish` |
 | FINISHED | all its rollouts have ended | BATCHED by `take` |
 | BATCHED | in the optimizer step | TRAINED by `finish_batch`, FINISHED by `put_back` |
-| TRAINED | counted only | |
-| DISCARDED | counted by cause only | |
+| TRAINED | counted by the ledger only | |
+| DISCARDED | counted by the ledger only, by cause | |
 
 From every live state (the first four) `discard` leads to DISCARDED. From all of them but BATCHED
 `restart` leads to WAITING.
 
 Invariants:
-- every group is in exactly one state, and ``admitted = live + trained + discarded`` at any moment;
+- every group is in exactly one state; it enters and leaves buffer and ledger in the same call;
 - no group or token is trained more than S versions after the group's admission (`capacity.py` has
   the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.types import Problem, RolloutGroup
 
 
@@ -65,15 +67,13 @@ class Entry:
 
 
 class WorkBuffer:
-    """Live groups, oldest first."""
+    """Live groups, oldest first; ``ledger`` counts those that enter and leave."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, ledger: TokenLedger) -> None:
         self._capacity = capacity
+        self._ledger = ledger
         self._entries: dict[str, Entry] = {}
         self._num_finished = 0
-        self.admitted = 0
-        self.trained = 0
-        self.discarded: Counter[str] = Counter()  # by cause
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._entries
@@ -99,25 +99,24 @@ class WorkBuffer:
         """Groups in each state; trained and discarded ones since the run began."""
         live = Counter(entry.state for entry in self._entries.values())
         return {state: live[state] for state in LIVE_STATES} | {
-            GroupState.TRAINED: self.trained,
-            GroupState.DISCARDED: self.discarded.total(),
+            GroupState.TRAINED: self._ledger.groups_trained,
+            GroupState.DISCARDED: self._ledger.groups_discarded.total(),
         }
 
     def admit(self, group_id: str, problem: Problem, *, version: int, resamples: int = 0) -> Entry:
         """Take a slot for a new group, admitted at the newest trained version.
 
         Raises:
-            ValueError: there is no room, or the id is live.
+            ValueError: there is no room.
+            LedgerError: the id is live.
         """
         if not self.has_room:
             raise ValueError(f"no room for group {group_id}: {len(self)} are under way")
-        if group_id in self._entries:
-            raise ValueError(f"group {group_id} is under way already")
+        self._ledger.admit(group_id)
         entry = Entry(
             group_id=group_id, problem=problem, admitted_version=version, resamples=resamples
         )
         self._entries[group_id] = entry
-        self.admitted += 1
         return entry
 
     def start(self, group_id: str) -> None:
@@ -129,10 +128,10 @@ class WorkBuffer:
         self._num_finished += 1
 
     def discard(self, group_id: str, cause: str) -> None:
-        """Drop a group in any state and free its slot."""
+        """Drop a group in any state, with its tokens, and free its slot."""
+        self._ledger.discard(group_id, cause)
         entry = self._entries.pop(group_id)
         self._num_finished -= entry.state is GroupState.FINISHED
-        self.discarded[cause] += 1
 
     def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
         """The next batch, to be trained at ``version``: P groups, oldest first.
@@ -166,17 +165,26 @@ class WorkBuffer:
             if entry.state is GroupState.BATCHED and (entry.overtaken or entry.restarts)
         )
 
-    def finish_batch(self) -> tuple[str, ...]:
+    def finish_batch(
+        self, counts: TokenCounts, *, masked_by_loss: Mapping[str, int] | None = None
+    ) -> tuple[str, ...]:
         """The batch has been trained: free its slots.
+
+        Args:
+            counts, masked_by_loss: as for `TokenLedger.train`.
 
         Returns:
             The groups that are too old now: at S = 0 all others. Call `restart` for each.
+
+        Raises:
+            LedgerError: these are not the tokens of the batch; nothing is changed.
         """
+        batch = [one.group_id for one in self.entries if one.state is GroupState.BATCHED]
+        self._ledger.train(batch, counts, masked_by_loss=masked_by_loss)
         younger = 0  # groups of the batch
         for entry in reversed(self.entries):
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
-                self.trained += 1
                 younger += 1
             else:
                 entry.overtaken += younger
@@ -191,20 +199,12 @@ class WorkBuffer:
         entry.restarts += 1
         return entry
 
-    def restore(
-        self,
-        entries: Iterable[Entry],
-        *,
-        admitted: int,
-        trained: int,
-        discarded: dict[str, int],
-    ) -> None:
-        """Continue from a checkpoint, whose groups are waiting or finished."""
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Continue with the groups of a checkpoint, which are waiting or finished and in the
+        ledger."""
         for entry in entries:
             self._entries[entry.group_id] = entry
             self._num_finished += entry.state is GroupState.FINISHED
-        self.admitted, self.trained = admitted, trained
-        self.discarded = Counter(discarded)
 
     def _in_state(self, group_id: str, state: GroupState) -> Entry:
         entry = self._entries[group_id]

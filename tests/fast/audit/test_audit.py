@@ -409,17 +409,10 @@ def document(**fields: Any) -> Callable[[Path], None]:
     return lambda path: changed_document(path, lambda found: found.update(fields))
 
 
-def counted(name: str, number: int) -> Callable[[Path], None]:
+def ledger(**numbers: int) -> Callable[[Path], None]:
     def change(found: dict[str, Any]) -> None:
-        found[name] += number
-        found["ledger"][f"groups_{name}"] += number
-
-    return lambda path: changed_document(path, change)
-
-
-def ledger(name: str, number: int) -> Callable[[Path], None]:
-    def change(found: dict[str, Any]) -> None:
-        found["ledger"][name] += number
+        for name, number in numbers.items():
+            found["ledger"][name] += number
 
     return lambda path: changed_document(path, change)
 
@@ -456,9 +449,9 @@ def without_logprobs(rows: list[dict[str, Any]]) -> None:
     [
         (document(step=7), "the document is of step 7"),
         (document(version=2), "version 2; 3 in the row of step 3"),
-        (document(admitted=99), "99 groups admitted, but"),
-        (counted("trained", 1), "groups"),
-        (ledger("generated", 1), "LedgerError"),
+        (ledger(groups_admitted=90), "groups admitted, but"),
+        (ledger(groups_admitted=1, groups_trained=1), "groups trained in 3 steps of"),
+        (ledger(generated=1), "LedgerError"),
         (groups(lambda rows: rows.append(rows[0])), "groups that are there twice"),
         (groups(lambda rows: rows.pop()), "in the ledger or in the buffer only"),
         (groups(lambda rows: rows[0].update(admitted_version=0)), "was admitted at version 0"),

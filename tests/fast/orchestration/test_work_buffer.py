@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
+from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.orchestration.work_buffer import (
+    LIVE_STATES,
     Entry,
     GroupState,
     StalenessError,
@@ -47,15 +50,19 @@ def group(group_id: str, *, version: int = 0) -> RolloutGroup:
 
 
 def buffer(*, groups_per_step: int, staleness: int, window: float = 0.0) -> WorkBuffer:
-    return WorkBuffer(
-        derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
-    )
+    capacity = derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
+    return WorkBuffer(capacity, TokenLedger())
+
+
+def train(work: WorkBuffer) -> tuple[str, ...]:
+    """Finish the batch that was taken; nothing was entered for its groups."""
+    return work.finish_batch(TokenCounts(generated=0, trained=0))
 
 
 def fill(work: WorkBuffer, version: int = 0) -> list[str]:
     names = []
     while work.has_room:
-        names.append(f"g{work.admitted}")
+        names.append(f"g{work._ledger.groups_admitted}")
         work.admit(names[-1], PROBLEM, version=version)
         work.start(names[-1])
     return names
@@ -111,7 +118,7 @@ def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -
     work.finish(group("g1"))
     work.finish(group("g2"))
     assert taken(work) == ["g1", "g2"]
-    assert work.finish_batch() == ()
+    assert train(work) == ()
     fill(work, version=1)
     for name in ("g3", "g4", "g5"):
         work.finish(group(name, version=1))
@@ -126,7 +133,7 @@ def test_slots_are_freed_when_the_batch_is_trained_and_not_before() -> None:
         work.finish(group(name))
     work.take(0)
     assert not work.has_room
-    work.finish_batch()
+    train(work)
     assert work.has_room
     assert len(work) == 0
 
@@ -137,7 +144,7 @@ def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them
     work.finish(group("g1"))
     work.finish(group("g2"))
     assert taken(work) == ["g1", "g2"]
-    late = work.finish_batch()
+    late = train(work)
     assert late == ("g0",)
     work.restart("g0", version=1)
     work.start("g0")
@@ -154,7 +161,7 @@ def test_a_finished_group_that_was_not_needed_at_staleness_0_is_restarted_too() 
     for name in fill(work):
         work.finish(group(name))
     work.take(0)
-    assert work.finish_batch() == ("g2",)
+    assert train(work) == ("g2",)
 
 
 def test_a_token_that_is_too_old_is_refused_at_consumption() -> None:
@@ -172,6 +179,23 @@ def test_an_unknown_state_change_is_refused() -> None:
         work.finish(group("g0"))
     with pytest.raises(ValueError, match="no room"):
         work.admit("g1", PROBLEM, version=0)
+    work = buffer(groups_per_step=2, staleness=0)
+    work.admit("g0", PROBLEM, version=0)
+    with pytest.raises(LedgerError, match="admitted twice"):
+        work.admit("g0", PROBLEM, version=0)
+
+
+def test_a_batch_with_other_tokens_than_the_ledger_has_is_not_finished() -> None:
+    work = buffer(groups_per_step=1, staleness=0)
+    fill(work)
+    work._ledger.generate("g0", 1)
+    work.finish(group("g0"))
+    work.take(0)
+    with pytest.raises(LedgerError, match="1 tokens were generated"):
+        train(work)
+    assert work.counts()[GroupState.BATCHED] == 1
+    work.finish_batch(TokenCounts(generated=1, trained=1))
+    assert work.counts()[GroupState.TRAINED] == 1
 
 
 @given(
@@ -201,18 +225,17 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
         else:
             assert work.take(version) is not None, "all are finished and none can be taken"
             version += 1
-            for name in work.finish_batch():
+            for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
         if choice % 3 and work.take(version) is not None:
             version += 1
-            for name in work.finish_batch():
+            for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
-        counts = work.counts()
-        live = sum(counts[state] for state in list(GroupState)[:4])
-        assert live == len(work)
-        assert work.admitted == live + work.trained + work.discarded.total()
+        counts, totals = work.counts(), work._ledger.totals()
+        assert len(work) == sum(counts[state] for state in LIVE_STATES) == totals.groups_buffered
+        require_sums(totals)
 
 
 def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
