@@ -10,7 +10,7 @@ from torchtitan_rl.audit.rollout_checks import completion_errors, ending_error
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import LedgerTotals
-from torchtitan_rl.orchestration.recovery import SavedRun
+from torchtitan_rl.orchestration.saved_run import SavedRun
 from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.recorded import RecordedRollout
 

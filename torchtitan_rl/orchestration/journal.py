@@ -44,6 +44,10 @@ class JournalError(TorchtitanRLError):
     """A journal cannot be written, or is damaged; the message names the file, and the line."""
 
 
+class JournalUnreadableError(JournalError):
+    """The system could not read a journal (EIO, EACCES): its turns may all be there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _LastTurn:
     """The last turn of a rollout in a file: its index, and the number and hash of all tokens in
@@ -76,6 +80,7 @@ class Journal:
         mark: int = 0,
     ) -> None:
         self.path = path
+        self.lineage = lineage
         self._version = version
         # By group and rollout; None: the rollout's later turns are left out.
         self._last_turns: dict[str, dict[str, _LastTurn | None]] = {}
@@ -103,7 +108,6 @@ class Journal:
         Raises:
             JournalError: it could not be written; the journal is closed.
         """
-        self._require_open()
         last = self._last_turns.get(group_of(rollout_id), {}).get(rollout_id, _NO_TURN)
         if self._is_too_new(turn) or (last is None and turn_index > 0):
             self._remember(rollout_id, env_state, None)
@@ -119,6 +123,12 @@ class Journal:
                 "env_state": None if env_state is None else env_state_to_json(env_state, turn),
             }
         )
+
+    def append_turns(self, recorded: RecordedRollout, first: int = 0) -> None:
+        """Append the turns of a rollout from index ``first`` on."""
+        for index in range(first, len(recorded.turns)):
+            state = recorded.env_states.get(index + 1)
+            self.append(recorded.rollout_id, index, recorded.turns[index], state)
 
     def forget(self, group_id: str) -> None:
         """The group has ended: no more turns of it come, unless it begins again."""
@@ -154,6 +164,10 @@ class Journal:
         self.path = path
         return self
 
+    @property
+    def is_closed(self) -> bool:
+        return self._file.closed
+
     def close(self) -> None:
         self._file.close()
 
@@ -176,12 +190,9 @@ class Journal:
     def _is_too_new(self, turn: Turn) -> bool:
         return self._version is not None and newest_version(turn.completion) > self._version
 
-    def _require_open(self) -> None:
-        if self._file.closed:
-            raise JournalError(f"{self.path}: the journal is closed")
-
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._require_open()
+        if self.is_closed:
+            raise JournalError(f"{self.path}: the journal is closed")
         line = _line(row)
         try:
             while line:  # a disk that fills up accepts a part first
@@ -209,6 +220,7 @@ def read_journals(
 
     Raises:
         JournalError: a line other than a file's last is damaged, or a turn is missing.
+        JournalUnreadableError: the system cannot read a file.
     """
     base = base or {}
     rollouts = dict(base)
@@ -259,22 +271,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         JournalError: a line other than the last is damaged, or another version wrote the file.
+        JournalUnreadableError: the system reports an error.
     """
     damaged: int | None = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if damaged is not None:
-                raise JournalError(f"{path}, line {damaged}: the line is damaged (wrong checksum)")
-            row = _row(line[:-1]) if line.endswith(b"\n") else None
-            if row is None:
-                damaged = number  # may be the last
-                continue
-            if number == 1:
-                try:
-                    require_format(row)
-                except ValueError as error:
-                    raise JournalError(f"{path}: {error}") from error
-            yield row
+    for number, line in enumerate(_raw_lines(path), start=1):
+        if damaged is not None:
+            raise JournalError(f"{path}, line {damaged}: the line is damaged (wrong checksum)")
+        row = _row(line[:-1]) if line.endswith(b"\n") else None
+        if row is None:
+            damaged = number  # may be the last
+            continue
+        if number == 1:
+            try:
+                require_format(row)
+            except ValueError as error:
+                raise JournalError(f"{path}: {error}") from error
+        yield row
 
 
 def newest_version(completion: Completion) -> int:
@@ -282,6 +294,14 @@ def newest_version(completion: Completion) -> int:
     starts = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
     pairs = zip(completion.version_runs, starts, strict=False)
     return max((run.version for run, end in pairs if end > run.start), default=-1)
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise JournalUnreadableError(f"{path} cannot be read: {error}") from error
 
 
 def _with_row(recorded: RecordedRollout, row: Mapping[str, Any]) -> RecordedRollout:

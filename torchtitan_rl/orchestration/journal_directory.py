@@ -19,7 +19,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals, read_lines
+from torchtitan_rl.orchestration.journal import (
+    Journal,
+    JournalError,
+    JournalUnreadableError,
+    read_journals,
+    read_lines,
+)
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.types import Turn
 
@@ -32,8 +38,6 @@ class JournalDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._journal: Journal | None = None
-        self._lineage = 0
-        self._has_failed = False
         self.passed_over: list[str] = []
 
     def restore(
@@ -44,26 +48,25 @@ class JournalDirectory:
 
         A missing file has no turns. A damaged file and those after it are ignored, and
         `passed_over` says why: sampling their turns again costs less than an older checkpoint.
+
+        Raises:
+            JournalUnreadableError: the system cannot read the folder or a file.
         """
         self.passed_over = []
-        files = self._files()
+        found, files = dict(base), self._files()
+        if step not in files:
+            return found
         try:
-            lineage = _lineage(files[step]) if step in files else None
+            lineage = _lineage(files[step])
+            paths: list[Path] = []
+            for path in (path for s, path in sorted(files.items()) if s >= step):
+                if lineage is not None and _lineage(path) == lineage:
+                    paths.append(path)
+                    found = read_journals(paths, base, mark=mark)
+        except JournalUnreadableError:
+            raise
         except JournalError as error:
             self.passed_over.append(f"{error}; turns from there on are sampled again")
-            lineage = None
-        if lineage is None:
-            return dict(base)
-        paths: list[Path] = []
-        found = dict(base)
-        for path in (path for s, path in sorted(files.items()) if s >= step):
-            try:
-                if _lineage(path) == lineage:
-                    found = read_journals([*paths, path], base, mark=mark)
-                    paths.append(path)
-            except JournalError as error:
-                self.passed_over.append(f"{error}; turns from there on are sampled again")
-                break
         return found
 
     def start_lineage(
@@ -86,19 +89,14 @@ class JournalDirectory:
         """
         self.close()
         files = self._files()
-        self._lineage = _next_lineage(files.values())
+        lineage = _next_lineage(files.values())
         final = self._file(step)
-        journal = Journal(
-            final.with_suffix(".tmp"), lineage=self._lineage, version=version, mark=mark
-        )
+        journal = Journal(final.with_suffix(".tmp"), lineage=lineage, version=version, mark=mark)
         kept = {name for name, saved in base.items() if _continues(rollouts.get(name), saved)}
         for name in base.keys() - kept:
             journal.drop(name)
         for name, recorded in rollouts.items():
-            num_saved = len(base[name].turns) if name in kept else 0
-            for index in range(num_saved, len(recorded.turns)):
-                state = recorded.env_states.get(index + 1)
-                journal.append(name, index, recorded.turns[index], state)
+            journal.append_turns(recorded, len(base[name].turns) if name in kept else 0)
         self._journal = journal.renamed(final)
         for later in files:
             if later > step:
@@ -114,19 +112,14 @@ class JournalDirectory:
         Raises:
             JournalError: it cannot be written.
         """
-        if self._journal is None:
-            raise self._no_lineage()
-        if self._journal.path == self._file(step):
-            return self._journal.next_mark()
-        journal = Journal(
-            self._file(step),
-            lineage=self._lineage,
-            version=version,
-            cut_off=self._journal.cut_off(),
+        old = self._current()
+        if old.path == self._file(step):
+            return old.next_mark()
+        self._journal = Journal(
+            self._file(step), lineage=old.lineage, version=version, cut_off=old.cut_off()
         )
-        self.close()  # only now: if the new file cannot be created, the old one continues
-        self._journal, self._has_failed = journal, False
-        return journal.mark
+        old.close()  # only now: if the new file cannot be created, the old one continues
+        return self._journal.mark
 
     def append(
         self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
@@ -137,14 +130,15 @@ class JournalDirectory:
         Raises:
             JournalError: it could not be written.
         """
-        if self._journal is None:
-            raise self._no_lineage()
-        if not self._has_failed:
-            try:
-                self._journal.append(rollout_id, turn_index, turn, env_state)
-            except JournalError:
-                self._has_failed = True
-                raise
+        journal = self._current()
+        if not journal.is_closed:
+            journal.append(rollout_id, turn_index, turn, env_state)
+
+    def append_turns(self, recorded: RecordedRollout) -> None:
+        """Write all turns of a recorded rollout, as `append`."""
+        journal = self._current()
+        if not journal.is_closed:
+            journal.append_turns(recorded)
 
     def forget(self, group_id: str) -> None:
         """As `Journal.forget`."""
@@ -152,26 +146,41 @@ class JournalDirectory:
             self._journal.forget(group_id)
 
     def prune(self, oldest_step: int) -> None:
-        """Delete the files of checkpoints older than ``oldest_step``, the oldest that is kept."""
+        """Delete the files of checkpoints older than ``oldest_step``, the oldest that is kept.
+
+        Raises:
+            JournalError: the folder cannot be read, or some could not be deleted; all others were.
+        """
+        errors = []
         for step, path in self._files().items():
-            if step < oldest_step:
-                path.unlink()
+            try:
+                if step < oldest_step:
+                    path.unlink()
+            except OSError as error:
+                errors.append(f"{path}: {error}")
+        if errors:
+            raise JournalError("old journals cannot be removed: " + "; ".join(errors))
 
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
-    def _no_lineage(self) -> JournalError:
-        return JournalError(f"{self.path}: no journal was begun")
+    def _current(self) -> Journal:
+        if self._journal is None:
+            raise JournalError(f"{self.path}: no journal was begun")
+        return self._journal
 
     def _file(self, step: int) -> Path:
         return self.path / f"step-{step:06d}.jsonl"
 
     def _files(self) -> dict[int, Path]:
-        if not self.path.is_dir():
+        try:
+            named = [(_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+        except OSError as error:
+            raise JournalUnreadableError(f"{self.path} cannot be read: {error}") from error
         return {int(name[1]): path for name, path in named if name}
 
 
@@ -189,16 +198,16 @@ def _next_lineage(paths: Iterable[Path]) -> int:
     """A number that no file has. Files with a damaged header have none and are never read again.
 
     Raises:
-        JournalError: the system cannot read a file, and its lineage may be the newest.
+        JournalUnreadableError: the system cannot read a file, and its lineage may be the newest.
     """
     newest = -1
     for path in paths:
         try:
             lineage = _lineage(path)
+        except JournalUnreadableError:
+            raise
         except JournalError:
             continue
-        except OSError as error:
-            raise JournalError(f"{path} cannot be read: {error}") from error
         newest = max(newest, -1 if lineage is None else lineage)
     return newest + 1
 
@@ -207,8 +216,7 @@ def _lineage(path: Path) -> int | None:
     """The lineage in a file's header; None if the header is torn.
 
     Raises:
-        JournalError: the header is damaged.
-        OSError: the file cannot be read.
+        JournalError: the header is damaged, or the file cannot be read.
     """
     header = next(read_lines(path), None)
     if header is None:

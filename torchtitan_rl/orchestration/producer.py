@@ -20,6 +20,7 @@ from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.tasks import cancel
 from torchtitan_rl.types import Problem, RolloutGroup, Turn
 
 
@@ -75,10 +76,7 @@ class Producer:
 
     async def close(self) -> None:
         """Cancel all groups; returns when every rollout has ended."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel(self._tasks)
 
     async def settle(self) -> None:
         """Return when the rollouts that `restart` cancelled have ended."""

@@ -24,6 +24,7 @@ from torchtitan_rl.rollout.env import (
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
+from torchtitan_rl.tasks import finish
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
@@ -129,17 +130,11 @@ class EnvSession:
 
         Returns what went wrong.
         """
-        closing = asyncio.ensure_future(self._call("close"))
-        cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
-            try:
-                await asyncio.wait([closing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        failure = None if closing.cancelled() else closing.exception()
-        return str(failure) if failure else None
+        try:
+            await finish(self._call("close"))
+        except RolloutEnded as error:
+            return error.cause
+        return None
 
     async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
         if recorded.turns and not getattr(self._env, "replays", False):

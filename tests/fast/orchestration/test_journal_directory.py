@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -312,9 +313,10 @@ def test_a_second_checkpoint_of_one_step_needs_no_journal_that_can_be_written(tm
     one, two = sampled(0, 0), sampled(1, 0)
     journals = begun(tmp_path, 5)
     journals.append("a", 1, two, None)
-    journals._journal._file.close()
-    with pytest.raises(JournalError, match="closed"):
+    journals._journal._file = FileIO("/dev/full", "w")
+    with pytest.raises(JournalError, match="No space left"):
         journals.append("a", 2, sampled(2, 0), None)
+    journals.append("a", 2, sampled(2, 0), None)  # a failure is raised once
     mark = journals.begin(5)
     found = JournalDirectory(tmp_path)
     assert found.restore(5, record(one), mark=mark) == record(one)
@@ -409,9 +411,9 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
     third.close()
 
 
-def test_a_file_that_the_system_cannot_read_may_be_of_the_newest_lineage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JournalDirectory:
+    """A directory of whose one file the system can read nothing just now."""
     begun(tmp_path).append("a", 0, sampled(0, 0), None)
     opened = Path.open
 
@@ -421,5 +423,47 @@ def test_a_file_that_the_system_cannot_read_may_be_of_the_newest_lineage(
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", broken)
+    return JournalDirectory(tmp_path)
+
+
+def test_a_file_that_the_system_cannot_read_may_be_of_the_newest_lineage(unreadable) -> None:
     with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
-        JournalDirectory(tmp_path).start_lineage(5, {}, {})
+        unreadable.start_lineage(5, {}, {})
+
+
+def test_a_file_that_the_system_cannot_read_is_not_passed_over(unreadable) -> None:
+    """Its turns are there and would be sampled again."""
+    with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
+        unreadable.restore(0, {})
+    assert unreadable.passed_over == []
+
+
+def test_a_folder_that_the_system_cannot_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", broken)
+    for call in (lambda one: one.restore(0, {}), lambda one: one.prune(5)):
+        with pytest.raises(JournalError, match=r"cannot be read: .*Permission denied"):
+            call(JournalDirectory(tmp_path))
+
+
+def test_files_that_cannot_be_removed_are_named_and_all_others_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journals = begun(tmp_path)
+    for step in (5, 10, 15):
+        journals.begin(step)
+    unlink = Path.unlink
+
+    def broken(path: Path) -> None:
+        if path.name == "step-000005.jsonl":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", broken)
+    with pytest.raises(JournalError, match=r"step-000005\.jsonl: .*Read-only"):
+        journals.prune(15)
+    assert names(tmp_path) == ["step-000005.jsonl", "step-000015.jsonl"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.orchestration.recovery import (
-    RecordedGroups,
-    groups_from_bytes,
-    groups_to_bytes,
-)
+from torchtitan_rl.orchestration.recovery import RecordedGroups
+from torchtitan_rl.orchestration.saved_run import groups_from_bytes, groups_to_bytes
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.types import (
@@ -37,6 +34,10 @@ def turn(rollout_id: str, *, version: int) -> Turn:
 def recorded(group_id: str, *, version: int) -> dict[str, RecordedRollout]:
     name = f"{group_id}/r0"
     return {name: RecordedRollout(rollout_id=name, turns=(turn(name, version=version),))}
+
+
+def admitted(group_id: str, version: int) -> Entry:
+    return Entry(group_id=group_id, problem=PROBLEM, admitted_version=version)
 
 
 def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiting() -> None:
@@ -74,9 +75,7 @@ def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiti
 
 
 def test_a_restored_group_goes_on_with_its_turns_once() -> None:
-    groups = RecordedGroups(
-        recorded("g", version=3), restored_version=5, admitted_versions={"g": 3}
-    )
+    groups = RecordedGroups(recorded("g", version=3), [admitted("g", 3)], restored_version=5)
     assert len(groups.of_group("g")) == 1
     usable, rolled_back = groups.take("g", admitted_version=3)
     assert [len(one.turns) for one in usable.values()] == [1]
@@ -85,9 +84,7 @@ def test_a_restored_group_goes_on_with_its_turns_once() -> None:
 
 
 def test_turns_of_a_version_that_the_restored_trainer_has_not_reached_are_rolled_back() -> None:
-    groups = RecordedGroups(
-        recorded("g", version=6), restored_version=5, admitted_versions={"g": 5}
-    )
+    groups = RecordedGroups(recorded("g", version=6), [admitted("g", 5)], restored_version=5)
     usable, rolled_back = groups.take("g", admitted_version=5)
     assert [one.turns for one in usable.values()] == [()]
     assert rolled_back == 2

@@ -18,7 +18,8 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.recovery import GROUPS, choose_checkpoint
+from torchtitan_rl.orchestration.recovery import choose_checkpoint
+from torchtitan_rl.orchestration.saved_run import GROUPS
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     read_document,
