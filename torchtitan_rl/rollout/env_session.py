@@ -6,14 +6,13 @@ a wrong type) becomes a `RolloutEnded` with a status and a cause; `close` runs t
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
-from torchtitan_rl.rollout.calls import CallTimeoutError, is_cancelled, summary, within
+from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summary, within
 from torchtitan_rl.rollout.env import (
     Conversation,
     Observation,
@@ -155,14 +154,10 @@ class EnvSession:
         self._on_call(name)
         try:
             return await within(self._timeout_s, getattr(self._env, name), *args)
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
-            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
         except CallTimeoutError as error:
             raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, f"{name}: {error}") from error
-        except (Exception, SystemExit) as error:
-            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+        except CallFailedError as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {error}") from error
 
 
 def _checked(name: str, check: Callable[..., _A], *args: Any) -> _A:
