@@ -25,7 +25,7 @@ from torchtitan_rl.orchestration.records import BufferStates, StepRecord, TokenC
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
-from torchtitan_rl.orchestration.work_buffer import LIVE_STATES
+from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle
@@ -117,10 +117,8 @@ class Consumer:
 
     async def _take_step(self, groups: tuple[RolloutGroup, ...]) -> None:
         state = self._state
-        counts = state.buffer.counts()
-        states = BufferStates(
-            capacity=state.capacity.buffer, **{one.value: counts[one] for one in LIVE_STATES}
-        )
+        counts = {one.value: number for one, number in state.buffer.counts().items()}
+        states = BufferStates(capacity=state.capacity.buffer, **counts)
         try:
             with self._times.measure("train"):
                 tokens, output = await self._train_on(groups)
@@ -212,7 +210,7 @@ class Consumer:
     def _describe_buffer(self) -> str:
         state = self._state
         counts = state.buffer.counts()
-        text = ", ".join(f"{counts[one]} groups {one.value}" for one in LIVE_STATES if counts[one])
+        text = ", ".join(f"{counts[one]} groups {one.value}" for one in GroupState if counts[one])
         if state.buffer.has_batch and not self._may_train():
             return f"{text}; an evaluation or a pull has the devices"
         oldest = next((e for e in state.buffer.entries if e.group is None), None)

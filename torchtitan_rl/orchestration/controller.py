@@ -31,11 +31,9 @@ from torchtitan_rl.orchestration.device_sharing import DeviceSharing, DuringStep
 from torchtitan_rl.orchestration.evaluation import EvaluationSettings, Evaluator
 from torchtitan_rl.orchestration.producer import Producer, ProducerSettings
 from torchtitan_rl.orchestration.reconciliation import Reconciliation
-from torchtitan_rl.orchestration.records import LedgerTotals
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import FeedSettings, WeightFeed
-from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.tasks import cancel, finish
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
@@ -80,14 +78,6 @@ class Controller:
     def step(self) -> int:
         """Number of finished steps."""
         return self._state.step
-
-    def counts(self) -> dict[GroupState, int]:
-        """Number of groups in each state."""
-        return self._state.buffer.counts()
-
-    def totals(self) -> LedgerTotals:
-        """Where all tokens and groups went."""
-        return self._state.ledger.totals()
 
     def request_stop(self) -> None:
         """Stop cleanly: finish the optimizer step and save, with what rollouts have so far."""

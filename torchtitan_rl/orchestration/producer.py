@@ -50,8 +50,8 @@ class Producer:
         self._buffer = state.buffer
         self._ledger = state.ledger
         self._recorded = recorded
-        self._newest_tasks: dict[str, asyncio.Task[None]] = {}  # by group
-        self._tasks: set[asyncio.Task[None]] = set()  # cancelled ones of restarted groups too
+        # Oldest first; a restarted group has its cancelled task too, until that ends.
+        self._group_of: dict[asyncio.Task[None], str] = {}
         self._failure: BaseException | None = None  # the first of a group's task
         self._skipped_in_a_row = 0
 
@@ -63,7 +63,7 @@ class Producer:
         """
         if not self._is_over():
             for entry in self._buffer.entries:
-                if entry.state is GroupState.WAITING and entry.group_id not in self._newest_tasks:
+                if entry.state is GroupState.WAITING and not self._newest_task(entry.group_id):
                     self._launch(entry)
         while True:
             await self._state.wait_until(
@@ -76,11 +76,11 @@ class Producer:
 
     async def close(self) -> None:
         """Cancel all groups; returns when every rollout has ended."""
-        await cancel(self._tasks)
+        await cancel(self._group_of)
 
     async def settle(self) -> None:
         """Return when the rollouts that `restart` cancelled have ended."""
-        ending = {task for task in self._tasks if task.cancelling()}
+        ending = [task for task in self._group_of if task.cancelling()]
         if ending:
             await asyncio.wait(ending)
 
@@ -92,7 +92,7 @@ class Producer:
         last step the groups only wait, for a resumed run with more steps.
         """
         for name in group_ids:
-            old = self._newest_tasks.get(name)
+            old = self._newest_task(name)
             if old is not None:
                 old.cancel()
             self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
@@ -134,14 +134,15 @@ class Producer:
 
     def _launch(self, entry: Entry, *, after: asyncio.Task[None] | None = None) -> None:
         task = asyncio.create_task(self._roll_out(entry, after), name=f"group {entry.group_id}")
-        self._newest_tasks[entry.group_id] = task
-        self._tasks.add(task)
+        self._group_of[task] = entry.group_id
         task.add_done_callback(self._on_end)
 
+    def _newest_task(self, group_id: str) -> asyncio.Task[None] | None:
+        tasks = reversed(self._group_of.items())
+        return next((task for task, name in tasks if name == group_id), None)
+
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        # A restarted or resampled group may have its next task already.
-        self._newest_tasks = {k: one for k, one in self._newest_tasks.items() if one is not task}
+        del self._group_of[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._state.notify()

@@ -5,15 +5,13 @@
 | WAITING | admitted; no replica holds its version yet | RUNNING by `start` |
 | RUNNING | its rollouts run | FINISHED by `finish` |
 | FINISHED | all its rollouts have ended | BATCHED by `take` |
-| BATCHED | in the optimizer step | TRAINED by `finish_batch`, FINISHED by `put_back` |
-| TRAINED | counted by the ledger only | |
-| DISCARDED | counted by the ledger only, by cause | |
+| BATCHED | in the optimizer step | FINISHED by `put_back`; leaves, trained, by `finish_batch` |
 
-From every live state (the first four) `discard` leads to DISCARDED. From all of them but BATCHED
-`restart` leads to WAITING.
+From every state `discard` removes a group; from all but BATCHED `restart` leads to WAITING.
 
 Invariants:
-- every group is in exactly one state; it enters and leaves buffer and ledger in the same call;
+- every group is in exactly one state; it enters and leaves buffer and ledger in the same call, and
+  the ledger counts those that left;
 - no group or token is trained more than S versions after the group's admission (`capacity.py` has
   the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
@@ -35,17 +33,12 @@ from torchtitan_rl.types import Problem, RolloutGroup
 
 
 class GroupState(StrEnum):
-    """Where a group is; see the table above."""
+    """Where a live group is; see the table above."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
     BATCHED = "batched"
-    TRAINED = "trained"
-    DISCARDED = "discarded"
-
-
-LIVE_STATES = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED, GroupState.BATCHED)
 
 
 class StalenessError(TorchtitanRLError):
@@ -96,12 +89,9 @@ class WorkBuffer:
         return self._next_batch() is not None
 
     def counts(self) -> dict[GroupState, int]:
-        """Groups in each state; trained and discarded ones since the run began."""
+        """Number of groups in each state."""
         live = Counter(entry.state for entry in self._entries.values())
-        return {state: live[state] for state in LIVE_STATES} | {
-            GroupState.TRAINED: self._ledger.groups_trained,
-            GroupState.DISCARDED: self._ledger.groups_discarded.total(),
-        }
+        return {state: live[state] for state in GroupState}
 
     def admit(self, group_id: str, problem: Problem, *, version: int, resamples: int = 0) -> Entry:
         """Take a slot for a new group, admitted at the newest trained version.
@@ -120,12 +110,12 @@ class WorkBuffer:
         return entry
 
     def start(self, group_id: str) -> None:
-        self._in_state(group_id, GroupState.WAITING).state = GroupState.RUNNING
+        self._move(self._in_state(group_id, GroupState.WAITING), GroupState.RUNNING)
 
     def finish(self, group: RolloutGroup) -> None:
         entry = self._in_state(group.group_id, GroupState.RUNNING)
-        entry.group, entry.state = group, GroupState.FINISHED
-        self._num_finished += 1
+        entry.group = group
+        self._move(entry, GroupState.FINISHED)
 
     def discard(self, group_id: str, cause: str) -> None:
         """Drop a group in any state, with its tokens, and free its slot."""
@@ -146,16 +136,14 @@ class WorkBuffer:
             return None
         self._check_age(chosen, version)
         for entry in chosen:
-            entry.state = GroupState.BATCHED
-        self._num_finished -= len(chosen)
+            self._move(entry, GroupState.BATCHED)
         return tuple(entry.group for entry in chosen if entry.group is not None)
 
     def put_back(self) -> None:
         """Undo the last `take` because its batch was not trained; no effect without a batch."""
         for entry in self._entries.values():
             if entry.state is GroupState.BATCHED:
-                entry.state = GroupState.FINISHED
-                self._num_finished += 1
+                self._move(entry, GroupState.FINISHED)
 
     def overtaken_in_batch(self) -> frozenset[str]:
         """Ids of the groups in the batch that younger groups were trained before."""
@@ -193,9 +181,8 @@ class WorkBuffer:
     def restart(self, group_id: str, *, version: int) -> Entry:
         """Begin a group again in its place, as if it were admitted at ``version``."""
         entry = self._entries[group_id]
-        self._num_finished -= entry.state is GroupState.FINISHED
+        self._move(entry, GroupState.WAITING)
         entry.admitted_version, entry.group = version, None
-        entry.state = GroupState.WAITING
         entry.restarts += 1
         return entry
 
@@ -211,6 +198,10 @@ class WorkBuffer:
         if entry.state is not state:
             raise ValueError(f"group {group_id} is {entry.state}, not {state}")
         return entry
+
+    def _move(self, entry: Entry, state: GroupState) -> None:
+        self._num_finished += (state is GroupState.FINISHED) - (entry.state is GroupState.FINISHED)
+        entry.state = state
 
     def _next_batch(self) -> list[Entry] | None:
         if self._num_finished < self._capacity.groups_per_step:

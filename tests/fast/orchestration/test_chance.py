@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.orchestration.work_buffer import GroupState
 
 PLANS = st.builds(
     Plan,
@@ -63,8 +62,7 @@ def check(plan: Plan, dies_after: float | None) -> None:
     assert [record.step for record in simulation.recorder.steps] == list(
         range(1, plan.num_steps + 1)
     )
-    counts = simulation.controller.counts()
-    assert counts[GroupState.TRAINED] == plan.num_steps * plan.groups_per_step
+    assert simulation.ledger.groups_trained == plan.num_steps * plan.groups_per_step
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
