@@ -9,27 +9,14 @@ from io import FileIO
 
 import pytest
 
+from tests.support.turns import rollout, turn
 from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
-from torchtitan_rl.types import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionRun
 
-
-def turn(prompt, token_ids, *, versions=None, index=0) -> Turn:
-    runs = tuple(VersionRun(i, version) for i, version in enumerate(versions or [0]))
-    completion = Completion(
-        request_id=f"r/t{index}",
-        token_ids=tuple(token_ids),
-        logprobs=tuple(-1 / (3 + i) for i in range(len(token_ids))),
-        version_runs=runs,
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(prompt_token_ids=tuple(prompt), completion=completion, reward=0.1, text="é\n")
-
-
-FIRST = turn((1, 2), (3, 4))
-SECOND = turn((1, 2, 3, 4, 0), (5,), index=1)
-THIRD = turn((9, 9), (6,), index=2)
+FIRST = turn((1, 2), (3, 4), reward=0.1, text="é\n")
+SECOND = turn((1, 2, 3, 4, 0), (5,))
+THIRD = turn((9, 9), (6,))
 STATE = EnvState(
     answer=Observation(prompt_token_ids=(1, 2, 3, 4, 0), max_tokens=7), state={"deck": [1, 2]}
 )
@@ -137,7 +124,7 @@ def test_kill_9_loses_nothing_that_was_appended(tmp_path):
     if child == 0:
         journal = Journal(path)
         for index in range(50):
-            journal.append("a", index, turn((index,), (index,), index=index), None)
+            journal.append("a", index, turn((index,), (index,)), None)
         os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -192,14 +179,7 @@ def test_the_tokens_of_a_running_turn_are_whole_or_gone():
 
 
 def test_a_rollout_that_had_ended_goes_on_where_one_of_its_turns_is_dropped():
-    ended = Rollout(
-        rollout_id="a",
-        group_id="g",
-        problem_id="p",
-        turns=(FIRST, turn((1, 2), (3,), versions=[2])),
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-    )
+    ended = rollout(FIRST, turn((1, 2), (3,), versions=[2]))
     entry = recorded(*ended.turns, ended=ended)
     assert usable_turns(entry, restored_version=2, admitted_version=0) == (entry, 0)
     expected = (recorded(FIRST), 1)
@@ -241,7 +221,7 @@ def test_a_long_conversation_takes_linear_space(tmp_path):
     prompt, turns = (1, 2, 3), []
     sizes = []
     for index in range(20):
-        turns.append(turn(prompt, range(100, 200), index=index))
+        turns.append(turn(prompt, range(100, 200)))
         prompt = (*prompt, *range(100, 200), 0)
         size = journal.path.stat().st_size
         journal.append("a", index, turns[-1], None)
@@ -251,15 +231,15 @@ def test_a_long_conversation_takes_linear_space(tmp_path):
 
 
 def test_a_prompt_that_only_seems_to_extend_the_turn_before_is_written_whole(tmp_path):
-    edited = turn((1, 9, 3, 4, 0), (5,), index=1)
-    shorter = turn((1, 9), (5,), index=2)
+    edited = turn((1, 9, 3, 4, 0), (5,))
+    shorter = turn((1, 9), (5,))
     write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 1, edited, None), ("a", 2, shorter, None))
     assert read_journals([tmp_path / "j"])["a"].turns == (FIRST, edited, shorter)
 
 
 def test_turns_that_no_run_can_go_on_with_are_left_out_with_what_comes_behind_them(tmp_path):
-    old, new = turn((1,), (2,), versions=[4]), turn((1, 2), (3,), versions=[5], index=1)
-    lagging = turn((1, 2, 3), (4,), versions=[4], index=2)
+    old, new = turn((1,), (2,), versions=[4]), turn((1, 2), (3,), versions=[5])
+    lagging = turn((1, 2, 3), (4,), versions=[4])
     empty = turn((1,), (), versions=[9])
     journal = Journal(tmp_path / "j", version=4)
     size = journal.path.stat().st_size

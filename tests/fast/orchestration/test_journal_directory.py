@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import tempfile
 from dataclasses import replace
 from io import FileIO
@@ -14,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fast.orchestration.test_journal import turn
-from torchtitan_rl.orchestration.journal import JournalError, _line
+from tests.support.turns import turn
+from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.rollout.recorded import RecordedRollout, usable_turns, with_turn
 
 
 def sampled(index: int, version: int, salt: int = 0):
-    return turn((index,), (index, salt), versions=[version], index=index)
+    return turn((index,), (index, salt), versions=[version])
 
 
 def record(*turns) -> dict[str, RecordedRollout]:
@@ -321,149 +318,3 @@ def test_a_second_checkpoint_of_one_step_needs_no_journal_that_can_be_written(tm
     found = JournalDirectory(tmp_path)
     assert found.restore(5, record(one), mark=mark) == record(one)
     assert found.restore(5, record(one)) == record(one, two)
-
-
-def flip_header(path: Path) -> None:
-    path.write_bytes(b"x" + path.read_bytes()[1:])
-
-
-def cut_in_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:9])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(4096))
-
-
-def join_first_lines(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"\n", b"", 1))
-
-
-def without_header(path: Path) -> None:
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-
-
-def header_of_another_format(path: Path) -> None:
-    header, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(_line(json.loads(header[9:]) | {"format": 99}) + b"".join(rest))
-
-
-def header_without_lineage(path: Path) -> None:
-    header, *rest = path.read_bytes().splitlines(keepends=True)
-    row = json.loads(header[9:])
-    del row["lineage"]
-    path.write_bytes(_line(row) + b"".join(rest))
-
-
-def flip_a_turn(path: Path) -> None:
-    header, turn, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([header, b"x" + turn[1:], *rest]))
-
-
-def cut_last_line(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-DAMAGES = [
-    flip_header,
-    cut_in_header,
-    empty,
-    zeros,
-    join_first_lines,
-    without_header,
-    header_of_another_format,
-    header_without_lineage,
-    flip_a_turn,
-    cut_last_line,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("damaged_step", [0, 5, 10])
-def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
-    tmp_path: Path, damage, damaged_step: int
-) -> None:
-    """It resumes from step 5; files of before and after it are there."""
-    one, two, new = sampled(0, 0), sampled(1, 0), sampled(1, 0, salt=1)
-    journals = begun(tmp_path)
-    for step in (5, 10, 15):
-        for salt in (1, 2):
-            journals.append("b", 0, sampled(0, 0, salt=salt), None)
-        journals.begin(step)
-    damage(tmp_path / f"step-{damaged_step:06d}.jsonl")
-
-    second = JournalDirectory(tmp_path)
-    found = second.restore(5, record(one))
-    assert found["a"] == record(one)["a"]
-    second.start_lineage(5, record(one, two), record(one))
-    assert JournalDirectory(tmp_path).restore(5, record(one)) == record(one, two)
-    second.begin(10)
-    second.append("a", 1, new, None)
-    assert JournalDirectory(tmp_path).restore(10, record(one)) == record(one, new)
-    second.close()
-
-    third = JournalDirectory(tmp_path)
-    third.start_lineage(10, {}, {})
-    third.close()
-
-
-@pytest.fixture
-def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JournalDirectory:
-    """A directory of whose one file the system can read nothing just now."""
-    begun(tmp_path).append("a", 0, sampled(0, 0), None)
-    opened = Path.open
-
-    def broken(path: Path, *arguments, **options):
-        if path.name == "step-000000.jsonl":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", broken)
-    return JournalDirectory(tmp_path)
-
-
-def test_a_file_that_the_system_cannot_read_may_be_of_the_newest_lineage(unreadable) -> None:
-    with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
-        unreadable.start_lineage(5, {}, {})
-
-
-def test_a_file_that_the_system_cannot_read_is_not_passed_over(unreadable) -> None:
-    """Its turns are there and would be sampled again."""
-    with pytest.raises(JournalError, match=r"step-000000\.jsonl cannot be read: .*Input/output"):
-        unreadable.restore(0, {})
-    assert unreadable.passed_over == []
-
-
-def test_a_folder_that_the_system_cannot_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(path: Path):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "iterdir", broken)
-    for call in (lambda one: one.restore(0, {}), lambda one: one.prune(5)):
-        with pytest.raises(JournalError, match=r"cannot be read: .*Permission denied"):
-            call(JournalDirectory(tmp_path))
-
-
-def test_files_that_cannot_be_removed_are_named_and_all_others_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journals = begun(tmp_path)
-    for step in (5, 10, 15):
-        journals.begin(step)
-    unlink = Path.unlink
-
-    def broken(path: Path) -> None:
-        if path.name == "step-000005.jsonl":
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        unlink(path)
-
-    monkeypatch.setattr(Path, "unlink", broken)
-    with pytest.raises(JournalError, match=r"step-000005\.jsonl: .*Read-only"):
-        journals.prune(15)
-    assert names(tmp_path) == ["step-000005.jsonl", "step-000015.jsonl"]

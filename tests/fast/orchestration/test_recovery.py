@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
+from tests.support.turns import group, rollout, turn
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.saved_run import groups_from_bytes, groups_to_bytes
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Problem,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
+from torchtitan_rl.types import Problem, Turn
 
 PROBLEM = Problem(problem_id="a/7", data={"seed": 3})
 
 
-def turn(rollout_id: str, *, version: int) -> Turn:
-    completion = Completion(
-        request_id=f"{rollout_id}/t0",
-        token_ids=(7, 8),
-        logprobs=(-0.1, -1.7),
-        version_runs=(VersionRun(0, version),),
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(prompt_token_ids=(1, 2), completion=completion)
+def of_version(version: int) -> Turn:
+    return turn((1, 2), (3, 4), versions=[version])
 
 
 def recorded(group_id: str, *, version: int) -> dict[str, RecordedRollout]:
     name = f"{group_id}/r0"
-    return {name: RecordedRollout(rollout_id=name, turns=(turn(name, version=version),))}
+    return {name: RecordedRollout(rollout_id=name, turns=(of_version(version),))}
 
 
 def admitted(group_id: str, version: int) -> Entry:
@@ -41,22 +26,15 @@ def admitted(group_id: str, version: int) -> Entry:
 
 
 def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiting() -> None:
-    rollout = Rollout(
-        rollout_id="e0/a/7/r0",
-        group_id="e0/a/7",
-        problem_id="a/7",
-        turns=(turn("e0/a/7/r0", version=4),),
-        status=RolloutStatus.COMPLETED,
-        reward=0.1 + 0.2,
-    )
-    group = RolloutGroup(group_id="e0/a/7", problem=PROBLEM, rollouts=(rollout,))
+    whole = rollout(of_version(4), rollout_id="e0/a/7/r0", reward=0.1 + 0.2)
+    ended = group(whole, group_id="e0/a/7", problem=PROBLEM)
     finished = Entry(
         group_id="e0/a/7",
         problem=PROBLEM,
         admitted_version=4,
         state=GroupState.FINISHED,
         overtaken=1,
-        group=group,
+        group=ended,
     )
     running = Entry(
         group_id="e1/a/7",

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import turns
+from tests.support.rollouts import PROBLEM
+from tests.support.turns import rollout, turn
 from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
@@ -15,37 +18,12 @@ from torchtitan_rl.orchestration.work_buffer import (
     StalenessError,
     WorkBuffer,
 )
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Problem,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
-
-PROBLEM = Problem(problem_id="p", data={})
+from torchtitan_rl.types import RolloutGroup
 
 
 def group(group_id: str, *, version: int = 0) -> RolloutGroup:
-    completion = Completion(
-        request_id=f"{group_id}/r0/t0",
-        token_ids=(7,),
-        logprobs=(-1.0,),
-        version_runs=(VersionRun(0, version),),
-        finish_reason=FinishReason.STOP,
-    )
-    rollout = Rollout(
-        rollout_id=f"{group_id}/r0",
-        group_id=group_id,
-        problem_id="p",
-        turns=(Turn(prompt_token_ids=(1,), completion=completion),),
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-    )
-    return RolloutGroup(group_id=group_id, problem=PROBLEM, rollouts=(rollout,))
+    one = turn((1,), (7,), versions=[version])
+    return turns.group(rollout(one, rollout_id=f"{group_id}/r0"), group_id=group_id)
 
 
 def buffer(*, groups_per_step: int, staleness: int, window: float = 0.0) -> WorkBuffer:
