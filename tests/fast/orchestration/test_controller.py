@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import live, run
+from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -235,21 +234,10 @@ def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) ->
 
 @pytest.mark.parametrize("during_step", ["running", "asleep"])
 def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_step: str) -> None:
-    async def work() -> None:
-        simulation = Simulation(Plan(checkpoint_every=2, during_step=during_step), tmp_path)
-        original = simulation.trainer.train_step
-
-        async def train_step(batch: TrainingBatch) -> StepOutput:
-            if simulation.trainer.version == 3:
-                raise DivergedError("loss is nan")
-            return await original(batch)
-
-        simulation.trainer.train_step = train_step  # type: ignore[method-assign]
-        with pytest.raises(DivergedError):
-            await simulation.run()
-        assert simulation.checkpoints.steps() == [2]
-
-    run_virtually(work())
+    plan, nan = Plan(checkpoint_every=2, during_step=during_step), DivergedError("loss is nan")
+    simulation, error = live(plan, tmp_path, prepare=failing("train_step", 4, nan))
+    assert error is nan
+    assert simulation.checkpoints.steps() == [2]
 
 
 def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path) -> None:
