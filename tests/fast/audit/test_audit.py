@@ -32,7 +32,8 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import _line, read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
-from torchtitan_rl.orchestration.saved_run import GROUPS, choose_checkpoint
+from torchtitan_rl.orchestration.recovery import choose_checkpoint
+from torchtitan_rl.orchestration.saved_run import GROUPS
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     read_document,
