@@ -136,8 +136,9 @@ class Run:
     def turns(self) -> list[tuple[str, int]]:
         return [(id_, index) for id_, lines in self.records.items() for index, *_ in lines]
 
-    def on_turn(self, rollout_id, *line) -> None:
-        self.records.setdefault(rollout_id, []).append(line)
+    def on_turn(self, recorded) -> None:
+        line = (len(recorded.turns) - 1, recorded.turns[-1], recorded.env_state)
+        self.records.setdefault(recorded.rollout_id, []).append(line)
 
     def start(self, recorded=(), **options):
         return self.rollouter.run_group(

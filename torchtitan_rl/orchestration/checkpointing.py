@@ -144,7 +144,7 @@ class RunCheckpointer:
         """Recorded turns of groups that are not admitted yet go into the new journal."""
         for name, recorded in self._recorded.rollouts.items():
             if group_of(name) not in self._state.buffer:
-                self._parts.journals.append_turns(recorded)
+                self._parts.journals.append(recorded, 0)
 
     def _groups(self, partials: Mapping[str, Completion]) -> bytes:
         entries = self._state.buffer.entries

@@ -26,8 +26,7 @@ from torchtitan_rl.orchestration.journal import (
     read_journals,
     read_lines,
 )
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
-from torchtitan_rl.types import Turn
+from torchtitan_rl.rollout.recorded import RecordedRollout
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
@@ -96,7 +95,7 @@ class JournalDirectory:
         for name in base.keys() - kept:
             journal.drop(name)
         for name, recorded in rollouts.items():
-            journal.append_turns(recorded, len(base[name].turns) if name in kept else 0)
+            journal.append(recorded, len(base[name].turns) if name in kept else 0)
         self._journal = journal.renamed(final)
         for later in files:
             if later > step:
@@ -121,9 +120,7 @@ class JournalDirectory:
         old.close()  # only now: if the new file cannot be created, the old one continues
         return self._journal.mark
 
-    def append(
-        self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
-    ) -> None:
+    def append(self, recorded: RecordedRollout, first: int = -1) -> None:
         """As `Journal.append`. A failure is raised once; later turns are lost until a new file is
         begun.
 
@@ -132,13 +129,7 @@ class JournalDirectory:
         """
         journal = self._current()
         if not journal.is_closed:
-            journal.append(rollout_id, turn_index, turn, env_state)
-
-    def append_turns(self, recorded: RecordedRollout) -> None:
-        """Write all turns of a recorded rollout, as `append`."""
-        journal = self._current()
-        if not journal.is_closed:
-            journal.append_turns(recorded)
+            journal.append(recorded, first)
 
     def forget(self, group_id: str) -> None:
         """As `Journal.forget`."""

@@ -19,9 +19,9 @@ from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.tasks import cancel
-from torchtitan_rl.types import Problem, RolloutGroup, Turn
+from torchtitan_rl.types import Problem, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,11 +204,9 @@ class Producer:
         self._ledger.discard_tokens(entry.group_id, "rolled_back", rolled_back)
         return rollouts
 
-    def _write_turn(
-        self, rollout_id: str, index: int, turn: Turn, env_state: EnvState | None
-    ) -> None:
+    def _write_turn(self, recorded: RecordedRollout) -> None:
         try:
-            self._parts.journals.append(rollout_id, index, turn, env_state)
+            self._parts.journals.append(recorded)
         except JournalError as error:
             self._state.recorder.say(
                 f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"

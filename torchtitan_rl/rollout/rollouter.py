@@ -113,8 +113,8 @@ class Rollouter:
             min_version: no token is sampled under an older policy.
             recorded: siblings to be continued, by rollout id: finished turns are not sampled
                 again. Those of another attempt are discarded.
-            on_turn: called once for each turn that the environment has answered, except recorded
-                ones.
+            on_turn: called with the rollout so far, once for each turn that the environment has
+                answered, except recorded ones.
             on_discard: called with tokens that are in no rollout of the group: recorded ones that
                 cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that
                 was refused.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.fast.orchestration.test_journal import append
 from tests.fast.orchestration.test_journal_directory import begun, names, record, sampled
 from torchtitan_rl.orchestration.journal import JournalError, _line
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
@@ -54,7 +55,7 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
     journals = begun(tmp_path)
     for step in (5, 10, 15):
         for salt in (1, 2):
-            journals.append("b", 0, sampled(0, 0, salt=salt), None)
+            append(journals, "b", 0, sampled(0, 0, salt=salt))
         journals.begin(step)
     damaged = tmp_path / f"step-{damaged_step:06d}.jsonl"
     damaged.write_bytes(damage(damaged.read_bytes()))
@@ -65,7 +66,7 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
     second.start_lineage(5, record(one, two), record(one))
     assert JournalDirectory(tmp_path).restore(5, record(one)) == record(one, two)
     second.begin(10)
-    second.append("a", 1, new, None)
+    append(second, "a", 1, new)
     assert JournalDirectory(tmp_path).restore(10, record(one)) == record(one, new)
     second.close()
 
@@ -77,7 +78,7 @@ def test_a_run_restarts_and_goes_on_whatever_file_is_damaged_and_however(
 @pytest.fixture
 def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JournalDirectory:
     """A directory of whose one file the system can read nothing just now."""
-    begun(tmp_path).append("a", 0, sampled(0, 0), None)
+    append(begun(tmp_path), "a", 0, sampled(0, 0))
     opened = Path.open
 
     def broken(path: Path, *arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fast.orchestration.test_journal import FIRST
+from tests.fast.orchestration.test_journal import FIRST, append
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError
@@ -73,7 +73,7 @@ def attached(path: Path, content: bytes) -> None:
 
 def append_turn_out_of_order(run_dir: Path, step: int) -> None:
     journal = Journal(run_dir / "journal" / f"step-{step:06d}.jsonl")
-    journal.append("e0/p0/r0", 7, FIRST, None)
+    append(journal, "e0/p0/r0", 7, FIRST)
     journal.close()
 
 
