@@ -27,15 +27,8 @@ from typing import Any
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.rollout.env import Terminal
-from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
-from torchtitan_rl.rollout.records import (
-    FORMAT,
-    env_state_from_json,
-    env_state_to_json,
-    require_format,
-    turn_from_json,
-    turn_to_json,
-)
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import FORMAT, env_state_to_json, require_format, turn_to_json
 from torchtitan_rl.types import Completion
 
 
@@ -177,68 +170,6 @@ class Journal:
             raise JournalError(f"{self.path}: {error}") from error
 
 
-def read_journals(
-    paths: Iterable[Path],
-    base: Mapping[str, RecordedRollout] | None = None,
-    *,
-    mark: int = 0,
-) -> dict[str, RecordedRollout]:
-    """The rollouts of a checkpoint (``base``) with the turns that came after it.
-
-    - ``paths`` are in the order in which they were written.
-    - A turn that comes again replaces the earlier one and all turns after it, because the rollout
-      began again. A rollout that was dropped is gone.
-    - Lines of the first file before ``mark`` are older than ``base`` (which is then a later
-      checkpoint of the same step) and ignored.
-    - Where a file left turns of a rollout out, its turns in later files are ignored until it
-      begins again.
-
-    Raises:
-        JournalError: a line other than a file's last is damaged, or a turn is missing.
-        JournalUnreadableError: the system cannot read a file.
-    """
-    base = base or {}
-    rollouts = dict(base)
-    dropped: set[str] = set()
-    missing: dict[str, JournalError] = {}  # forgotten if the rollout begins again later
-    cut_off: set[str] = set()
-    position = 0
-    for order, path in enumerate(paths):
-        for number, row in enumerate(read_lines(path), start=1):
-            if number == 1:
-                cut_off |= set(row.get("cut_off", ()) if order else ())
-            if "rollout_id" not in row:
-                position = row.get("mark", 0)
-                continue
-            if order == 0 and position < mark:
-                continue
-            rollout_id, index = row["rollout_id"], row["index"]
-            if index == 0:
-                missing.pop(rollout_id, None)
-                cut_off.discard(rollout_id)
-            if row["turn"] is None:
-                rollouts.pop(rollout_id, None)
-                dropped.add(rollout_id)
-                continue
-            if index > 0 and rollout_id not in rollouts and rollout_id not in missing:
-                continue  # it ended before the checkpoint, which has no turns of it
-            if rollout_id in cut_off:
-                continue
-            recorded = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
-            try:
-                rollouts[rollout_id] = _with_row(recorded, row)
-            except (KeyError, ValueError) as error:
-                cause = JournalError(f"{path}, line {number}: {error!r}")
-                cause.__cause__ = error
-                missing.setdefault(rollout_id, cause)
-    for cause in missing.values():
-        raise cause
-    for name, saved in base.items():
-        if name not in dropped and rollouts[name].turns == saved.turns:
-            rollouts[name] = saved  # with its running turn and its end, which no line has
-    return rollouts
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of one file, the header first; nothing if even the header is torn.
 
@@ -277,14 +208,6 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
             yield from file
     except OSError as error:
         raise JournalUnreadableError(f"{path} cannot be read: {error}") from error
-
-
-def _with_row(recorded: RecordedRollout, row: Mapping[str, Any]) -> RecordedRollout:
-    index, state = row["index"], row["env_state"]
-    previous = recorded.turns[index - 1] if 0 < index <= len(recorded.turns) else None
-    turn = turn_from_json(row["turn"], previous)
-    env_state = None if state is None else env_state_from_json(state, turn)
-    return with_turn(recorded, index, turn, env_state)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

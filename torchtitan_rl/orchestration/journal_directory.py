@@ -18,15 +18,16 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl.orchestration.journal import (
     Journal,
     JournalError,
     JournalUnreadableError,
-    read_journals,
     read_lines,
 )
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
+from torchtitan_rl.rollout.records import env_state_from_json, turn_from_json
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
@@ -52,21 +53,17 @@ class JournalDirectory:
             JournalUnreadableError: the system cannot read the folder or a file.
         """
         self.passed_over = []
-        found, files = dict(base), self._files()
-        if step not in files:
-            return found
+        replay, files = Replay(base, mark=mark), self._files()
         try:
-            lineage = _lineage(files[step])
-            paths: list[Path] = []
-            for path in (path for s, path in sorted(files.items()) if s >= step):
-                if lineage is not None and _lineage(path) == lineage:
-                    paths.append(path)
-                    found = read_journals(paths, base, mark=mark)
+            lineage = _lineage(files[step]) if step in files else None
+            for later, path in sorted(files.items()):
+                if later >= step and lineage is not None and _lineage(path) == lineage:
+                    replay.read(path)
         except JournalUnreadableError:
             raise
         except JournalError as error:
             self.passed_over.append(f"{error}; turns from there on are sampled again")
-        return found
+        return replay.rollouts
 
     def start_lineage(
         self,
@@ -173,6 +170,87 @@ class JournalDirectory:
         except OSError as error:
             raise JournalUnreadableError(f"{self.path} cannot be read: {error}") from error
         return {int(name[1]): path for name, path in named if name}
+
+
+class Replay:
+    """The rollouts of a checkpoint (``base``) with the turns that came after it.
+
+    - Files are read in the order in which they were written.
+    - A turn that comes again replaces the earlier one and all turns after it, because the rollout
+      began again. A rollout that was dropped is gone.
+    - Lines of the first file before ``mark`` are older than ``base`` (which is then a later
+      checkpoint of the same step) and ignored.
+    - Where a file left turns of a rollout out, its turns in later files are ignored until it
+      begins again.
+    """
+
+    def __init__(self, base: Mapping[str, RecordedRollout] | None = None, *, mark: int = 0) -> None:
+        self._base = base or {}
+        self._mark: int | None = mark  # None after the first file
+        self._rollouts = dict(self._base)
+        self._dropped: frozenset[str] = frozenset()
+        self._cut_off: frozenset[str] = frozenset()
+
+    @property
+    def rollouts(self) -> dict[str, RecordedRollout]:
+        """By id, after the files that were read."""
+        unchanged = {  # with its running turn and its end, which no line has
+            name: saved
+            for name, saved in self._base.items()
+            if name not in self._dropped and self._rollouts[name].turns == saved.turns
+        }
+        return self._rollouts | unchanged
+
+    def read(self, path: Path) -> None:
+        """Read the next file.
+
+        Raises:
+            JournalError: a line other than the last is damaged, or a turn is missing; nothing of
+                the file counts.
+            JournalUnreadableError: the system reports an error.
+        """
+        rollouts, dropped, cut_off = dict(self._rollouts), set(self._dropped), set(self._cut_off)
+        missing: dict[str, JournalError] = {}  # forgotten if the rollout begins again later
+        position = 0
+        for number, row in enumerate(read_lines(path), start=1):
+            if number == 1 and self._mark is None:
+                cut_off |= set(row.get("cut_off", ()))
+            if "rollout_id" not in row:
+                position = row.get("mark", 0)
+                continue
+            if self._mark is not None and position < self._mark:
+                continue
+            rollout_id, index = row["rollout_id"], row["index"]
+            if index == 0:
+                missing.pop(rollout_id, None)
+                cut_off.discard(rollout_id)
+            if row["turn"] is None:
+                rollouts.pop(rollout_id, None)
+                dropped.add(rollout_id)
+                continue
+            if index > 0 and rollout_id not in rollouts and rollout_id not in missing:
+                continue  # it ended before the checkpoint, which has no turns of it
+            if rollout_id in cut_off:
+                continue
+            recorded = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
+            try:
+                rollouts[rollout_id] = _with_row(recorded, row)
+            except (KeyError, ValueError) as error:
+                cause = JournalError(f"{path}, line {number}: {error!r}")
+                cause.__cause__ = error
+                missing.setdefault(rollout_id, cause)
+        for cause in missing.values():
+            raise cause
+        self._rollouts, self._mark = rollouts, None
+        self._dropped, self._cut_off = frozenset(dropped), frozenset(cut_off)
+
+
+def _with_row(recorded: RecordedRollout, row: Mapping[str, Any]) -> RecordedRollout:
+    index, state = row["index"], row["env_state"]
+    previous = recorded.turns[index - 1] if 0 < index <= len(recorded.turns) else None
+    turn = turn_from_json(row["turn"], previous)
+    env_state = None if state is None else env_state_from_json(state, turn)
+    return with_turn(recorded, index, turn, env_state)
 
 
 def _continues(recorded: RecordedRollout | None, saved: RecordedRollout) -> bool:

@@ -10,7 +10,8 @@ from io import FileIO
 import pytest
 
 from tests.support.turns import rollout, turn
-from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
+from torchtitan_rl.orchestration.journal import Journal, JournalError
+from torchtitan_rl.orchestration.journal_directory import Replay
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
 
@@ -30,6 +31,13 @@ def append(journal, rollout_id, index, turn, state=None) -> None:
     states = {} if state is None else {index + 1: state}
     turns = (OTHER,) * index + (turn,)
     journal.append(RecordedRollout(rollout_id=rollout_id, turns=turns, env_states=states))
+
+
+def read_journals(paths, base=None) -> dict[str, RecordedRollout]:
+    replay = Replay(base)
+    for path in paths:
+        replay.read(path)
+    return replay.rollouts
 
 
 def write(path, *records) -> None:
