@@ -14,8 +14,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.records import Recorder
-from torchtitan_rl.orchestration.retrying_recorder import RetryingRecorder
+from torchtitan_rl.orchestration.records import Recorder, RetryingRecorder
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
