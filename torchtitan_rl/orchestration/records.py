@@ -128,8 +128,7 @@ class Recorder(Protocol):
 
 
 class RetryingRecorder:
-    """The `Recorder` of the controller's loops: a row that could not be written is written before the
-    next one.
+    """The `Recorder` of the controller's loops: writes a missing row again, before the next one.
 
     Rows are written in order and once each. No checkpoint is taken while a row is missing (`flush`
     comes before it), so a resumed run has the rows of all steps that it does not repeat.
