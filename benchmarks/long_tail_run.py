@@ -26,9 +26,9 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.orchestration.run_state import Parts
-from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -195,8 +195,8 @@ def _controller(
     """As `torchtitan_rl.commands.train` makes it."""
     task, rollout = config.task, config.rollout
     assert isinstance(task, LongTailTask)
-    sampled = SampledTokens()
-    router = GeneratorRouter(replicas, on_ended=sampled.on_ended)
+    ledger = TokenLedger()
+    router = GeneratorRouter(replicas, on_ended=ledger.on_ended)
     return Controller(
         config,
         Parts(
@@ -219,7 +219,7 @@ def _controller(
             recorder=log,
             checkpoints=CheckpointDirectory(folder / "checkpoints"),
             journals=JournalDirectory(folder / "journal"),
-            sampled=sampled,
+            ledger=ledger,
         ),
         # Up to the last step there is as much under way as in the middle of a long run.
         surplus=config.capacity.buffer if config.capacity.staleness else None,

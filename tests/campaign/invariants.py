@@ -31,10 +31,9 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
-from torchtitan_rl.orchestration.recovery import groups_from_bytes
-from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
+from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
+from torchtitan_rl.orchestration.work_buffer import StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import RolloutStatus
 
@@ -153,9 +152,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
     totals = simulation.controller._state.ledger.totals()
-    before = life.start.document.get("ledger", {}).get("generated", 0)
+    before = life.start.saved.document.get("ledger", {}).get("generated", 0)
     accounted = totals.tokens_generated - before
-    entries = life.start.groups.entries
+    entries = life.start.saved.groups.entries
     asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
     # Turns of groups that the checkpoint has finished are counted only where those begin anew.
     most = sum(n for name, n in life.start.recorded.items() if name in asked)
@@ -197,17 +196,14 @@ def keeps_the_account(life: Life) -> Iterator[str]:
 
 
 def counts_groups_once(life: Life) -> Iterator[str]:
-    """Buffer and ledger agree."""
+    """Buffer and ledger hold the same groups; `keeps_the_account` adds those up."""
     simulation = life.simulation
     if simulation is None or life.ending in (Ending.KILLED, Ending.CANCELLED):
         return
     state = simulation.controller._state
-    counts, totals = simulation.controller.counts(), state.ledger.totals()
-    live = len(state.buffer)
-    if state.buffer.admitted != (live + counts[GroupState.TRAINED] + counts[GroupState.DISCARDED]):
-        yield f"{state.buffer.admitted} groups admitted, but {live} live and {counts}"
-    if life.ending in (Ending.SUCCESS, Ending.STOPPED) and totals.groups_buffered != live:
-        yield f"{totals.groups_buffered} groups in the account, {live} in the buffer"
+    held = state.ledger.state_dict()["tokens_of"].keys()
+    if held != {entry.group_id for entry in state.buffer.entries}:
+        yield f"{sorted(held)} in the account, {state.buffer.entries} in the buffer"
 
 
 def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
@@ -215,39 +211,30 @@ def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
     directory = CheckpointDirectory(life.root / "checkpoints")
     for step in directory.steps():
         path = directory.path(step)
-        document = read_document(path)
-        groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
-        ids = {entry.group_id for entry in groups.entries}
-        for text in _document_errors(life.plan, step, document, ids):
+        saved = read_saved_run(path)
+        for text in _document_errors(life.plan, step, saved):
             yield f"checkpoint {step}: {text}"
         version = json.loads((path / "weights.json").read_text())[1]
-        if version != document["version"]:
-            yield f"checkpoint {step}: weights {version}, document of {document['version']}"
+        if version != saved.document["version"]:
+            yield f"checkpoint {step}: weights {version}, document of {saved.document['version']}"
         try:
-            JournalDirectory(life.root / "journal").restore(step, groups.rollouts)
+            JournalDirectory(life.root / "journal").restore(step, saved.groups.rollouts)
         except TorchtitanRLError as error:
             yield f"checkpoint {step}: {error}"
 
 
-def _document_errors(
-    plan: CampaignPlan, step: int, document: dict[str, object], ids: set[str]
-) -> Iterator[str]:
-    ledger = TokenLedger()
+def _document_errors(plan: CampaignPlan, step: int, saved: SavedRun) -> Iterator[str]:
+    document, ledger = saved.document, TokenLedger()
+    ids = {entry.group_id for entry in saved.groups.entries}
     try:
-        ledger.load_state_dict(document["ledger"])  # type: ignore[arg-type]
+        ledger.load_state_dict(document["ledger"])
     except LedgerError as error:
         yield str(error)
         return
-    totals = ledger.totals()
-    held = set(document["ledger"]["tokens_of"])  # type: ignore[index]
+    held = set(document["ledger"]["tokens_of"])
     if held != ids:
         yield f"the account has groups {sorted(held - ids)} more, {sorted(ids - held)} less"
-    discarded = sum(document["discarded"].values())  # type: ignore[attr-defined]
-    admitted, trained = document["admitted"], document["trained"]
-    if admitted != trained + discarded + len(ids):  # type: ignore[operator]
-        yield f"{admitted} admitted, {trained} trained, {discarded} discarded, {len(ids)} kept"
-    if totals.groups_admitted != admitted or totals.groups_trained != trained:
-        yield f"account {totals.groups_admitted}, {totals.groups_trained}: {admitted}, {trained}"
+    trained = ledger.groups_trained
     if document["step"] != step or trained != step * plan.groups_per_step:
         yield f"named {step}, of step {document['step']}, with {trained} groups trained"
     if len(ids) > plan.buffer:

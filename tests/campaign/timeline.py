@@ -61,11 +61,11 @@ def trains_each_group_once(life: Life) -> Iterator[str]:
     strange = sorted(set(trained) - set(dataset.drawn))
     if strange:
         yield f"not drawn: {strange}"
-    counts = life.simulation.controller._state.buffer
-    gone = counts.discarded.total() - counts.discarded["resampled"]
+    discarded = life.simulation.ledger.groups_discarded
+    gone = discarded.total() - discarded["resampled"]
     missing = [name for name in dataset.drawn if name not in set(trained)]
-    if len(missing) != gone + len(counts):
-        yield f"{missing} were drawn and not trained; {dict(counts.discarded)} discarded"
+    if len(missing) != gone + len(life.simulation.controller._state.buffer):
+        yield f"{missing} were drawn and not trained; {dict(discarded)} discarded"
 
 
 def keeps_the_order(life: Life) -> Iterator[str]:

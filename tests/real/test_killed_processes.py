@@ -43,7 +43,8 @@ WEDGE = """
 import os, sys, threading, time
 
 def wedge():
-    while not hasattr(engine := sys.modules.get("torchtitan_rl.backends.vllm.engine"), "VllmEngine"):
+    name = "torchtitan_rl.backends.vllm.engine"
+    while not hasattr(engine := sys.modules.get(name), "VllmEngine"):
         time.sleep(0.05)
     step, taken = engine.VllmEngine.step, []
 

@@ -6,9 +6,8 @@ import asyncio
 
 from tests.support.agents import Hosted
 from tests.support.resuming import SeededGenerate
-from tests.support.rollouts import PROBLEM, config
+from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.serving.messages import RefusedError
 
 
@@ -20,13 +19,9 @@ class SlowGenerate(SeededGenerate):
         return await super().__call__(request)
 
 
-def roll_out(hosted: Hosted, *, generate=None, size=1, rubric=None, **limits):
-    rollouter = Rollouter(
-        generate=generate or SeededGenerate(),
-        environment=hosted,
-        config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
-        rubric=rubric,
-    )
+def roll_out(hosted: Hosted, *, generate=None, size=1, **options):
+    options = {"max_turns": 5, "max_tokens_per_turn": 3, **options}
+    rollouter = make_rollouter(hosted, generate=generate or SeededGenerate(), **options)
     group = run_virtually(rollouter.run_group("g", PROBLEM, size=size, seed=7))
     return group.rollouts
 

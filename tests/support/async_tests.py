@@ -1,4 +1,4 @@
-"""Decorators for tests that are coroutines: each runs to its end on an event loop of its own."""
+"""Tests that are coroutines: each runs to its end on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+import pytest
 
 from tests.support.virtual_clock import run_virtually
 
@@ -28,3 +30,16 @@ def on_virtual_clock(test: AsyncTest) -> Callable[..., None]:
         run_virtually(test(*arguments, **options))
 
     return run
+
+
+async def ticks(number: int = 30) -> None:
+    """Let the event loop turn so often."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, which then raises the cancellation."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

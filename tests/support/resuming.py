@@ -9,13 +9,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import pytest
-
-from tests.support.rollouts import PROBLEM, Factory, config
+from tests.support.async_tests import cancel
+from tests.support.rollouts import PROBLEM, Factory, make_rollouter
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import recorded_from_json, recorded_to_json
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, VersionRun
 
@@ -129,19 +127,18 @@ class Run:
         self.factory = Factory(*makers)
         self.records: dict[str, list] = {}
         self.discarded: list[tuple[str, str, int]] = []
-        self.rollouter = Rollouter(
-            generate=self.generate,
-            environment=self.factory,
-            config=config(**{"max_turns": 5, "max_tokens_per_turn": 3, **limits}),
-            rubric=rubric,
+        options = {"max_turns": 5, "max_tokens_per_turn": 3, **limits}
+        self.rollouter = make_rollouter(
+            self.factory, generate=self.generate, rubric=rubric, **options
         )
 
     @property
     def turns(self) -> list[tuple[str, int]]:
         return [(id_, index) for id_, lines in self.records.items() for index, *_ in lines]
 
-    def on_turn(self, rollout_id, *line) -> None:
-        self.records.setdefault(rollout_id, []).append(line)
+    def on_turn(self, recorded) -> None:
+        line = (len(recorded.turns) - 1, recorded.turns[-1], recorded.env_state)
+        self.records.setdefault(recorded.rollout_id, []).append(line)
 
     def start(self, recorded=(), **options):
         return self.rollouter.run_group(
@@ -177,9 +174,7 @@ class Run:
                 if is_moment(tick, snapshot):
                     break
             records = {key: list(lines) for key, lines in self.records.items()}
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            await cancel(task)
             self.records = records  # siblings may go on for a tick
             return snapshot
 

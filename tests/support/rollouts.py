@@ -132,13 +132,19 @@ def config(**changes: object) -> RolloutConfig:
     return RolloutConfig(sampling=sampling, **changes)
 
 
-def run_rollouts(factory, *, generate=None, rubric=None, size=1, on_rollout=None, **limits):
-    rollouter = Rollouter(
+def make_rollouter(factory, *, generate=None, rubric=None, active_time=None, **limits) -> Rollouter:
+    return Rollouter(
         generate=generate or ScriptedGenerate(SCRIPT),
         environment=factory,
         config=config(**limits),
         rubric=rubric,
+        active_time=active_time,
     )
+
+
+def run_rollouts(factory, *, size=1, on_rollout=None, **options):
+    """The rollouts of one group; ``options`` are those of `make_rollouter`."""
+    rollouter = make_rollouter(factory, **options)
     group = rollouter.run_group("g", PROBLEM, size=size, seed=7, on_rollout=on_rollout)
     result = asyncio.run(group)
     assert rollouter.activities() == []

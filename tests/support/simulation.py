@@ -15,9 +15,9 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Parts
-from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
@@ -95,10 +95,10 @@ class Simulation:
             )
             for i in range(plan.replicas)
         ]
-        self.sampled = SampledTokens()
+        self.ledger = TokenLedger()
         self.router = GeneratorRouter(
             self.replicas,
-            on_ended=self.sampled.on_ended,
+            on_ended=self.ledger.on_ended,
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
@@ -133,7 +133,7 @@ class Simulation:
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
-                sampled=self.sampled,
+                ledger=self.ledger,
             ),
         )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.tasks import finish
 
 _SHIM = Path(__file__).with_name("shim.py")
 _CHUNK_BYTES = 1 << 16
@@ -70,21 +71,8 @@ async def run_command(
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
-        running = asyncio.ensure_future(
-            _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
-        )
-        cancelled: asyncio.CancelledError | None = None
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError as error:  # raised again once everything is dead
-                cancelled = error
-                _hang_up(ours)
-        if cancelled is not None and not running.cancelled():
-            running.exception()  # retrieved, so that asyncio does not log it
-        if cancelled is not None:
-            raise cancelled
-        return running.result()
+        running = _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
+        return await finish(running, on_cancel=lambda: _hang_up(ours))
 
 
 async def _run(

@@ -19,7 +19,7 @@ from torchtitan_rl.audit.rollout_checks import check_log
 from torchtitan_rl.observability.jsonl import read_rows
 from torchtitan_rl.orchestration.journal import read_lines
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.recovery import SavedRun, read_saved_run
+from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 

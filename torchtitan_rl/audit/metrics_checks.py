@@ -10,7 +10,7 @@ from torchtitan_rl.audit.findings import Check, Rules
 from torchtitan_rl.observability.sinks import is_evaluation_row, is_step_row
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals
-from torchtitan_rl.orchestration.work_buffer import LIVE_STATES
+from torchtitan_rl.orchestration.work_buffer import GroupState
 
 Row = Mapping[str, Any]
 
@@ -148,7 +148,7 @@ class MetricsChecks:
                 f"{where}: {rollouts} rollouts of {groups} groups of {rules.group_size}",
             )
         if "buffer/capacity" in row:
-            held = sum(row[f"buffer/{state}"] for state in LIVE_STATES)
+            held = sum(row[f"buffer/{state}"] for state in GroupState)
             check.require(
                 held <= row["buffer/capacity"],
                 f"{where}: {held} groups in a buffer of {row['buffer/capacity']}",

@@ -30,9 +30,9 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.recovery import choose_checkpoint
 from torchtitan_rl.orchestration.run_state import Parts
-from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -126,8 +126,8 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             processes = await stack.enter_async_context(
                 run_processes(prepared, trace_dir=recorder.trace_dir)
             )
-        sampled = SampledTokens()
-        router = _router(config, processes, sampled)
+        ledger = TokenLedger()
+        router = _router(config, processes, ledger)
         recorder.watch_engines(
             await stack.enter_async_context(
                 EngineSampler(router.stats, reserved=reserved_replicas(config))
@@ -142,7 +142,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             recorder.say(f"endpoint: {endpoint.host.base_url}")
         controller = Controller(
             config,
-            _parts(run, processes.trainer, router, sampled, endpoint, tokenizer, recorder),
+            _parts(run, processes.trainer, router, ledger, endpoint, tokenizer, recorder),
         )
 
         def stop_cleanly() -> None:
@@ -159,10 +159,10 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
 
 
-def _router(config: RunConfig, processes: RunProcesses, sampled: SampledTokens) -> GeneratorRouter:
+def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> GeneratorRouter:
     return GeneratorRouter(
         processes.replicas,
-        on_ended=sampled.on_ended,
+        on_ended=ledger.on_ended,
         request_timeout_s=config.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
@@ -173,7 +173,7 @@ def _parts(
     run: _Run,
     trainer: Trainer,
     router: GeneratorRouter,
-    sampled: SampledTokens,
+    ledger: TokenLedger,
     endpoint: RunEndpoint | None,
     tokenizer: Any,
     recorder: RunRecorder,
@@ -205,7 +205,7 @@ def _parts(
         recorder=recorder,
         checkpoints=run.checkpoints,
         journals=run.journals,
-        sampled=sampled,
+        ledger=ledger,
         identity=run.prepared.identity,
     )
 

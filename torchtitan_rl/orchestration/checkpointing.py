@@ -1,4 +1,4 @@
-"""Saves a whole run while it continues, and restores it.
+"""Saves a whole run while it continues, and restores it. `saved_run.py` says what is saved.
 
 Invariants: a checkpoint holds the state of one moment: trainer, dataset position and every
 untrained group. Turns that finish later are in the journal begun at that moment. A failed write
@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from torchtitan_rl.errors import CheckpointError, OutputError
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
-from torchtitan_rl.orchestration.recovery import (
-    GROUPS,
-    JOURNAL_MARK,
-    RecordedGroups,
-    SavedGroups,
-    groups_from_bytes,
-    groups_to_bytes,
-)
+from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.saved_run import (
+    GROUPS,
+    SavedRun,
+    document_of,
+    groups_to_bytes,
+    read_saved_run,
+)
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.training.checkpoint_files import load_attachment
+from torchtitan_rl.tasks import BackgroundTask
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 from torchtitan_rl.types import Completion
+
+_Moment = tuple[int, int | None]  # step, newest evaluated step
 
 
 class RunCheckpointer:
@@ -40,9 +41,8 @@ class RunCheckpointer:
         self._keep = keep
         self._max_failures = max_failures
         self._recorded = RecordedGroups()
-        self._saved_step: int | None = None  # of the newest complete checkpoint
-        self._saved_evaluation: int | None = None  # its ``evaluated_step``
-        self._writing: asyncio.Task[None] | None = None
+        self._saved: _Moment | None = None  # of the newest complete checkpoint
+        self._writing = BackgroundTask()
         self._failures: list[CheckpointError] = []  # in a row
 
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
@@ -51,23 +51,18 @@ class RunCheckpointer:
         None starts anew. Returns the recorded rollouts that groups continue with.
         """
         state, journals = self._state, self._parts.journals
-        groups, mark = SavedGroups(), 0
+        saved = SavedRun()
         if resume_from is not None and resume_from.path is not None:
-            document = await self._parts.trainer.load_checkpoint(resume_from.path)
-            mark = document.get(JOURNAL_MARK, 0)
-            groups = groups_from_bytes(
-                await asyncio.to_thread(load_attachment, resume_from.path, GROUPS)
-            )
-            self._load(document, groups)
+            await self._parts.trainer.load_checkpoint(resume_from.path)
+            saved = await asyncio.to_thread(read_saved_run, resume_from.path)
+            saved.load_into(state)
+            self._saved = self._moment()
             state.recorder.say(f"resumed after step {state.step} from {resume_from.path}")
+        groups, mark = saved.groups, saved.journal_mark
         rollouts: Mapping[str, RecordedRollout] = {}
         if resume_from is not None:
             rollouts = journals.restore(state.step, groups.rollouts, mark=mark)
-        self._recorded = RecordedGroups(
-            rollouts,
-            restored_version=state.version,
-            admitted_versions={entry.group_id: entry.admitted_version for entry in groups.entries},
-        )
+        self._recorded = RecordedGroups(rollouts, groups.entries, restored_version=state.version)
         journals.start_lineage(
             state.step, self._recorded.rollouts, groups.rollouts, version=state.version, mark=mark
         )
@@ -83,21 +78,8 @@ class RunCheckpointer:
             CheckpointError: too many in a row could not be written.
         """
         await self._wait_until_written()
-        step = self._state.step
-        if self._saved_step == step:
-            return
-        try:
-            await self._copy(step)
-        except CheckpointError as error:
-            self._note_failure(step, error)
-        else:
-            complete = self._complete(step, self._state.evaluated_step)
-            self._writing = asyncio.create_task(complete, name=f"checkpoint {step}")
-        if len(self._failures) >= self._max_failures:
-            raise CheckpointError(
-                f"{len(self._failures)} checkpoints in a row could not be written "
-                f"(checkpoint.max_failures); the last: {self._failures[-1]}"
-            ) from self._failures[-1]
+        if self._saved is None or self._saved[0] != self._state.step:
+            await self._begin()
 
     async def finish(self) -> None:
         """Save the run as it is now, whatever failed before; returns when it is on disk.
@@ -109,81 +91,60 @@ class RunCheckpointer:
         await self._wait_until_written()
         self._failures.clear()
         self._state.recorder.flush()
-        if self._state.buffer.entries or self._saved_evaluation != self._state.evaluated_step:
-            self._saved_step = None  # more than the last checkpoint of this step holds
-        await self.save()
-        await self._wait_until_written()
+        if self._state.buffer.entries or self._saved != self._moment():
+            await self._begin()
+            await self._wait_until_written()
         if self._failures:
             raise self._failures[-1]
 
-    async def _wait_until_written(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            with self._state.waits.track("a checkpoint is being written"):
-                await writing
+    def _moment(self) -> _Moment:
+        return self._state.step, self._state.evaluated_step
 
-    async def _copy(self, step: int) -> None:
-        with self._state.recorder.phase("checkpoint"):
+    async def _wait_until_written(self) -> None:
+        with self._state.waits.track("a checkpoint is being written"):
+            await self._writing.wait()
+
+    async def _begin(self) -> None:
+        step = self._state.step
+        try:
+            moment = await self._copy(step)
+        except CheckpointError as error:
+            self._note_failure(step, error)
+        else:
+            self._writing.start(f"checkpoint {step}", self._complete, moment)
+        if len(self._failures) >= self._max_failures:
+            raise CheckpointError(
+                f"{len(self._failures)} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures); the last: {self._failures[-1]}"
+            ) from self._failures[-1]
+
+    async def _copy(self, step: int) -> _Moment:
+        state = self._state
+        with state.recorder.phase("checkpoint"):
             # At staleness 0 a resumed run samples running turns again, bit for bit, from the same
             # weights and seeds; continuing them in the middle would draw other tokens.
-            partials = await self._parts.router.partials() if self._state.capacity.staleness else {}
+            partials = await self._parts.router.partials() if state.capacity.staleness else {}
             # No await from here until the trainer is called: all of it is of one moment.
-            document, groups = self._document(), self._groups(partials)
-            version = document["version"]
+            moment = self._moment()
             try:
-                self._state.recorder.flush()
-                document[JOURNAL_MARK] = self._parts.journals.begin(step, version=version)
+                state.recorder.flush()
+                mark = self._parts.journals.begin(step, version=state.version)
                 self._append_untaken()
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._parts.trainer.save_checkpoint(
-                self._parts.checkpoints.path(step), document, {GROUPS: groups}, version=version
+                self._parts.checkpoints.path(step),
+                document_of(state, journal_mark=mark),
+                {GROUPS: self._groups(partials)},
+                version=state.version,
             )
+        return moment
 
     def _append_untaken(self) -> None:
         """Recorded turns of groups that are not admitted yet go into the new journal."""
         for name, recorded in self._recorded.rollouts.items():
             if group_of(name) not in self._state.buffer:
-                for index, turn in enumerate(recorded.turns):
-                    state = recorded.env_states.get(index + 1)
-                    self._parts.journals.append(name, index, turn, state)
-
-    async def _complete(self, step: int, evaluation: int | None) -> None:
-        try:
-            await self._parts.trainer.finish_checkpoint()
-        except CheckpointError as error:
-            self._note_failure(step, error)
-            return
-        self._saved_step, self._saved_evaluation = step, evaluation
-        self._failures.clear()
-        checkpoints = self._parts.checkpoints
-        try:
-            await asyncio.to_thread(checkpoints.prune, self._keep)
-            self._parts.journals.prune(checkpoints.steps()[0])
-        except (OSError, CheckpointError) as error:
-            self._state.recorder.say(f"old checkpoints could not be removed: {error}")
-
-    def _note_failure(self, step: int, error: CheckpointError) -> None:
-        self._failures.append(error)
-        self._state.recorder.say(
-            f"NO CHECKPOINT of step {step} ({len(self._failures)} failed in a row, of "
-            f"{self._max_failures} that end the run): {error}"
-        )
-
-    def _document(self) -> dict[str, Any]:
-        state, buffer = self._state, self._state.buffer
-        unfinished = {entry.group_id for entry in buffer.entries if entry.group is None}
-        return {
-            "identity": dict(self._parts.identity),
-            "step": state.step,
-            "version": state.version,
-            "evaluated_step": state.evaluated_step,
-            "dataset": self._parts.dataset.state_dict(),
-            "ledger": state.ledger.state_dict(without=unfinished),
-            "admitted": buffer.admitted,
-            "trained": buffer.trained,
-            "discarded": dict(buffer.discarded),
-        }
+                self._parts.journals.append(recorded, 0)
 
     def _groups(self, partials: Mapping[str, Completion]) -> bytes:
         entries = self._state.buffer.entries
@@ -196,16 +157,24 @@ class RunCheckpointer:
         }
         return groups_to_bytes(entries, unfinished)
 
-    def _load(self, document: Mapping[str, Any], groups: SavedGroups) -> None:
-        state = self._state
-        state.step = self._saved_step = document["step"]
-        state.version = document["version"]
-        state.evaluated_step = self._saved_evaluation = document["evaluated_step"]
-        state.ledger.load_state_dict(document["ledger"])
-        state.buffer.restore(
-            groups.entries,
-            admitted=document["admitted"],
-            trained=document["trained"],
-            discarded=document["discarded"],
+    async def _complete(self, moment: _Moment) -> None:
+        try:
+            await self._parts.trainer.finish_checkpoint()
+        except CheckpointError as error:
+            self._note_failure(moment[0], error)
+            return
+        self._saved = moment
+        self._failures.clear()
+        checkpoints = self._parts.checkpoints
+        try:
+            await asyncio.to_thread(checkpoints.prune, self._keep)
+            self._parts.journals.prune(checkpoints.steps()[0])
+        except (CheckpointError, JournalError) as error:
+            self._state.recorder.say(f"old checkpoints could not be removed: {error}")
+
+    def _note_failure(self, step: int, error: CheckpointError) -> None:
+        self._failures.append(error)
+        self._state.recorder.say(
+            f"NO CHECKPOINT of step {step} ({len(self._failures)} failed in a row, of "
+            f"{self._max_failures} that end the run): {error}"
         )
-        self._parts.dataset.load_state_dict(document["dataset"])

@@ -25,7 +25,7 @@ from torchtitan_rl.orchestration.records import BufferStates, StepRecord, TokenC
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
-from torchtitan_rl.orchestration.work_buffer import LIVE_STATES
+from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle
@@ -109,10 +109,8 @@ class Consumer:
 
     async def _take_step(self, groups: tuple[RolloutGroup, ...]) -> None:
         state = self._state
-        counts = state.buffer.counts()
-        states = BufferStates(
-            capacity=state.capacity.buffer, **{one.value: counts[one] for one in LIVE_STATES}
-        )
+        counts = {one.value: number for one, number in state.buffer.counts().items()}
+        states = BufferStates(capacity=state.capacity.buffer, **counts)
         try:
             with self._times.measure("train"):
                 tokens, output = await self._train_on(groups)
@@ -171,16 +169,14 @@ class Consumer:
         state = self._state
         metrics = {} if output is None else output.metrics
         masked = round(metrics.get("masked_share", 0.0) * tokens.trained)
-        state.ledger.train(
-            [group.group_id for group in groups],
-            tokens,
-            masked_by_loss={"loss_mask": masked} if masked else {},
+        overtaken = state.buffer.overtaken_in_batch()
+        too_old = state.buffer.finish_batch(
+            tokens, masked_by_loss={"loss_mask": masked} if masked else {}
         )
         state.step += 1
         if output is not None:
             state.version = output.version
-        overtaken = state.buffer.overtaken_in_batch()
-        self._producer.restart(state.buffer.finish_batch())
+        self._producer.restart(too_old)
         times, self._times = self._times, _Times()
         seconds = times.seconds
         self._recorder.record_step(
@@ -206,7 +202,7 @@ class Consumer:
     def _describe_buffer(self) -> str:
         state = self._state
         counts = state.buffer.counts()
-        text = ", ".join(f"{counts[one]} groups {one.value}" for one in LIVE_STATES if counts[one])
+        text = ", ".join(f"{counts[one]} groups {one.value}" for one in GroupState if counts[one])
         if state.buffer.has_batch and not self._may_train():
             return f"{text}; an evaluation or a pull has the devices"
         oldest = next((e for e in state.buffer.entries if e.group is None), None)

@@ -20,14 +20,9 @@ continue as if the run had not stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from torchtitan_rl.errors import (
-    CheckpointError,
-    DivergedError,
-    TrainerLostError,
-)
+from torchtitan_rl.errors import CheckpointError, DivergedError, TrainerLostError
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
@@ -35,11 +30,10 @@ from torchtitan_rl.orchestration.device_sharing import DeviceSharing, during_ste
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.reconciliation import Reconciliation
-from torchtitan_rl.orchestration.records import LedgerTotals
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import WeightFeed
-from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.tasks import cancel, finish
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
 
@@ -70,14 +64,6 @@ class Controller:
     def step(self) -> int:
         """Number of finished steps."""
         return self._state.step
-
-    def counts(self) -> dict[GroupState, int]:
-        """Number of groups in each state."""
-        return self._state.buffer.counts()
-
-    def totals(self) -> LedgerTotals:
-        """Where all tokens and groups went."""
-        return self._state.ledger.totals()
 
     def request_stop(self) -> None:
         """Stop cleanly: finish the optimizer step and save, with what rollouts have so far."""
@@ -128,7 +114,7 @@ class Controller:
             await self._wait_for_save(training)
             raise _error_of(failed)
         finally:
-            await _despite_cancellation(self._close([training, *others], producer))
+            await finish(self._close([training, *others], producer))
 
     async def _train(self, producer: Producer) -> None:
         """All steps, then a checkpoint, whether they succeeded or not."""
@@ -171,9 +157,7 @@ class Controller:
             say(f"the trainer ended with {type(error).__name__}: {error}")
 
     async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel(tasks)
         await producer.close()
         await self._evaluator.close()
         await self._reconciliation.close()
@@ -197,17 +181,3 @@ def _error_of(task: asyncio.Task[None]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error or RuntimeError(f"{task.get_name()} ended by itself")
-
-
-async def _despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
-    """Finish ``work`` even if this call is cancelled meanwhile; then raise the cancellation."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled

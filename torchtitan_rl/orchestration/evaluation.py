@@ -16,6 +16,7 @@ from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.tasks import BackgroundTask
 from torchtitan_rl.types import RolloutGroup
 
 
@@ -27,7 +28,8 @@ class Evaluator:
         self._success_reward = config.task.success_reward()
         self._state = state
         self._problems = tuple(state.parts.evaluation_problems)
-        self._running: asyncio.Task[None] | None = None
+        self._running = BackgroundTask()
+        self._is_pinned = False
 
     def is_due(self, step: int) -> bool:
         if not self._problems or self._state.evaluated_step == step:
@@ -37,7 +39,7 @@ class Evaluator:
 
     @property
     def is_running(self) -> bool:
-        return self._running is not None and not self._running.done()
+        return self._running.is_running
 
     async def start(self, step: int) -> None:
         """Pin a replica at the version it holds now and evaluate that version in the background.
@@ -45,39 +47,33 @@ class Evaluator:
         Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
         """
         await self.finish()
-        pinned = asyncio.Event()
-        self._running = asyncio.create_task(self._run(step, pinned), name=f"evaluation {step}")
-        self._running.add_done_callback(lambda _: self._state.notify())
-        pinning = asyncio.create_task(pinned.wait())
-        try:
-            with self._state.waits.track(f"the evaluation after step {step} waits for a replica"):
-                await asyncio.wait({self._running, pinning}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pinning.cancel()
-        if self._running.done():
+        self._is_pinned = False
+        task = self._running.start(f"evaluation {step}", self._run, step)
+        task.add_done_callback(lambda _: self._state.notify())
+        await self._state.wait_until(
+            lambda: self._is_pinned or task.done(),
+            f"the evaluation after step {step} waits for a replica",
+        )
+        if task.done():
             await self.finish()
 
     async def finish(self) -> None:
         """Wait for the running evaluation, if there is one, and raise its error."""
-        if self._running is None:
-            return
         with self._state.waits.track("an evaluation has to end first"):
-            await self._running
-        self._running = None
+            await self._running.wait()
 
     async def close(self) -> None:
         """Cancel the running evaluation."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
+        await self._running.close()
 
-    async def _run(self, step: int, pinned: asyncio.Event) -> None:
+    async def _run(self, step: int) -> None:
         router, recorder = self._state.parts.router, self._state.recorder
         groups: tuple[RolloutGroup, ...] = ()
         for is_retry in (False, True):
             started_s = time.monotonic()
             async with router.pin() as pin:
-                pinned.set()
+                self._is_pinned = True
+                self._state.notify()
                 with recorder.phase("evaluation"):
                     groups = await self._roll_out(pin)
             if router.states()[pin.replica] is not ReplicaState.DEAD:

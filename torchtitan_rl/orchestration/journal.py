@@ -11,7 +11,7 @@ an older one has not reached such a version (see `recorded.usable_turns`). So a 
 more than was sampled under one version, however long no checkpoint is written.
 
 Appending happens on the event loop: 0.05 ms for a turn of 100 tokens, 2 ms for 2,000 tokens after
-30,000 of a new prompt. Memory: less than 300 bytes per unfinished rollout.
+30,000 of a new prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,33 +27,17 @@ from typing import Any
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.rollout.env import Terminal
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, with_turn
-from torchtitan_rl.rollout.records import (
-    FORMAT,
-    env_state_from_json,
-    env_state_to_json,
-    require_format,
-    turn_from_json,
-    turn_to_json,
-)
-from torchtitan_rl.types import Completion, Turn
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import FORMAT, env_state_to_json, require_format, turn_to_json
+from torchtitan_rl.types import Completion
 
 
 class JournalError(TorchtitanRLError):
     """A journal cannot be written, or is damaged; the message names the file, and the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LastTurn:
-    """The last turn of a rollout in a file: its index, and the number and hash of all tokens in
-    prompt and completion."""
-
-    index: int
-    num_tokens: int
-    token_hash: int
-
-
-_NO_TURN = _LastTurn(-2, 0, 0)
+class JournalUnreadableError(JournalError):
+    """The system could not read a journal (EIO, EACCES): its turns may all be there."""
 
 
 class Journal:
@@ -76,53 +59,39 @@ class Journal:
         mark: int = 0,
     ) -> None:
         self.path = path
+        self.lineage = lineage
+        self.mark = mark
         self._version = version
-        # By group and rollout; None: the rollout's later turns are left out.
-        self._last_turns: dict[str, dict[str, _LastTurn | None]] = {}
+        self._left_out: set[str] = set()  # unfinished rollouts whose later turns are left out
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(path, "w")
         except OSError as error:
             raise JournalError(f"{path}: {error}") from error
-        self.mark = mark
         self._write(
             {
                 "format": FORMAT,
                 "lineage": lineage,
                 "version": version,
-                "cut_off": sorted(cut_off),
+                "cut_off": list(cut_off),
                 "mark": mark,
             }
         )
 
-    def append(
-        self, rollout_id: str, turn_index: int, turn: Turn, env_state: EnvState | None
-    ) -> None:
-        """Write one turn, unless no resumed run can use it.
+    def append(self, recorded: RecordedRollout, first: int = -1) -> None:
+        """Write the last turn of a rollout, or those from index ``first`` on, unless no resumed run
+        can use them.
 
         Raises:
             JournalError: it could not be written; the journal is closed.
         """
-        self._require_open()
-        last = self._last_turns.get(group_of(rollout_id), {}).get(rollout_id, _NO_TURN)
-        if self._is_too_new(turn) or (last is None and turn_index > 0):
-            self._remember(rollout_id, env_state, None)
-            return
-        num_shared = 0 if last is None else _num_shared(turn_index, turn, last)
-        tokens = turn.prompt_token_ids + turn.completion.token_ids
-        self._remember(rollout_id, env_state, _LastTurn(turn_index, len(tokens), hash(tokens)))
-        self._write(
-            {
-                "rollout_id": rollout_id,
-                "index": turn_index,
-                "turn": turn_to_json(turn, num_known=num_shared),
-                "env_state": None if env_state is None else env_state_to_json(env_state, turn),
-            }
-        )
+        for index in range(len(recorded.turns))[first:]:
+            if not self._is_left_out(recorded, index):
+                self._append(recorded, index)
 
     def forget(self, group_id: str) -> None:
         """The group has ended: no more turns of it come, unless it begins again."""
-        self._last_turns.pop(group_id, None)
+        self._left_out = {name for name in self._left_out if group_of(name) != group_id}
 
     def drop(self, rollout_id: str) -> None:
         """Write that all earlier turns of a rollout are void.
@@ -130,7 +99,7 @@ class Journal:
         Raises:
             JournalError: it could not be written; the journal is closed.
         """
-        self._last_turns.get(group_of(rollout_id), {}).pop(rollout_id, None)
+        self._left_out.discard(rollout_id)
         self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
 
     def next_mark(self) -> int:
@@ -154,34 +123,44 @@ class Journal:
         self.path = path
         return self
 
+    @property
+    def is_closed(self) -> bool:
+        return self._file.closed
+
     def close(self) -> None:
         self._file.close()
 
     def cut_off(self) -> list[str]:
         """The unfinished rollouts of which turns were left out."""
-        groups = self._last_turns.values()
-        return [name for group in groups for name, last in group.items() if last is None]
+        return sorted(self._left_out)
 
-    def _remember(
-        self, rollout_id: str, env_state: EnvState | None, last: _LastTurn | None
-    ) -> None:
-        group_id = group_of(rollout_id)
-        group = self._last_turns.setdefault(group_id, {})
-        group[rollout_id] = last
-        if env_state is not None and isinstance(env_state.answer, Terminal):
-            del group[rollout_id]  # the rollout has ended
-            if not group:
-                del self._last_turns[group_id]
+    def _is_left_out(self, recorded: RecordedRollout, index: int) -> bool:
+        rollout_id, completion = recorded.rollout_id, recorded.turns[index].completion
+        if index == 0:
+            self._left_out.discard(rollout_id)
+        is_too_new = self._version is not None and newest_version(completion) > self._version
+        is_left_out = is_too_new or rollout_id in self._left_out
+        state = recorded.env_states.get(index + 1)
+        if state is not None and isinstance(state.answer, Terminal):
+            self._left_out.discard(rollout_id)  # it has ended
+        elif is_left_out:
+            self._left_out.add(rollout_id)
+        return is_left_out
 
-    def _is_too_new(self, turn: Turn) -> bool:
-        return self._version is not None and newest_version(turn.completion) > self._version
-
-    def _require_open(self) -> None:
-        if self._file.closed:
-            raise JournalError(f"{self.path}: the journal is closed")
+    def _append(self, recorded: RecordedRollout, index: int) -> None:
+        turn, state = recorded.turns[index], recorded.env_states.get(index + 1)
+        self._write(
+            {
+                "rollout_id": recorded.rollout_id,
+                "index": index,
+                "turn": turn_to_json(turn, recorded.turns[index - 1] if index else None),
+                "env_state": None if state is None else env_state_to_json(state, turn),
+            }
+        )
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._require_open()
+        if self.is_closed:
+            raise JournalError(f"{self.path}: the journal is closed")
         line = _line(row)
         try:
             while line:  # a disk that fills up accepts a part first
@@ -191,67 +170,6 @@ class Journal:
             raise JournalError(f"{self.path}: {error}") from error
 
 
-def read_journals(
-    paths: Iterable[Path],
-    base: Mapping[str, RecordedRollout] | None = None,
-    *,
-    mark: int = 0,
-) -> dict[str, RecordedRollout]:
-    """The rollouts of a checkpoint (``base``) with the turns that came after it.
-
-    - ``paths`` are in the order in which they were written.
-    - A turn that comes again replaces the earlier one and all turns after it, because the rollout
-      began again. A rollout that was dropped is gone.
-    - Lines of the first file before ``mark`` are older than ``base`` (which is then a later
-      checkpoint of the same step) and ignored.
-    - Where a file left turns of a rollout out, its turns in later files are ignored until it
-      begins again.
-
-    Raises:
-        JournalError: a line other than a file's last is damaged, or a turn is missing.
-    """
-    base = base or {}
-    rollouts = dict(base)
-    dropped: set[str] = set()
-    missing: dict[str, JournalError] = {}  # forgotten if the rollout begins again later
-    cut_off: set[str] = set()
-    position = 0
-    for order, path in enumerate(paths):
-        for number, row in enumerate(read_lines(path), start=1):
-            if number == 1:
-                cut_off |= set(row.get("cut_off", ()) if order else ())
-            if "rollout_id" not in row:
-                position = row.get("mark", 0)
-                continue
-            if order == 0 and position < mark:
-                continue
-            rollout_id, index = row["rollout_id"], row["index"]
-            if index == 0:
-                missing.pop(rollout_id, None)
-                cut_off.discard(rollout_id)
-            if row["turn"] is None:
-                rollouts.pop(rollout_id, None)
-                dropped.add(rollout_id)
-                continue
-            if index > 0 and rollout_id not in rollouts and rollout_id not in missing:
-                continue  # it ended before the checkpoint, which has no turns of it
-            if rollout_id in cut_off:
-                continue
-            recorded = rollouts.get(rollout_id) or RecordedRollout(rollout_id=rollout_id)
-            try:
-                rollouts[rollout_id] = _with_row(recorded, row)
-            except (KeyError, ValueError) as error:
-                cause = JournalError(f"{path}, line {number}: {error!r}")
-                cause.__cause__ = error
-                missing.setdefault(rollout_id, cause)
-    for cause in missing.values():
-        raise cause
-    for name, saved in base.items():
-        if name not in dropped and rollouts[name].turns == saved.turns:
-            rollouts[name] = saved  # with its running turn and its end, which no line has
-    return rollouts
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of one file, the header first; nothing if even the header is torn.
 
@@ -259,22 +177,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         JournalError: a line other than the last is damaged, or another version wrote the file.
+        JournalUnreadableError: the system reports an error.
     """
     damaged: int | None = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if damaged is not None:
-                raise JournalError(f"{path}, line {damaged}: the line is damaged (wrong checksum)")
-            row = _row(line[:-1]) if line.endswith(b"\n") else None
-            if row is None:
-                damaged = number  # may be the last
-                continue
-            if number == 1:
-                try:
-                    require_format(row)
-                except ValueError as error:
-                    raise JournalError(f"{path}: {error}") from error
-            yield row
+    for number, line in enumerate(_raw_lines(path), start=1):
+        if damaged is not None:
+            raise JournalError(f"{path}, line {damaged}: the line is damaged (wrong checksum)")
+        row = _row(line[:-1]) if line.endswith(b"\n") else None
+        if row is None:
+            damaged = number  # may be the last
+            continue
+        if number == 1:
+            try:
+                require_format(row)
+            except ValueError as error:
+                raise JournalError(f"{path}: {error}") from error
+        yield row
 
 
 def newest_version(completion: Completion) -> int:
@@ -284,20 +202,12 @@ def newest_version(completion: Completion) -> int:
     return max((run.version for run, end in pairs if end > run.start), default=-1)
 
 
-def _with_row(recorded: RecordedRollout, row: Mapping[str, Any]) -> RecordedRollout:
-    index, state = row["index"], row["env_state"]
-    previous = recorded.turns[index - 1] if 0 < index <= len(recorded.turns) else None
-    turn = turn_from_json(row["turn"], previous)
-    env_state = None if state is None else env_state_from_json(state, turn)
-    return with_turn(recorded, index, turn, env_state)
-
-
-def _num_shared(turn_index: int, turn: Turn, last: _LastTurn) -> int:
-    """Number of leading prompt tokens that repeat the whole turn before (``last``), or 0."""
-    prompt, num_tokens = turn.prompt_token_ids, last.num_tokens
-    if last.index != turn_index - 1 or not 0 < num_tokens <= len(prompt):
-        return 0
-    return num_tokens if hash(prompt[:num_tokens]) == last.token_hash else 0
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise JournalUnreadableError(f"{path} cannot be read: {error}") from error
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

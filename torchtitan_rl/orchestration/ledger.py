@@ -1,11 +1,14 @@
 """Where each sampled token and each admitted group of a run went.
 
-Tokens are entered from two sources that must agree: when their request ends (`sampled_tokens.py`)
-and when their group leaves the buffer (the token counts of its batch).
+Tokens are entered from two sources that must agree: when their request ends (`on_ended`) and when
+their group leaves the buffer (the token counts of its batch). `WorkBuffer` reports the groups that
+enter and leave it.
 
 Invariants, at any moment: tokens ``generated = trained + masked + discarded + buffered``; groups
-``admitted = trained + discarded + buffered``. A group leaves once. A call that would break this
-raises and changes nothing.
+``admitted = trained + discarded + buffered``. A group leaves once. A request is entered once,
+however it ends, and tokens that its caller does not receive are discarded in the same call, so that
+the ledger holds for a group exactly what its rollouts hold. A call that would break this raises and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +18,15 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.ids import group_of_request
 from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts
+from torchtitan_rl.types import Completion, GenerationRequest
 
 MASKED_CAUSES = frozenset({"nonfinite_logprob", "unseen_turn"})
 """Causes in `TokenCounts.discarded` that count as masked."""
+
+CUT = "cut"
+"""Cause of tokens whose request was cancelled, timed out or lost with its replica."""
 
 
 class LedgerError(TorchtitanRLError):
@@ -28,26 +36,42 @@ class LedgerError(TorchtitanRLError):
 class TokenLedger:
     """Totals since the run began; `state_dict` goes into the checkpoint.
 
-    Every method raises `LedgerError` for a group that is not in the buffer.
+    ``entered`` counts the tokens of all requests that ended since this process started, also those
+    of evaluations and of the endpoint's clients. Methods that name a group raise `LedgerError` if
+    it is not in the buffer.
     """
 
     def __init__(self) -> None:
+        self.entered = 0
+        self.groups_admitted = self.groups_trained = 0
+        self.groups_discarded: Counter[str] = Counter()  # by cause
         self._tokens_of: dict[str, int] = {}  # of each group in the buffer
         self._generated = self._trained = 0
         self._masked: Counter[str] = Counter()
         self._discarded: Counter[str] = Counter()
-        self._groups_admitted = self._groups_trained = 0
-        self._groups_discarded: Counter[str] = Counter()
 
-    def __contains__(self, group_id: str) -> bool:
-        return group_id in self._tokens_of
+    def on_ended(self, request: GenerationRequest, tokens: Completion, is_returned: bool) -> None:
+        """The router's observer: a request ended with ``tokens``.
+
+        Args:
+            is_returned: its caller gets them.
+        """
+        resumed = len(request.resume_from.token_ids) if request.resume_from is not None else 0
+        sampled = len(tokens.token_ids) - resumed
+        self.entered += sampled
+        group_id = group_of_request(request)
+        if group_id is None or group_id not in self._tokens_of:
+            return
+        self.generate(group_id, sampled)
+        if not is_returned:
+            self.discard_tokens(group_id, CUT, sampled + resumed)
 
     def admit(self, group_id: str) -> None:
         """A group enters the buffer; LedgerError if it is there already."""
         if group_id in self._tokens_of:
             raise LedgerError(f"group {group_id} is admitted twice")
         self._tokens_of[group_id] = 0
-        self._groups_admitted += 1
+        self.groups_admitted += 1
 
     def generate(self, group_id: str, num_tokens: int) -> None:
         """Tokens were sampled for a group."""
@@ -96,13 +120,13 @@ class TokenLedger:
         self._masked += masked
         for group_id in group_ids:
             del self._tokens_of[group_id]
-        self._groups_trained += len(group_ids)
+        self.groups_trained += len(group_ids)
 
     def discard(self, group_id: str, cause: str) -> None:
         """A group leaves untrained, with all its tokens."""
         self._discarded[cause] += self.tokens_of(group_id)
         del self._tokens_of[group_id]
-        self._groups_discarded[cause] += 1
+        self.groups_discarded[cause] += 1
 
     def discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
         """Tokens of a group that stays are dropped (restarted, or recorded but not usable).
@@ -132,9 +156,9 @@ class TokenLedger:
             tokens_masked=dict(self._masked),
             tokens_discarded=dict(self._discarded),
             tokens_buffered=sum(self._tokens_of.values()),
-            groups_admitted=self._groups_admitted,
-            groups_trained=self._groups_trained,
-            groups_discarded=dict(self._groups_discarded),
+            groups_admitted=self.groups_admitted,
+            groups_trained=self.groups_trained,
+            groups_discarded=dict(self.groups_discarded),
             groups_buffered=len(self._tokens_of),
         )
 
@@ -153,9 +177,9 @@ class TokenLedger:
             "trained": self._trained,
             "masked": dict(self._masked),
             "discarded": dict(self._discarded),
-            "groups_admitted": self._groups_admitted,
-            "groups_trained": self._groups_trained,
-            "groups_discarded": dict(self._groups_discarded),
+            "groups_admitted": self.groups_admitted,
+            "groups_trained": self.groups_trained,
+            "groups_discarded": dict(self.groups_discarded),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,9 +187,9 @@ class TokenLedger:
         self._tokens_of = dict(state["tokens_of"])
         self._generated, self._trained = state["generated"], state["trained"]
         self._masked, self._discarded = Counter(state["masked"]), Counter(state["discarded"])
-        self._groups_admitted = state["groups_admitted"]
-        self._groups_trained = state["groups_trained"]
-        self._groups_discarded = Counter(state["groups_discarded"])
+        self.groups_admitted = state["groups_admitted"]
+        self.groups_trained = state["groups_trained"]
+        self.groups_discarded = Counter(state["groups_discarded"])
         require_sums(self.totals())
 
 

@@ -18,8 +18,9 @@ from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
-from torchtitan_rl.types import Problem, RolloutGroup, Turn
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.tasks import cancel
+from torchtitan_rl.types import Problem, RolloutGroup
 
 
 class Producer:
@@ -49,8 +50,8 @@ class Producer:
         self._buffer = state.buffer
         self._ledger = state.ledger
         self._recorded = recorded
-        self._newest_tasks: dict[str, asyncio.Task[None]] = {}  # by group
-        self._tasks: set[asyncio.Task[None]] = set()  # cancelled ones of restarted groups too
+        # Oldest first; a restarted group has its cancelled task too, until that ends.
+        self._group_of: dict[asyncio.Task[None], str] = {}
         self._failure: BaseException | None = None  # the first of a group's task
         self._skipped_in_a_row = 0
 
@@ -62,7 +63,7 @@ class Producer:
         """
         if not self._is_over():
             for entry in self._buffer.entries:
-                if entry.state is GroupState.WAITING and entry.group_id not in self._newest_tasks:
+                if entry.state is GroupState.WAITING and not self._newest_task(entry.group_id):
                     self._launch(entry)
         while True:
             await self._state.wait_until(
@@ -75,14 +76,11 @@ class Producer:
 
     async def close(self) -> None:
         """Cancel all groups; returns when every rollout has ended."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel(self._group_of)
 
     async def settle(self) -> None:
         """Return when the rollouts that `restart` cancelled have ended."""
-        ending = {task for task in self._tasks if task.cancelling()}
+        ending = [task for task in self._group_of if task.cancelling()]
         if ending:
             await asyncio.wait(ending)
 
@@ -94,7 +92,7 @@ class Producer:
         last step the groups only wait, for a resumed run with more steps.
         """
         for name in group_ids:
-            old = self._newest_tasks.get(name)
+            old = self._newest_task(name)
             if old is not None:
                 old.cancel()
             self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
@@ -104,11 +102,12 @@ class Producer:
 
     def _may_admit(self) -> bool:
         buffer, wanted = self._buffer, self._num_groups + self._surplus
-        return buffer.has_room and not self._is_over() and buffer.trained + len(buffer) < wanted
+        started = self._ledger.groups_trained + len(buffer)
+        return buffer.has_room and not self._is_over() and started < wanted
 
     def _is_over(self) -> bool:
         """Every group that the run trains has been trained."""
-        return self._buffer.trained >= self._num_groups
+        return self._ledger.groups_trained >= self._num_groups
 
     def _admit_next(self) -> None:
         dataset = self._parts.dataset
@@ -116,7 +115,7 @@ class Producer:
             problem = dataset.next()
         except StopIteration:
             raise TorchtitanRLError(
-                f"the dataset ended after {self._buffer.admitted} groups, in step "
+                f"the dataset ended after {self._ledger.groups_admitted} groups, in step "
                 f"{self._state.step + 1}; give fewer steps, or a dataset that starts again"
             ) from None
         group_id = f"e{dataset.epoch}/{problem.problem_id}"
@@ -130,20 +129,19 @@ class Producer:
 
     def _admit(self, group_id: str, problem: Problem, *, resamples: int = 0) -> None:
         version = self._state.version
-        entry = self._buffer.admit(group_id, problem, version=version, resamples=resamples)
-        self._ledger.admit(group_id)
-        self._launch(entry)
+        self._launch(self._buffer.admit(group_id, problem, version=version, resamples=resamples))
 
     def _launch(self, entry: Entry, *, after: asyncio.Task[None] | None = None) -> None:
         task = asyncio.create_task(self._roll_out(entry, after), name=f"group {entry.group_id}")
-        self._newest_tasks[entry.group_id] = task
-        self._tasks.add(task)
+        self._group_of[task] = entry.group_id
         task.add_done_callback(self._on_end)
 
+    def _newest_task(self, group_id: str) -> asyncio.Task[None] | None:
+        tasks = reversed(self._group_of.items())
+        return next((task for task, name in tasks if name == group_id), None)
+
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        # A restarted or resampled group may have its next task already.
-        self._newest_tasks = {k: one for k, one in self._newest_tasks.items() if one is not task}
+        del self._group_of[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._state.notify()
@@ -183,7 +181,6 @@ class Producer:
             self._buffer.finish(group)
             return
         cause = "resampled" if is_resampled else "zero_variance"
-        self._ledger.discard(group.group_id, cause)
         self._buffer.discard(group.group_id, cause)
         if is_resampled:
             self._admit(entry.group_id, entry.problem, resamples=entry.resamples + 1)
@@ -207,11 +204,9 @@ class Producer:
         self._ledger.discard_tokens(entry.group_id, "rolled_back", rolled_back)
         return rollouts
 
-    def _write_turn(
-        self, rollout_id: str, index: int, turn: Turn, env_state: EnvState | None
-    ) -> None:
+    def _write_turn(self, recorded: RecordedRollout) -> None:
         try:
-            self._parts.journals.append(rollout_id, index, turn, env_state)
+            self._parts.journals.append(recorded)
         except JournalError as error:
             self._state.recorder.say(
                 f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"

@@ -6,10 +6,9 @@ its request ended. Any other token is recorded in a metric that must be 0.
 
 from __future__ import annotations
 
-import asyncio
-
 from torchtitan_rl.orchestration.records import AccountRecord
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.tasks import BackgroundTask
 
 
 class Reconciliation:
@@ -17,39 +16,29 @@ class Reconciliation:
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self._running: asyncio.Task[None] | None = None
+        self._running = BackgroundTask()
 
     def start(self) -> None:
         """Compare the ledger of now, unless a comparison still runs."""
-        if self._running is None or self._running.done():
+        if not self._running.is_running:
             step, version = self._state.step, self._state.version
-            self._running = asyncio.create_task(
-                self._compare(step, version), name="ledger reconciliation"
-            )
+            self._running.start("ledger reconciliation", self._compare, step, version)
 
     async def finish(self) -> None:
         """Wait for the running comparison, then compare once more."""
         with self._state.waits.track("the ledger is compared with what the replicas sampled"):
-            if self._running is not None:
-                await self._running
+            await self._running.wait()
             await self._compare(self._state.step, self._state.version)
 
     async def close(self) -> None:
         """Cancel the running comparison."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
+        await self._running.close()
 
     async def _compare(self, step: int, version: int) -> None:
-        router, entered = self._state.parts.router, self._state.parts.sampled
+        router = self._state.parts.router
         replicas = (await router.account()).values()
         # No await below: a request leaves the router and enters the ledger in one moment.
-        missing = (
-            router.received_tokens()
-            - router.held_tokens()
-            - entered.for_groups
-            - entered.for_others
-        )
+        missing = router.received_tokens() - router.held_tokens() - self._state.ledger.entered
         record = AccountRecord(
             step=step,
             version=version,

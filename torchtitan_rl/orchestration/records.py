@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torchtitan_rl.errors import OutputError
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import RolloutGroup
+
+_MAX_UNWRITTEN = 64  # each record holds the groups of its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +125,51 @@ class Recorder(Protocol):
     def say(self, message: str) -> None:
         """Show a message to the user."""
         ...
+
+
+class RetryingRecorder:
+    """The `Recorder` of the controller's loops: writes a missing row again, before the next one.
+
+    Rows are written in order and once each. No checkpoint is taken while a row is missing (`flush`
+    comes before it), so a resumed run has the rows of all steps that it does not repeat.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._unwritten: deque[Callable[[], None]] = deque()
+
+    def record_step(self, record: StepRecord) -> None:
+        self._write(lambda: self._recorder.record_step(record))
+
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(lambda: self._recorder.record_evaluation(record))
+
+    def record_account(self, record: AccountRecord) -> None:
+        self._write(lambda: self._recorder.record_account(record))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._recorder.phase(name)
+
+    def say(self, message: str) -> None:
+        self._recorder.say(message)
+
+    def flush(self) -> None:
+        """Write all missing rows.
+
+        Raises:
+            OutputError: a row still cannot be written.
+        """
+        while self._unwritten:
+            self._unwritten[0]()
+            self._unwritten.popleft()
+
+    def _write(self, write: Callable[[], None]) -> None:
+        self._unwritten.append(write)
+        try:
+            self.flush()
+        except OutputError as error:
+            if len(self._unwritten) >= _MAX_UNWRITTEN:
+                raise
+            self.say(
+                f"{len(self._unwritten)} rows could not be written and will be retried: {error}"
+            )

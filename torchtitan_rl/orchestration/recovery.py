@@ -1,4 +1,4 @@
-"""How a run continues: which checkpoint it resumes from, its groups, and their recorded turns.
+"""How a run continues: which checkpoint it resumes from, and which recorded turns it may use.
 
 Invariant: a sampled turn is never sampled again, unless its tokens are of a version that the
 restored trainer has not reached, or that its group may not use; those tokens are counted.
@@ -6,71 +6,20 @@ restored trainer has not reached, or that its group may not use; those tokens ar
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.ids import group_of
+from torchtitan_rl.orchestration.journal import JournalUnreadableError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
+from torchtitan_rl.orchestration.saved_run import read_saved_run
+from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.recorded import RecordedRollout, usable_turns
-from torchtitan_rl.rollout.records import (
-    group_from_json,
-    group_to_json,
-    problem_from_json,
-    problem_to_json,
-    recorded_from_json,
-    recorded_to_json,
-)
-from torchtitan_rl.training.checkpoint_files import (
-    CheckpointUnreadableError,
-    load_attachment,
-    read_document,
-)
+from torchtitan_rl.training.checkpoint_files import CheckpointUnreadableError
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint, step_of
-
-GROUPS = "groups.jsonl"
-"""The attachment of a checkpoint that holds its groups."""
-
-JOURNAL_MARK = "journal_mark"
-"""Key of the document: the mark in the journal after which lines are newer than the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedGroups:
-    """The untrained groups of a checkpoint; ``rollouts`` are those of unfinished groups, by id."""
-
-    entries: tuple[Entry, ...] = ()
-    rollouts: Mapping[str, RecordedRollout] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedRun:
-    """What the controller saved in a checkpoint."""
-
-    document: Mapping[str, Any]
-    groups: SavedGroups
-    journal_mark: int
-
-
-def read_saved_run(path: Path) -> SavedRun:
-    """Read the controller's part of a complete checkpoint.
-
-    Raises:
-        TorchtitanRLError, ValueError, KeyError, TypeError, IndexError: it was not written by this
-            version.
-    """
-    marker = read_document(path)
-    document = marker.get("extra", marker)
-    return SavedRun(
-        document=document,
-        groups=groups_from_bytes(load_attachment(path, GROUPS)),
-        journal_mark=document.get(JOURNAL_MARK, 0),
-    )
 
 
 def choose_checkpoint(
@@ -105,7 +54,7 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
         journals.restore(step, saved.groups.rollouts, mark=saved.journal_mark)
     except CheckpointUnreadableError:
         raise
-    except OSError as error:
+    except JournalUnreadableError as error:
         raise CheckpointUnreadableError(f"the journal of {path} cannot be read: {error}") from error
     except TorchtitanRLError as error:
         return f"{type(error).__name__}: {error}"
@@ -114,46 +63,25 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
     return None
 
 
-def groups_to_bytes(
-    entries: Sequence[Entry], running: Mapping[str, Sequence[RecordedRollout]]
-) -> bytes:
-    """One JSON line per group, with the rollouts of ``running`` for the unfinished ones."""
-    lines = [
-        json.dumps(_entry_to_json(entry, running.get(entry.group_id, ())), separators=(",", ":"))
-        for entry in entries
-    ]
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def groups_from_bytes(data: bytes) -> SavedGroups:
-    """What `groups_to_bytes` wrote; groups that were not finished are waiting again."""
-    rows = [json.loads(line) for line in data.splitlines()]
-    rollouts = [recorded_from_json(one) for row in rows for one in row["rollouts"]]
-    return SavedGroups(
-        entries=tuple(_entry_from_json(row) for row in rows),
-        rollouts={one.rollout_id: one for one in rollouts},
-    )
-
-
 class RecordedGroups:
     """The recorded rollouts of a resumed run, until their groups start and take them.
 
     Args:
-        admitted_versions: those of the groups in the checkpoint. Other groups began after it; their
-            rollouts can be used if they are admitted at ``restored_version`` again.
+        entries: the groups in the checkpoint. Other groups began after it; their rollouts can be
+            used if they are admitted at ``restored_version`` again.
     """
 
     def __init__(
         self,
         rollouts: Mapping[str, RecordedRollout] | None = None,
+        entries: Iterable[Entry] = (),
         *,
         restored_version: int = 0,
-        admitted_versions: Mapping[str, int] | None = None,
     ) -> None:
         self._groups: dict[str, dict[str, RecordedRollout]] = {}
         self._rolled_back: dict[str, int] = {}  # unusable tokens
         self._restored_version = restored_version
-        admitted_versions = admitted_versions or {}
+        admitted_versions = {entry.group_id: entry.admitted_version for entry in entries}
         for name, recorded in (rollouts or {}).items():
             group_id = group_of(name)
             usable, lost = usable_turns(
@@ -182,25 +110,3 @@ class RecordedGroups:
         if admitted_version > self._restored_version:
             return {}, rolled_back + sum(one.num_tokens for one in usable.values())
         return usable, rolled_back
-
-
-_PLAIN_FIELDS = ("group_id", "admitted_version", "overtaken", "restarts", "resamples")
-
-
-def _entry_to_json(entry: Entry, rollouts: Sequence[RecordedRollout]) -> dict[str, Any]:
-    return {
-        **{name: getattr(entry, name) for name in _PLAIN_FIELDS},
-        "problem": problem_to_json(entry.problem),
-        "group": None if entry.group is None else group_to_json(entry.group),
-        "rollouts": [recorded_to_json(one) for one in rollouts],
-    }
-
-
-def _entry_from_json(row: Mapping[str, Any]) -> Entry:
-    group = None if row["group"] is None else group_from_json(row["group"])
-    return Entry(
-        **{name: row[name] for name in _PLAIN_FIELDS},
-        problem=problem_from_json(row["problem"]),
-        state=GroupState.WAITING if group is None else GroupState.FINISHED,
-        group=group,
-    )

@@ -14,9 +14,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.records import Recorder
-from torchtitan_rl.orchestration.retrying_recorder import RetryingRecorder
-from torchtitan_rl.orchestration.sampled_tokens import SampledTokens
+from torchtitan_rl.orchestration.records import Recorder, RetryingRecorder
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
@@ -29,7 +27,7 @@ from torchtitan_rl.types import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The components of a run. ``sampled`` observes the router; ``identity`` describes the run and
+    """The components of a run. ``ledger`` observes the router; ``identity`` describes the run and
     is stored in each checkpoint."""
 
     dataset: Dataset
@@ -41,7 +39,7 @@ class Parts:
     recorder: Recorder
     checkpoints: CheckpointDirectory
     journals: JournalDirectory
-    sampled: SampledTokens
+    ledger: TokenLedger
     identity: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -53,8 +51,8 @@ class RunState:
         self.capacity = capacity
         self.parts = parts
         self.recorder = RetryingRecorder(parts.recorder)
-        self.buffer = WorkBuffer(capacity)
-        self.ledger = TokenLedger()
+        self.ledger = parts.ledger
+        self.buffer = WorkBuffer(capacity, parts.ledger)
         self.waits = WaitRegistry()
         self.step = 0
         self.version = 0
@@ -62,7 +60,6 @@ class RunState:
         self.is_stopping = False
         self.num_changes = 0
         self._changed = asyncio.Event()
-        parts.sampled.bind(self.ledger)
 
     def notify(self) -> None:
         """Something changed: every loop in `wait_until` checks its condition again."""

@@ -5,15 +5,13 @@
 | WAITING | admitted; no replica holds its version yet | RUNNING by `start` |
 | RUNNING | its rollouts run | FINISHED by `finish` |
 | FINISHED | all its rollouts have ended | BATCHED by `take` |
-| BATCHED | in the optimizer step | TRAINED by `finish_batch`, FINISHED by `put_back` |
-| TRAINED | counted only | |
-| DISCARDED | counted by cause only | |
+| BATCHED | in the optimizer step | FINISHED by `put_back`; leaves, trained, by `finish_batch` |
 
-From every live state (the first four) `discard` leads to DISCARDED. From all of them but BATCHED
-`restart` leads to WAITING.
+From every state `discard` removes a group; from all but BATCHED `restart` leads to WAITING.
 
 Invariants:
-- every group is in exactly one state, and ``admitted = live + trained + discarded`` at any moment;
+- every group is in exactly one state; it enters and leaves buffer and ledger in the same call, and
+  the ledger counts those that left;
 - no group or token is trained more than S versions after the group's admission (`capacity.py` has
   the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
@@ -23,27 +21,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.types import Problem, RolloutGroup
 
 
 class GroupState(StrEnum):
-    """Where a group is; see the table above."""
+    """Where a live group is; see the table above."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
     BATCHED = "batched"
-    TRAINED = "trained"
-    DISCARDED = "discarded"
-
-
-LIVE_STATES = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED, GroupState.BATCHED)
 
 
 class StalenessError(TorchtitanRLError):
@@ -65,15 +60,13 @@ class Entry:
 
 
 class WorkBuffer:
-    """Live groups, oldest first."""
+    """Live groups, oldest first; ``ledger`` counts those that enter and leave."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, ledger: TokenLedger) -> None:
         self._capacity = capacity
+        self._ledger = ledger
         self._entries: dict[str, Entry] = {}
         self._num_finished = 0
-        self.admitted = 0
-        self.trained = 0
-        self.discarded: Counter[str] = Counter()  # by cause
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._entries
@@ -96,43 +89,39 @@ class WorkBuffer:
         return self._next_batch() is not None
 
     def counts(self) -> dict[GroupState, int]:
-        """Groups in each state; trained and discarded ones since the run began."""
+        """Number of groups in each state."""
         live = Counter(entry.state for entry in self._entries.values())
-        return {state: live[state] for state in LIVE_STATES} | {
-            GroupState.TRAINED: self.trained,
-            GroupState.DISCARDED: self.discarded.total(),
-        }
+        return {state: live[state] for state in GroupState}
 
     def admit(self, group_id: str, problem: Problem, *, version: int, resamples: int = 0) -> Entry:
         """Take a slot for a new group, admitted at the newest trained version.
 
         Raises:
-            ValueError: there is no room, or the id is live.
+            ValueError: there is no room.
+            LedgerError: the id is live.
         """
         if not self.has_room:
             raise ValueError(f"no room for group {group_id}: {len(self)} are under way")
-        if group_id in self._entries:
-            raise ValueError(f"group {group_id} is under way already")
+        self._ledger.admit(group_id)
         entry = Entry(
             group_id=group_id, problem=problem, admitted_version=version, resamples=resamples
         )
         self._entries[group_id] = entry
-        self.admitted += 1
         return entry
 
     def start(self, group_id: str) -> None:
-        self._in_state(group_id, GroupState.WAITING).state = GroupState.RUNNING
+        self._move(self._in_state(group_id, GroupState.WAITING), GroupState.RUNNING)
 
     def finish(self, group: RolloutGroup) -> None:
         entry = self._in_state(group.group_id, GroupState.RUNNING)
-        entry.group, entry.state = group, GroupState.FINISHED
-        self._num_finished += 1
+        entry.group = group
+        self._move(entry, GroupState.FINISHED)
 
     def discard(self, group_id: str, cause: str) -> None:
-        """Drop a group in any state and free its slot."""
+        """Drop a group in any state, with its tokens, and free its slot."""
+        self._ledger.discard(group_id, cause)
         entry = self._entries.pop(group_id)
         self._num_finished -= entry.state is GroupState.FINISHED
-        self.discarded[cause] += 1
 
     def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
         """The next batch, to be trained at ``version``: P groups, oldest first.
@@ -147,16 +136,14 @@ class WorkBuffer:
             return None
         self._check_age(chosen, version)
         for entry in chosen:
-            entry.state = GroupState.BATCHED
-        self._num_finished -= len(chosen)
+            self._move(entry, GroupState.BATCHED)
         return tuple(entry.group for entry in chosen if entry.group is not None)
 
     def put_back(self) -> None:
         """Undo the last `take` because its batch was not trained; no effect without a batch."""
         for entry in self._entries.values():
             if entry.state is GroupState.BATCHED:
-                entry.state = GroupState.FINISHED
-                self._num_finished += 1
+                self._move(entry, GroupState.FINISHED)
 
     def overtaken_in_batch(self) -> frozenset[str]:
         """Ids of the groups in the batch that younger groups were trained before."""
@@ -166,17 +153,26 @@ class WorkBuffer:
             if entry.state is GroupState.BATCHED and (entry.overtaken or entry.restarts)
         )
 
-    def finish_batch(self) -> tuple[str, ...]:
+    def finish_batch(
+        self, counts: TokenCounts, *, masked_by_loss: Mapping[str, int] | None = None
+    ) -> tuple[str, ...]:
         """The batch has been trained: free its slots.
+
+        Args:
+            counts, masked_by_loss: as for `TokenLedger.train`.
 
         Returns:
             The groups that are too old now: at S = 0 all others. Call `restart` for each.
+
+        Raises:
+            LedgerError: these are not the tokens of the batch; nothing is changed.
         """
+        batch = [one.group_id for one in self.entries if one.state is GroupState.BATCHED]
+        self._ledger.train(batch, counts, masked_by_loss=masked_by_loss)
         younger = 0  # groups of the batch
         for entry in reversed(self.entries):
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
-                self.trained += 1
                 younger += 1
             else:
                 entry.overtaken += younger
@@ -185,32 +181,27 @@ class WorkBuffer:
     def restart(self, group_id: str, *, version: int) -> Entry:
         """Begin a group again in its place, as if it were admitted at ``version``."""
         entry = self._entries[group_id]
-        self._num_finished -= entry.state is GroupState.FINISHED
+        self._move(entry, GroupState.WAITING)
         entry.admitted_version, entry.group = version, None
-        entry.state = GroupState.WAITING
         entry.restarts += 1
         return entry
 
-    def restore(
-        self,
-        entries: Iterable[Entry],
-        *,
-        admitted: int,
-        trained: int,
-        discarded: dict[str, int],
-    ) -> None:
-        """Continue from a checkpoint, whose groups are waiting or finished."""
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Continue with the groups of a checkpoint, which are waiting or finished and in the
+        ledger."""
         for entry in entries:
             self._entries[entry.group_id] = entry
             self._num_finished += entry.state is GroupState.FINISHED
-        self.admitted, self.trained = admitted, trained
-        self.discarded = Counter(discarded)
 
     def _in_state(self, group_id: str, state: GroupState) -> Entry:
         entry = self._entries[group_id]
         if entry.state is not state:
             raise ValueError(f"group {group_id} is {entry.state}, not {state}")
         return entry
+
+    def _move(self, entry: Entry, state: GroupState) -> None:
+        self._num_finished += (state is GroupState.FINISHED) - (entry.state is GroupState.FINISHED)
+        entry.state = state
 
     def _next_batch(self) -> list[Entry] | None:
         if self._num_finished < self._capacity.groups_per_step:

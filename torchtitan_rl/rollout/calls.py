@@ -31,6 +31,10 @@ class CallTimeoutError(Exception):
     """A call took too long. Not a `TimeoutError`, which the called code may raise itself."""
 
 
+class CallFailedError(Exception):
+    """What a call raised, in one line; also a CancelledError or SystemExit of its own."""
+
+
 async def call(function: Callable[..., Any], *args: Any) -> Any:
     """The result of an async function, or of a plain one, which runs in a thread."""
     if inspect.iscoroutinefunction(function):
@@ -107,14 +111,14 @@ async def within(
 
     Raises:
         CallTimeoutError: there was no result in time.
-        Exception: what ``function`` raised, including a CancelledError of its own.
+        CallFailedError: ``function`` raised an error.
     """
 
     async def outcome() -> tuple[_T | None, BaseException | None]:
         try:
             return await function(*args), None
-        except (Exception, SystemExit) as error:  # a task's SystemExit would end the event loop
-            return None, error
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return None, error  # a task's SystemExit would end the event loop
 
     task = asyncio.ensure_future(outcome())
     try:
@@ -134,7 +138,7 @@ async def within(
                     abandoned.add(task, _name_of(function))
                     task.add_done_callback(abandoned.end)
     if error is not None:
-        raise error
+        raise CallFailedError(summary(error)) from error
     return cast("_T", result)
 
 

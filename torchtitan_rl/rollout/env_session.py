@@ -6,14 +6,13 @@ a wrong type) becomes a `RolloutEnded` with a status and a cause; `close` runs t
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
-from torchtitan_rl.rollout.calls import CallTimeoutError, is_cancelled, summary, within
+from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summary, within
 from torchtitan_rl.rollout.env import (
     Conversation,
     Observation,
@@ -24,6 +23,7 @@ from torchtitan_rl.rollout.env import (
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
+from torchtitan_rl.tasks import finish
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
@@ -129,17 +129,11 @@ class EnvSession:
 
         Returns what went wrong.
         """
-        closing = asyncio.ensure_future(self._call("close"))
-        cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
-            try:
-                await asyncio.wait([closing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        failure = None if closing.cancelled() else closing.exception()
-        return str(failure) if failure else None
+        try:
+            await finish(self._call("close"))
+        except RolloutEnded as error:
+            return error.cause
+        return None
 
     async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
         if recorded.turns and not getattr(self._env, "replays", False):
@@ -160,14 +154,10 @@ class EnvSession:
         self._on_call(name)
         try:
             return await within(self._timeout_s, getattr(self._env, name), *args)
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
-            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
         except CallTimeoutError as error:
             raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, f"{name}: {error}") from error
-        except (Exception, SystemExit) as error:
-            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {summary(error)}") from error
+        except CallFailedError as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {error}") from error
 
 
 def _checked(name: str, check: Callable[..., _A], *args: Any) -> _A:

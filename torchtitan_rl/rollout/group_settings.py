@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, TokenEnv
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
     Completion,
@@ -20,11 +20,10 @@ from torchtitan_rl.types import (
     GenerationRequest,
     Problem,
     SamplingParams,
-    Turn,
 )
 
 EnvironmentFactory = Callable[[Problem], TokenEnv]
-OnTurn = Callable[[str, int, Turn, EnvState | None], None]  # rollout id, index, turn, state after
+OnTurn = Callable[[RecordedRollout], None]  # after a turn; with the state after it
 OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
 
 

@@ -74,17 +74,10 @@ def completion_from_json(data: Json) -> Completion:
     return Completion(**data | parsed)
 
 
-def turn_to_json(turn: Turn, previous: Turn | None = None, *, num_known: int = 0) -> Json:
-    """``previous`` is the turn before this one, which `turn_from_json` needs again.
-
-    A caller that has not kept it gives ``num_known`` instead: the prompt begins with so many tokens
-    of the previous prompt and completion.
-    """
-    prompt = turn.prompt_token_ids
+def turn_to_json(turn: Turn, previous: Turn | None = None) -> Json:
+    """``previous`` is the turn before this one, which `turn_from_json` needs again."""
     return {
-        "prompt": _extension_to_json(prompt, num_known)
-        if num_known
-        else _prompt_to_json(prompt, previous),
+        "prompt": _prompt_to_json(turn.prompt_token_ids, previous),
         "completion": completion_to_json(turn.completion),
         "reward": turn.reward,
         "text": turn.text,
@@ -265,12 +258,8 @@ def _prompt_to_json(prompt: tuple[int, ...], previous: Turn | None) -> Json:
     if previous is not None:
         before = previous.prompt_token_ids + previous.completion.token_ids
         if prompt[: len(before)] == before:
-            return _extension_to_json(prompt, len(before))
+            return {"extends": True, "token_ids": pack_ints(prompt[len(before) :])}
     return {"extends": False, "token_ids": pack_ints(prompt)}
-
-
-def _extension_to_json(prompt: tuple[int, ...], num_known: int) -> Json:
-    return {"extends": True, "token_ids": pack_ints(prompt[num_known:])}
 
 
 def _prompt_from_json(data: Json, previous: Turn | None) -> tuple[int, ...]:

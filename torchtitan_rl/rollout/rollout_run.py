@@ -218,8 +218,7 @@ class RolloutRun:
         )
         await self._note_turns(env, (*self._record.turns, turn), answer)
         if self._group.on_turn is not None:
-            index = len(self._record.turns) - 1
-            self._group.on_turn(self.rollout_id, index, turn, self._record.env_state)
+            self._group.on_turn(self._record)
         return answer
 
     async def _note_turns(

@@ -63,12 +63,12 @@ class Rollouter:
         self._environment = environment
         self._config = config
         self._rubric = rubric
-        self._running: dict[RolloutRun, None] = {}  # in the order of their start
-        self._groups: dict[str, tuple[RolloutRun, ...]] = {}
+        self._running: list[_Group] = []
+        self._groups: dict[str, _Group] = {}  # by id: the newest, for `snapshot`
 
     def activities(self) -> list[RolloutActivity]:
         """What each unfinished rollout waits for."""
-        return [run.activity for run in self._running]
+        return [run.activity for group in self._running for run in group.unreported.values()]
 
     def snapshot(
         self, group_id: str, partials: Mapping[str, Completion] | None = None
@@ -83,7 +83,7 @@ class Rollouter:
         Raises:
             KeyError: no such group runs.
         """
-        return tuple(run.snapshot(partials or {}) for run in self._groups[group_id])
+        return tuple(run.snapshot(partials or {}) for run in self._groups[group_id].runs)
 
     async def run_group(
         self,
@@ -113,8 +113,8 @@ class Rollouter:
             min_version: no token is sampled under an older policy.
             recorded: siblings to be continued, by rollout id: finished turns are not sampled
                 again. Those of another attempt are discarded.
-            on_turn: called once for each turn that the environment has answered, except recorded
-                ones.
+            on_turn: called with the rollout so far, once for each turn that the environment has
+                answered, except recorded ones.
             on_discard: called with tokens that are in no rollout of the group: recorded ones that
                 cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that
                 was refused.
@@ -140,60 +140,81 @@ class Rollouter:
             on_turn=on_turn,
             on_discard=on_discard,
         )
-        ids = [f"{group_id}/r{i}" for i in range(size)]
-        runs = tuple(RolloutRun(id_, settings, (recorded or {}).get(id_)) for id_ in ids)
-        unreported = dict(zip(ids, runs, strict=True))
-        self._running |= dict.fromkeys(runs)
-        self._groups[group_id] = runs
-
-        def report(rollout: Rollout) -> None:
-            self._running.pop(unreported.pop(rollout.rollout_id))
-            if on_rollout is not None:
-                on_rollout(rollout)
-
+        group = _Group(settings, size, recorded or {}, self._rubric, on_rollout)
+        self._running.append(group)
+        self._groups[group_id] = group
         try:
-            rollouts = await self._run_all(runs, problem, report)
+            result = await group.run()
         except asyncio.CancelledError:
-            for run in list(unreported.values()):
-                report(run.so_far(RolloutStatus.CANCELLED))
-            self._forget(group_id, runs)
+            self._forget(group_id, group)
             raise
         finally:
-            for run in unreported.values():
-                self._running.pop(run)
-        self._forget(group_id, runs)
-        return RolloutGroup(group_id=group_id, problem=problem, rollouts=tuple(rollouts))
+            self._running.remove(group)
+        self._forget(group_id, group)
+        return result
 
-    def _forget(self, group_id: str, runs: tuple[RolloutRun, ...]) -> None:
-        if self._groups.get(group_id) is runs:  # not of a later call with the same id
+    def _forget(self, group_id: str, group: _Group) -> None:
+        if self._groups.get(group_id) is group:  # not of a later call with the same id
             del self._groups[group_id]
 
-    async def _run_all(
-        self, runs: tuple[RolloutRun, ...], problem: Problem, report: OnRollout
-    ) -> list[Rollout]:
-        rubric = self._rubric
-        if rubric is None or not rubric.scores_groups:
-            async with asyncio.TaskGroup() as siblings:
-                work = [self._run_and_score(run, problem, report) for run in runs]
-                tasks = [siblings.create_task(one) for one in work]
-            return [task.result() for task in tasks]
+
+class _Group:
+    """One call of `run_group`; ``unreported`` are the siblings that have no final status yet."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        size: int,
+        recorded: Mapping[str, RecordedRollout],
+        rubric: Rubric | None,
+        on_rollout: OnRollout | None,
+    ) -> None:
+        ids = [f"{settings.group_id}/r{i}" for i in range(size)]
+        self.runs = tuple(RolloutRun(name, settings, recorded.get(name)) for name in ids)
+        self.unreported = dict(zip(ids, self.runs, strict=True))
+        self._settings = settings
+        self._rubric = rubric
+        self._on_rollout = on_rollout
+
+    async def run(self) -> RolloutGroup:
+        """See `Rollouter.run_group`."""
+        group_id, problem, rubric = self._settings.group_id, self._settings.problem, self._rubric
+        try:
+            if rubric is not None and rubric.scores_groups:
+                rollouts = await self._run_then_score(rubric, problem)
+            else:
+                async with asyncio.TaskGroup() as siblings:
+                    tasks = [siblings.create_task(self._run_and_score(run)) for run in self.runs]
+                rollouts = [task.result() for task in tasks]
+        except asyncio.CancelledError:
+            for run in list(self.unreported.values()):
+                self._report(run.so_far(RolloutStatus.CANCELLED))
+            raise
+        return RolloutGroup(group_id=group_id, problem=problem, rollouts=tuple(rollouts))
+
+    async def _run_then_score(self, rubric: Rubric, problem: Problem) -> list[Rollout]:
         async with asyncio.TaskGroup() as siblings:
-            tasks = [siblings.create_task(run.run()) for run in runs]
-        for run in runs:
+            tasks = [siblings.create_task(run.run()) for run in self.runs]
+        for run in self.runs:
             run.enter(Phase.REWARD, "score_group")
         rollouts = await score_whole_group(rubric, [task.result() for task in tasks], problem)
         for rollout in rollouts:
-            report(rollout)
+            self._report(rollout)
         return rollouts
 
-    async def _run_and_score(self, run: RolloutRun, problem: Problem, report: OnRollout) -> Rollout:
+    async def _run_and_score(self, run: RolloutRun) -> Rollout:
         rollout = await run.run()
         if not rollout.status.is_failure:
             if self._rubric is None:
                 score = environment_score(rollout)
             else:
                 run.enter(Phase.REWARD, "rubric")
-                score = await self._rubric.score(rollout, problem)
+                score = await self._rubric.score(rollout, self._settings.problem)
             rollout = with_score(rollout, score)
-        report(rollout)
+        self._report(rollout)
         return rollout
+
+    def _report(self, rollout: Rollout) -> None:
+        del self.unreported[rollout.rollout_id]
+        if self._on_rollout is not None:
+            self._on_rollout(rollout)

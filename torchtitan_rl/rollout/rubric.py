@@ -11,8 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchtitan_rl.deadlines import deadline
-from torchtitan_rl.rollout.calls import in_thread, is_cancelled, summary
+from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, in_thread, within
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
 RewardCallable = Callable[[Rollout, Problem], float | Awaitable[float]]
@@ -94,21 +93,20 @@ class Rubric:
     ) -> float | str:
         """The function's value, or what went wrong."""
         try:
-            async with deadline(self.timeout_s) as limit:
-                if function.blocking:
-                    result = await in_thread(function.function, rollout, problem)
-                else:
-                    result = function.function(rollout, problem)
-                value = float(await result if isinstance(result, Awaitable) else result)
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
-            return summary(error)
-        except Exception as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                return f"no value after {self.timeout_s} s"
-            return summary(error)
+            value = await within(self.timeout_s, _value, function, rollout, problem)
+        except CallTimeoutError:
+            return f"no value after {self.timeout_s} s"
+        except CallFailedError as error:
+            return str(error)
         return value if math.isfinite(value) else f"returned {value}"
+
+
+async def _value(function: RewardFunction, rollout: Rollout, problem: Problem) -> float:
+    if function.blocking:
+        result = await in_thread(function.function, rollout, problem)
+    else:
+        result = function.function(rollout, problem)
+    return float(await result if isinstance(result, Awaitable) else result)
 
 
 async def score_whole_group(
@@ -116,17 +114,17 @@ async def score_whole_group(
 ) -> list[Rollout]:
     """Score siblings together; if `Rubric.score_group` fails, each is a REWARD_ERROR."""
     scorable = [rollout for rollout in rollouts if not rollout.status.is_failure]
-    scores: Sequence[Score]
-    try:
-        async with deadline(rubric.timeout_s):
-            scores = await rubric.score_group(scorable, problem)
+
+    async def scores_of_all() -> Sequence[Score]:
+        scores = await rubric.score_group(scorable, problem)
         if len(scores) != len(scorable):
             raise ValueError(f"{len(scores)} scores for {len(scorable)} rollouts")
-    except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and is_cancelled():
-            raise
-        failed = Score(reward=None, cause=f"score_group: {summary(error)}")
-        scores = [failed] * len(scorable)
+        return scores
+
+    try:
+        scores = await within(rubric.timeout_s, scores_of_all)
+    except (CallTimeoutError, CallFailedError) as error:
+        scores = [Score(reward=None, cause=f"score_group: {error}")] * len(scorable)
     remaining = iter(scores)
     return [
         rollout if rollout.status.is_failure else with_score(rollout, next(remaining))

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.support.agent_rollouts import CLOSED, SlowGenerate, only, refusal, roll_out
 from tests.support.agents import Hosted, asked, three_turns
+from tests.support.async_tests import cancel
 from tests.support.resuming import SeededGenerate
-from tests.support.rollouts import PROBLEM, config
+from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
@@ -219,13 +219,11 @@ def test_cancelling_a_group_ends_its_agents():
             ended.append(call.session_id)
 
     async def scenario():
-        rollouter = Rollouter(generate=SeededGenerate(), environment=hosted, config=config())
+        rollouter = make_rollouter(hosted, generate=SeededGenerate())
         task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=3, seed=7))
         await asyncio.sleep(5)
         assert rollouter.activities()[0].detail == "step"
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
     hosted = Hosted(agent)
     run_virtually(scenario())

@@ -14,13 +14,12 @@ import pytest
 
 from tests.support.agents import Hosted, asked, three_turns
 from tests.support.resuming import Run, SeededGenerate, contents, stops
-from tests.support.rollouts import PROBLEM, config
+from tests.support.rollouts import PROBLEM, make_rollouter
 from torchtitan_rl.agents.agent import AgentCommand, AgentHost, AgentResult, run_agent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.running import AgentThread, RunningAgent
 from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.sessions import Sessions
@@ -59,9 +58,7 @@ async def work_of(agent, sessions: Sessions, *, loop=None, num_requests=1, **lim
         for _ in range(num_requests):
             await sessions.complete(asked((1,), session_id))
 
-    rollouter = Rollouter(
-        generate=SeededGenerate(), environment=environment, config=config(**limits)
-    )
+    rollouter = make_rollouter(environment, generate=SeededGenerate(), **limits)
     asking = asyncio.create_task(ask())
     group = await rollouter.run_group("g", PROBLEM, size=1, seed=7)
     await asking

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
@@ -52,3 +53,39 @@ def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
     if error is not None:
         raise error
     return simulation
+
+
+def failing(
+    method: str,
+    number: int,
+    error: BaseException,
+    *,
+    after: bool = False,
+    of: str = "trainer",
+    forever: bool = False,
+) -> Callable[[Simulation], None]:
+    """Let call ``number`` (from 1) of a method of the trainer, or of another part, raise.
+
+    Args:
+        after: it raises after its work.
+        forever: so do all later calls.
+    """
+
+    def prepare(simulation: Simulation) -> None:
+        part = getattr(simulation, of)
+        original, calls = getattr(part, method), 0
+
+        async def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            fails = calls >= number if forever else calls == number
+            if fails and not after:
+                raise error
+            answer = await original(*args, **options)
+            if fails:
+                raise error
+            return answer
+
+        setattr(part, method, wrapped)
+
+    return prepare

@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import turns
+from tests.support.turns import group, turn
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Problem,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
+from torchtitan_rl.types import Rollout, RolloutStatus
 
 BATCHER = EpisodeBatcher(advantage="mean", row_len=32, temperature=0.7)
 
@@ -33,28 +26,8 @@ def rollout(
     num_sampled: int = 2,
     logprob: float = -0.5,
 ) -> Rollout:
-    completion = Completion(
-        request_id=f"r{index}/t0",
-        token_ids=(9,) * num_sampled,
-        logprobs=(logprob,) * num_sampled,
-        version_runs=(VersionRun(0, 4),),
-        finish_reason=FinishReason.STOP,
-    )
-    turn = Turn(prompt_token_ids=tuple(range(prompt_len)), completion=completion)
-    return Rollout(
-        rollout_id=f"r{index}",
-        group_id="g",
-        problem_id="p",
-        turns=(turn,),
-        status=status,
-        reward=reward,
-    )
-
-
-def group(*rollouts: Rollout) -> RolloutGroup:
-    return RolloutGroup(
-        group_id="g", problem=Problem(problem_id="p", data={}), rollouts=tuple(rollouts)
-    )
+    one = turn(range(prompt_len), [9] * num_sampled, logprobs=[logprob] * num_sampled, versions=[4])
+    return turns.rollout(one, rollout_id=f"g/r{index}", reward=reward, status=status)
 
 
 def test_turns_that_no_agent_saw_are_masked_by_name_unless_their_rollout_failed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fast.orchestration.runs import live, run
+from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulation import Plan, Simulation
 from torchtitan_rl.errors import (
     CheckpointError,
@@ -39,29 +39,6 @@ def newest(simulation: Simulation) -> tuple[dict[str, Any], list[dict[str, Any]]
     return read_document(path), [json.loads(row) for row in rows]
 
 
-def failing(
-    method: str, number: int, error: BaseException, *, after: bool = False
-) -> Callable[[Simulation], None]:
-    """Let call ``number`` (from 1) of a method of the trainer raise, or raise after its work."""
-
-    def prepare(simulation: Simulation) -> None:
-        original, calls = getattr(simulation.trainer, method), 0
-
-        async def wrapped(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number and not after:
-                raise error
-            answer = await original(*args, **options)
-            if calls == number:
-                raise error
-            return answer
-
-        setattr(simulation.trainer, method, wrapped)
-
-    return prepare
-
-
 def end_dataset(simulation: Simulation, *, after: int) -> None:
     """Let it end after so many problems."""
     original, left = simulation.dataset.next, [after]
@@ -75,11 +52,7 @@ def end_dataset(simulation: Simulation, *, after: int) -> None:
     simulation.dataset.next = ends  # type: ignore[method-assign]
 
 
-def fail_every_save(simulation: Simulation) -> None:
-    async def fails(*args: Any, **options: Any) -> None:
-        raise CheckpointError("no space")
-
-    simulation.trainer.save_checkpoint = fails  # type: ignore[method-assign]
+fail_every_save = failing("save_checkpoint", 1, CheckpointError("no space"), forever=True)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import live, run
+from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -124,7 +123,7 @@ def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarte
 ) -> None:
     plan = Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance)
     simulation = run(plan, tmp_path)
-    totals = simulation.controller.totals()
+    totals = simulation.ledger.totals()
     require_sums(totals)
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
     assert totals.tokens_buffered == 0
@@ -139,7 +138,7 @@ def test_the_turns_that_run_at_rollouts_time_outs_are_in_the_account(
 ) -> None:
     plan = Plan(staleness=staleness, turns=3, env_delay_s=0.5, checkpoint_every=2)
     simulation = run(replace(plan, rollout_timeout_s=rollout_timeout_s), tmp_path)
-    totals = simulation.controller.totals()
+    totals = simulation.ledger.totals()
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
     assert totals.tokens_discarded["cut"] > 0
     assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6]
@@ -151,7 +150,7 @@ def test_tokens_of_resampled_groups_that_are_restarted_are_in_the_account(
 ) -> None:
     plan = Plan(num_steps=8, window=0.67, zero_variance="resample", chance=chance, train_s=0.0)
     simulation = run(replace(plan, reward_levels=2), tmp_path)
-    totals = simulation.controller.totals()
+    totals = simulation.ledger.totals()
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
     assert totals.groups_discarded["resampled"] > 0
 
@@ -235,21 +234,10 @@ def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) ->
 
 @pytest.mark.parametrize("during_step", ["running", "asleep"])
 def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_step: str) -> None:
-    async def work() -> None:
-        simulation = Simulation(Plan(checkpoint_every=2, during_step=during_step), tmp_path)
-        original = simulation.trainer.train_step
-
-        async def train_step(batch: TrainingBatch) -> StepOutput:
-            if simulation.trainer.version == 3:
-                raise DivergedError("loss is nan")
-            return await original(batch)
-
-        simulation.trainer.train_step = train_step  # type: ignore[method-assign]
-        with pytest.raises(DivergedError):
-            await simulation.run()
-        assert simulation.checkpoints.steps() == [2]
-
-    run_virtually(work())
+    plan, nan = Plan(checkpoint_every=2, during_step=during_step), DivergedError("loss is nan")
+    simulation, error = live(plan, tmp_path, prepare=failing("train_step", 4, nan))
+    assert error is nan
+    assert simulation.checkpoints.steps() == [2]
 
 
 def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path) -> None:
@@ -293,7 +281,10 @@ def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
     whole = run(plan, tmp_path / "whole")
     assert resumed.trainer.version == 10
     assert resumed.dataset.state_dict() == whole.dataset.state_dict()
-    assert resumed.controller.counts() == whole.controller.counts()
+    for one in (resumed, whole):
+        require_sums(one.ledger.totals())
+    assert resumed.ledger.groups_trained == whole.ledger.groups_trained == 30
+    assert resumed.ledger.groups_admitted == whole.ledger.groups_admitted
     if staleness == 0:
         assert resumed.trainer.weights == whole.trainer.weights
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import run
+from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     ReplicaError,
-    TorchtitanRLError,
     TrainerLostError,
     WeightSyncError,
 )
@@ -119,14 +118,9 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on(tmp_path: Path, seconds:
 
 def test_a_step_without_a_token_to_train_on_leaves_the_devices_alone(tmp_path: Path) -> None:
     plan = replace(SHARED, env_fails=1.0, turns=1, max_empty_batches=3, checkpoint_every=0)
-
-    async def work() -> None:
-        simulation = Simulation(plan, tmp_path)
-        with pytest.raises(TorchtitanRLError, match="no token to train on"):
-            await simulation.run()
-        assert simulation.trainer.switches == 1  # to save
-
-    run_virtually(work())
+    simulation, error = live(plan, tmp_path)
+    assert "no token to train on" in str(error)
+    assert simulation.trainer.switches == 1  # to save
 
 
 def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) -> None:
@@ -134,39 +128,25 @@ def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) ->
         replica.is_dead = True
         raise ReplicaError("out of memory")
 
-    async def work() -> None:
-        simulation = Simulation(replace(SHARED, replicas=3, staleness=1), tmp_path)
+    def prepare(simulation: Simulation) -> None:
         falls_asleep, wakes_up, _ = simulation.replicas
         falls_asleep._sleep = partial(dies, falls_asleep)  # type: ignore[method-assign]
         wakes_up._wake_up = partial(dies, wakes_up)  # type: ignore[method-assign]
-        await simulation.run()
-        states = simulation.router.states()
-        assert [states[one.name] for one in simulation.replicas] == [
-            ReplicaState.DEAD,
-            ReplicaState.DEAD,
-            ReplicaState.SERVING,
-        ]
-        assert simulation.trainer.version == 6
 
-    run_virtually(work())
+    plan = replace(SHARED, replicas=3, staleness=1)
+    simulation, error = live(plan, tmp_path, prepare=prepare)
+    assert error is None
+    states = [simulation.router.states()[one.name] for one in simulation.replicas]
+    assert states == [ReplicaState.DEAD, ReplicaState.DEAD, ReplicaState.SERVING]
+    assert simulation.trainer.version == 6
 
 
 def test_a_switch_that_fails_half_way_does_not_prevent_a_checkpoint(tmp_path: Path) -> None:
-    async def work() -> None:
-        simulation = Simulation(replace(SHARED, staleness=1), tmp_path)
-        original = simulation.router.wake_up
-
-        async def wake_up() -> None:
-            if simulation.trainer.version >= 3:
-                raise WeightSyncError("the trainer has left, and no replica comes")
-            await original()
-
-        simulation.router.wake_up = wake_up  # type: ignore[method-assign]
-        with pytest.raises(WeightSyncError, match="no replica comes"):
-            await simulation.run()
-        assert simulation.checkpoints.steps() == [simulation.trainer.version]
-
-    run_virtually(work())
+    lost = WeightSyncError("the trainer has left, and no replica comes")
+    prepare = failing("wake_up", 3, lost, of="router", forever=True)
+    simulation, error = live(replace(SHARED, staleness=1), tmp_path, prepare=prepare)
+    assert error is lost
+    assert simulation.checkpoints.steps() == [simulation.trainer.version]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -174,20 +154,9 @@ def test_a_switch_that_fails_half_way_does_not_prevent_a_checkpoint(tmp_path: Pa
 def test_a_trainer_that_fails_while_it_has_the_devices_ends_the_run_with_its_error(
     tmp_path: Path, call: str, staleness: int
 ) -> None:
-    async def work() -> None:
-        simulation = Simulation(replace(SHARED, staleness=staleness), tmp_path)
-        original = getattr(simulation.trainer, call)
-
-        async def fails(*arguments: object) -> object:
-            if simulation.trainer.version >= 3:
-                raise TrainerLostError("gone")
-            return await original(*arguments)
-
-        setattr(simulation.trainer, call, fails)
-        with pytest.raises(TrainerLostError):
-            await simulation.run()
-
-    run_virtually(work())
+    gone = TrainerLostError("gone")
+    plan, prepare = replace(SHARED, staleness=staleness), failing(call, 3, gone, forever=True)
+    assert live(plan, tmp_path, prepare=prepare)[1] is gone
 
 
 @pytest.mark.parametrize("chance", range(6))

@@ -9,36 +9,41 @@ from io import FileIO
 
 import pytest
 
-from torchtitan_rl.orchestration.journal import Journal, JournalError, read_journals
+from tests.support.turns import rollout, turn
+from torchtitan_rl.orchestration.journal import Journal, JournalError
+from torchtitan_rl.orchestration.journal_directory import Replay
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns
-from torchtitan_rl.types import Completion, FinishReason, Rollout, RolloutStatus, Turn, VersionRun
 
-
-def turn(prompt, token_ids, *, versions=None, index=0) -> Turn:
-    runs = tuple(VersionRun(i, version) for i, version in enumerate(versions or [0]))
-    completion = Completion(
-        request_id=f"r/t{index}",
-        token_ids=tuple(token_ids),
-        logprobs=tuple(-1 / (3 + i) for i in range(len(token_ids))),
-        version_runs=runs,
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(prompt_token_ids=tuple(prompt), completion=completion, reward=0.1, text="é\n")
-
-
-FIRST = turn((1, 2), (3, 4))
-SECOND = turn((1, 2, 3, 4, 0), (5,), index=1)
-THIRD = turn((9, 9), (6,), index=2)
+FIRST = turn((1, 2), (3, 4), reward=0.1, text="é\n")
+SECOND = turn((1, 2, 3, 4, 0), (5,))
+THIRD = turn((9, 9), (6,))
 STATE = EnvState(
     answer=Observation(prompt_token_ids=(1, 2, 3, 4, 0), max_tokens=7), state={"deck": [1, 2]}
 )
 
 
+OTHER = turn((77,), (77,))
+
+
+def append(journal, rollout_id, index, turn, state=None) -> None:
+    """Append a turn that extends none of those before it."""
+    states = {} if state is None else {index + 1: state}
+    turns = (OTHER,) * index + (turn,)
+    journal.append(RecordedRollout(rollout_id=rollout_id, turns=turns, env_states=states))
+
+
+def read_journals(paths, base=None) -> dict[str, RecordedRollout]:
+    replay = Replay(base)
+    for path in paths:
+        replay.read(path)
+    return replay.rollouts
+
+
 def write(path, *records) -> None:
     journal = Journal(path)
     for record in records:
-        journal.append(*record)
+        append(journal, *record)
     journal.close()
 
 
@@ -137,7 +142,7 @@ def test_kill_9_loses_nothing_that_was_appended(tmp_path):
     if child == 0:
         journal = Journal(path)
         for index in range(50):
-            journal.append("a", index, turn((index,), (index,), index=index), None)
+            append(journal, "a", index, turn((index,), (index,)))
         os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -146,13 +151,13 @@ def test_kill_9_loses_nothing_that_was_appended(tmp_path):
 
 def test_a_full_disk_is_an_error_and_the_half_line_stays_the_last(tmp_path):
     journal = Journal(tmp_path / "j")
-    journal.append("a", 0, FIRST, None)
+    append(journal, "a", 0, FIRST)
     journal.close()
     journal._file = FileIO("/dev/full", "w")
     with pytest.raises(JournalError, match="No space left"):
-        journal.append("a", 1, SECOND, None)
+        append(journal, "a", 1, SECOND)
     with pytest.raises(JournalError, match="closed"):
-        journal.append("a", 1, SECOND, None)
+        append(journal, "a", 1, SECOND)
     with pytest.raises(JournalError, match="No space left"):
         Journal(type(journal.path)("/dev/full"))
     assert read_journals([journal.path])["a"].turns == (FIRST,)
@@ -192,14 +197,7 @@ def test_the_tokens_of_a_running_turn_are_whole_or_gone():
 
 
 def test_a_rollout_that_had_ended_goes_on_where_one_of_its_turns_is_dropped():
-    ended = Rollout(
-        rollout_id="a",
-        group_id="g",
-        problem_id="p",
-        turns=(FIRST, turn((1, 2), (3,), versions=[2])),
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-    )
+    ended = rollout(FIRST, turn((1, 2), (3,), versions=[2]))
     entry = recorded(*ended.turns, ended=ended)
     assert usable_turns(entry, restored_version=2, admitted_version=0) == (entry, 0)
     expected = (recorded(FIRST), 1)
@@ -217,62 +215,61 @@ def test_a_journal_keeps_little_of_each_rollout_in_memory(tmp_path):
     tracemalloc.start()
     for number in range(100):
         prompt = tuple(range(1000 * number, 1000 * number + 1000))
-        journal.append(f"g{number}/r0", 0, turn(prompt, prompt), None)
+        append(journal, f"g{number}/r0", 0, turn(prompt, prompt))
     kept, _ = tracemalloc.get_traced_memory()
-    for number in range(100):
-        journal.forget(f"g{number}")
-    left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 100 * 1000
-    assert left < kept - 100 * 200
 
 
-def test_a_rollout_that_has_ended_is_not_kept_in_memory(tmp_path):
+def test_only_unfinished_rollouts_that_were_left_out_are_kept_in_memory(tmp_path):
     journal = Journal(tmp_path / "j", version=0)
-    over = EnvState(answer=Terminal(reward=1.0))
-    journal.append("g/r0", 0, FIRST, STATE)
-    journal.append("g/r0", 1, SECOND, over)
-    journal.append("g/r1", 0, turn((1,), (2,), versions=[1]), over)
-    assert journal._last_turns == {}
+    too_new = turn((1,), (2,), versions=[1])
+    append(journal, "g/r0", 0, FIRST, STATE)
+    append(journal, "g/r1", 0, too_new, EnvState(answer=Terminal(reward=1.0)))
+    append(journal, "g/r2", 0, too_new)
+    append(journal, "h/r0", 0, too_new)
+    assert journal.cut_off() == ["g/r2", "h/r0"]
+    journal.forget("g")
+    assert journal.cut_off() == ["h/r0"]
 
 
 def test_a_long_conversation_takes_linear_space(tmp_path):
     journal = Journal(tmp_path / "j")
     prompt, turns = (1, 2, 3), []
     sizes = []
-    for index in range(20):
-        turns.append(turn(prompt, range(100, 200), index=index))
+    for _ in range(20):
+        turns.append(turn(prompt, range(100, 200)))
         prompt = (*prompt, *range(100, 200), 0)
         size = journal.path.stat().st_size
-        journal.append("a", index, turns[-1], None)
+        journal.append(recorded(*turns))
         sizes.append(journal.path.stat().st_size - size)
     assert max(sizes) < min(sizes) + 50
     assert read_journals([journal.path])["a"].turns == tuple(turns)
 
 
 def test_a_prompt_that_only_seems_to_extend_the_turn_before_is_written_whole(tmp_path):
-    edited = turn((1, 9, 3, 4, 0), (5,), index=1)
-    shorter = turn((1, 9), (5,), index=2)
-    write(tmp_path / "j", ("a", 0, FIRST, None), ("a", 1, edited, None), ("a", 2, shorter, None))
+    edited = turn((1, 9, 3, 4, 0), (5,))
+    shorter = turn((1, 9), (5,))
+    Journal(tmp_path / "j").append(recorded(FIRST, edited, shorter), 0)
     assert read_journals([tmp_path / "j"])["a"].turns == (FIRST, edited, shorter)
 
 
 def test_turns_that_no_run_can_go_on_with_are_left_out_with_what_comes_behind_them(tmp_path):
-    old, new = turn((1,), (2,), versions=[4]), turn((1, 2), (3,), versions=[5], index=1)
-    lagging = turn((1, 2, 3), (4,), versions=[4], index=2)
+    old, new = turn((1,), (2,), versions=[4]), turn((1, 2), (3,), versions=[5])
+    lagging = turn((1, 2, 3), (4,), versions=[4])
     empty = turn((1,), (), versions=[9])
     journal = Journal(tmp_path / "j", version=4)
     size = journal.path.stat().st_size
-    journal.append("b/r0", 0, new, None)
-    journal.append("b/r0", 1, lagging, None)
+    append(journal, "b/r0", 0, new)
+    append(journal, "b/r0", 1, lagging)
     assert journal.path.stat().st_size == size
     for index, one in enumerate((old, new, lagging)):
-        journal.append("a/r0", index, one, None)
-    journal.append("c/r0", 0, empty, None)
-    assert journal.cut_off() == ["b/r0", "a/r0"]
+        append(journal, "a/r0", index, one)
+    append(journal, "c/r0", 0, empty)
+    assert journal.cut_off() == ["a/r0", "b/r0"]
     found = read_journals([journal.path])
     assert {name: one.turns for name, one in found.items()} == {"a/r0": (old,), "c/r0": (empty,)}
-    journal.append("a/r0", 0, old, None)  # it begins anew
-    journal.append("a/r0", 1, lagging, None)
+    append(journal, "a/r0", 0, old)  # it begins anew
+    append(journal, "a/r0", 1, lagging)
     assert journal.cut_off() == ["b/r0"]
     assert read_journals([journal.path])["a/r0"].turns == (old, lagging)

@@ -19,9 +19,9 @@ def _roll_out_and_die(path, maker, num_turns, recorded, base) -> None:
     journals.start_lineage(0, recorded or {}, base or {})
     turns = 0
 
-    def on_turn(*record) -> None:
+    def on_turn(recorded) -> None:
         nonlocal turns
-        journals.append(*record)
+        journals.append(recorded)
         turns += 1
         if turns == num_turns:
             os.kill(os.getpid(), signal.SIGKILL)

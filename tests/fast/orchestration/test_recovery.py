@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.orchestration.recovery import (
-    RecordedGroups,
-    groups_from_bytes,
-    groups_to_bytes,
-)
+from tests.support.turns import group, rollout, turn
+from torchtitan_rl.orchestration.recovery import RecordedGroups
+from torchtitan_rl.orchestration.saved_run import groups_from_bytes, groups_to_bytes
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Problem,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
+from torchtitan_rl.types import Problem, Turn
 
 PROBLEM = Problem(problem_id="a/7", data={"seed": 3})
 
 
-def turn(rollout_id: str, *, version: int) -> Turn:
-    completion = Completion(
-        request_id=f"{rollout_id}/t0",
-        token_ids=(7, 8),
-        logprobs=(-0.1, -1.7),
-        version_runs=(VersionRun(0, version),),
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(prompt_token_ids=(1, 2), completion=completion)
+def of_version(version: int) -> Turn:
+    return turn((1, 2), (3, 4), versions=[version])
 
 
 def recorded(group_id: str, *, version: int) -> dict[str, RecordedRollout]:
     name = f"{group_id}/r0"
-    return {name: RecordedRollout(rollout_id=name, turns=(turn(name, version=version),))}
+    return {name: RecordedRollout(rollout_id=name, turns=(of_version(version),))}
+
+
+def admitted(group_id: str, version: int) -> Entry:
+    return Entry(group_id=group_id, problem=PROBLEM, admitted_version=version)
 
 
 def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiting() -> None:
-    rollout = Rollout(
-        rollout_id="e0/a/7/r0",
-        group_id="e0/a/7",
-        problem_id="a/7",
-        turns=(turn("e0/a/7/r0", version=4),),
-        status=RolloutStatus.COMPLETED,
-        reward=0.1 + 0.2,
-    )
-    group = RolloutGroup(group_id="e0/a/7", problem=PROBLEM, rollouts=(rollout,))
+    whole = rollout(of_version(4), rollout_id="e0/a/7/r0", reward=0.1 + 0.2)
+    ended = group(whole, group_id="e0/a/7", problem=PROBLEM)
     finished = Entry(
         group_id="e0/a/7",
         problem=PROBLEM,
         admitted_version=4,
         state=GroupState.FINISHED,
         overtaken=1,
-        group=group,
+        group=ended,
     )
     running = Entry(
         group_id="e1/a/7",
@@ -74,9 +53,7 @@ def test_groups_come_back_from_a_checkpoint_finished_ones_whole_and_others_waiti
 
 
 def test_a_restored_group_goes_on_with_its_turns_once() -> None:
-    groups = RecordedGroups(
-        recorded("g", version=3), restored_version=5, admitted_versions={"g": 3}
-    )
+    groups = RecordedGroups(recorded("g", version=3), [admitted("g", 3)], restored_version=5)
     assert len(groups.of_group("g")) == 1
     usable, rolled_back = groups.take("g", admitted_version=3)
     assert [len(one.turns) for one in usable.values()] == [1]
@@ -85,9 +62,7 @@ def test_a_restored_group_goes_on_with_its_turns_once() -> None:
 
 
 def test_turns_of_a_version_that_the_restored_trainer_has_not_reached_are_rolled_back() -> None:
-    groups = RecordedGroups(
-        recorded("g", version=6), restored_version=5, admitted_versions={"g": 5}
-    )
+    groups = RecordedGroups(recorded("g", version=6), [admitted("g", 5)], restored_version=5)
     usable, rolled_back = groups.take("g", admitted_version=5)
     assert [one.turns for one in usable.values()] == [()]
     assert rolled_back == 2

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.fast.orchestration.test_journal import FIRST
+from tests.fast.orchestration.test_journal import FIRST, append
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.recovery import GROUPS, choose_checkpoint
+from torchtitan_rl.orchestration.recovery import choose_checkpoint
+from torchtitan_rl.orchestration.saved_run import GROUPS
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     read_document,
@@ -72,7 +73,7 @@ def attached(path: Path, content: bytes) -> None:
 
 def append_turn_out_of_order(run_dir: Path, step: int) -> None:
     journal = Journal(run_dir / "journal" / f"step-{step:06d}.jsonl")
-    journal.append("e0/p0/r0", 7, FIRST, None)
+    append(journal, "e0/p0/r0", 7, FIRST)
     journal.close()
 
 

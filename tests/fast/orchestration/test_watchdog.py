@@ -2,14 +2,7 @@ import asyncio
 
 import pytest
 
-from tests.support.rollouts import (
-    PROBLEM,
-    SCRIPT,
-    CountingEnv,
-    Factory,
-    ScriptedGenerate,
-    config,
-)
+from tests.support.rollouts import PROBLEM, CountingEnv, Factory, make_rollouter
 from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.orchestration.watchdog import (
     WaitRegistry,
@@ -20,7 +13,6 @@ from torchtitan_rl.orchestration.watchdog import (
 )
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import Completion
 
 
@@ -207,9 +199,7 @@ def test_a_hanging_environment_is_named_by_rollout_turn_and_call() -> None:
 
     async def run() -> None:
         waits, finished = WaitRegistry(), asyncio.Event()
-        rollouter = Rollouter(
-            generate=ScriptedGenerate(SCRIPT), environment=Factory(HangingEnv), config=config()
-        )
+        rollouter = make_rollouter(Factory(HangingEnv))
         watchdog = Watchdog(
             waits,
             num_changes=lambda: 0,

@@ -6,56 +6,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import turns
+from tests.support.rollouts import PROBLEM
+from tests.support.turns import rollout, turn
 from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
+from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.orchestration.work_buffer import (
     Entry,
     GroupState,
     StalenessError,
     WorkBuffer,
 )
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Problem,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
-
-PROBLEM = Problem(problem_id="p", data={})
+from torchtitan_rl.types import RolloutGroup
 
 
 def group(group_id: str, *, version: int = 0) -> RolloutGroup:
-    completion = Completion(
-        request_id=f"{group_id}/r0/t0",
-        token_ids=(7,),
-        logprobs=(-1.0,),
-        version_runs=(VersionRun(0, version),),
-        finish_reason=FinishReason.STOP,
-    )
-    rollout = Rollout(
-        rollout_id=f"{group_id}/r0",
-        group_id=group_id,
-        problem_id="p",
-        turns=(Turn(prompt_token_ids=(1,), completion=completion),),
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-    )
-    return RolloutGroup(group_id=group_id, problem=PROBLEM, rollouts=(rollout,))
+    one = turn((1,), (7,), versions=[version])
+    return turns.group(rollout(one, rollout_id=f"{group_id}/r0"), group_id=group_id)
 
 
 def buffer(*, groups_per_step: int, staleness: int, window: float = 0.0) -> WorkBuffer:
-    return WorkBuffer(
-        derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
-    )
+    capacity = derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
+    return WorkBuffer(capacity, TokenLedger())
+
+
+def train(work: WorkBuffer) -> tuple[str, ...]:
+    """Finish the batch that was taken; nothing was entered for its groups."""
+    return work.finish_batch(TokenCounts(generated=0, trained=0))
 
 
 def fill(work: WorkBuffer, version: int = 0) -> list[str]:
     names = []
     while work.has_room:
-        names.append(f"g{work.admitted}")
+        names.append(f"g{work._ledger.groups_admitted}")
         work.admit(names[-1], PROBLEM, version=version)
         work.start(names[-1])
     return names
@@ -111,7 +95,7 @@ def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -
     work.finish(group("g1"))
     work.finish(group("g2"))
     assert taken(work) == ["g1", "g2"]
-    assert work.finish_batch() == ()
+    assert train(work) == ()
     fill(work, version=1)
     for name in ("g3", "g4", "g5"):
         work.finish(group(name, version=1))
@@ -126,7 +110,7 @@ def test_slots_are_freed_when_the_batch_is_trained_and_not_before() -> None:
         work.finish(group(name))
     work.take(0)
     assert not work.has_room
-    work.finish_batch()
+    train(work)
     assert work.has_room
     assert len(work) == 0
 
@@ -137,7 +121,7 @@ def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them
     work.finish(group("g1"))
     work.finish(group("g2"))
     assert taken(work) == ["g1", "g2"]
-    late = work.finish_batch()
+    late = train(work)
     assert late == ("g0",)
     work.restart("g0", version=1)
     work.start("g0")
@@ -154,7 +138,7 @@ def test_a_finished_group_that_was_not_needed_at_staleness_0_is_restarted_too() 
     for name in fill(work):
         work.finish(group(name))
     work.take(0)
-    assert work.finish_batch() == ("g2",)
+    assert train(work) == ("g2",)
 
 
 def test_a_token_that_is_too_old_is_refused_at_consumption() -> None:
@@ -172,6 +156,23 @@ def test_an_unknown_state_change_is_refused() -> None:
         work.finish(group("g0"))
     with pytest.raises(ValueError, match="no room"):
         work.admit("g1", PROBLEM, version=0)
+    work = buffer(groups_per_step=2, staleness=0)
+    work.admit("g0", PROBLEM, version=0)
+    with pytest.raises(LedgerError, match="admitted twice"):
+        work.admit("g0", PROBLEM, version=0)
+
+
+def test_a_batch_with_other_tokens_than_the_ledger_has_is_not_finished() -> None:
+    work = buffer(groups_per_step=1, staleness=0)
+    fill(work)
+    work._ledger.generate("g0", 1)
+    work.finish(group("g0"))
+    work.take(0)
+    with pytest.raises(LedgerError, match="1 tokens were generated"):
+        train(work)
+    assert work.counts()[GroupState.BATCHED] == 1
+    work.finish_batch(TokenCounts(generated=1, trained=1))
+    assert work._ledger.groups_trained == 1
 
 
 @given(
@@ -201,18 +202,17 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
         else:
             assert work.take(version) is not None, "all are finished and none can be taken"
             version += 1
-            for name in work.finish_batch():
+            for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
         if choice % 3 and work.take(version) is not None:
             version += 1
-            for name in work.finish_batch():
+            for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
-        counts = work.counts()
-        live = sum(counts[state] for state in list(GroupState)[:4])
-        assert live == len(work)
-        assert work.admitted == live + work.trained + work.discarded.total()
+        held = work._ledger.state_dict()["tokens_of"].keys()
+        assert held == {entry.group_id for entry in work.entries}
+        require_sums(work._ledger.totals())
 
 
 def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):

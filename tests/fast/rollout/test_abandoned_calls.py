@@ -10,12 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.rollouts import PROBLEM, BlockingEnv, ScriptedGenerate, config
+from tests.support.rollouts import PROBLEM, BlockingEnv, make_rollouter
 from torchtitan_rl.rollout import calls, env_session
 from torchtitan_rl.rollout.abandoned import AbandonedCalls, HangingCallsError
 from torchtitan_rl.rollout.calls import CallTimeoutError, in_thread, within
 from torchtitan_rl.rollout.env import threaded
-from torchtitan_rl.rollout.rollouter import Rollouter
 
 
 @pytest.fixture
@@ -95,11 +94,7 @@ def test_a_run_whose_environment_keeps_hanging_fails_with_an_error_that_names_th
             closed.append(1)
 
     async def scenario():
-        rollouter = Rollouter(
-            generate=ScriptedGenerate([(11,)]),
-            environment=lambda problem: threaded(Stuck()),
-            config=config(step_timeout_s=0.01),
-        )
+        rollouter = make_rollouter(lambda problem: threaded(Stuck()), step_timeout_s=0.01)
         group = await rollouter.run_group("a", PROBLEM, size=2, seed=0)
         assert {rollout.status for rollout in group.rollouts} == {"step_timeout"}
         await rollouter.run_group("b", PROBLEM, size=1, seed=0)

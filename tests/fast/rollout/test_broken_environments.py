@@ -11,21 +11,18 @@ import pytest
 
 from tests.support.rollouts import (
     PROBLEM,
-    SCRIPT,
     BlockingEnv,
     CountingEnv,
     Factory,
     Hanging,
-    ScriptedGenerate,
     closes,
-    config,
+    make_rollouter,
     only,
     raising,
     run_rollouts,
 )
 from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -265,11 +262,8 @@ def test_a_rollout_does_not_wait_for_an_environment_that_ignores_its_cancellatio
                 self.calls.append("cancelled")
 
     async def scenario():
-        rollouter = Rollouter(
-            generate=ScriptedGenerate(SCRIPT),
-            environment=Factory(lambda: Deaf(turns=9), CountingEnv),
-            config=config(step_timeout_s=0.02, max_turns=2),
-        )
+        factory = Factory(lambda: Deaf(turns=9), CountingEnv)
+        rollouter = make_rollouter(factory, step_timeout_s=0.02, max_turns=2)
         group = await rollouter.run_group("g", PROBLEM, size=2, seed=0)
         released.set()
         return group

@@ -8,46 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.turns import rollout, turn
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
-from torchtitan_rl.types import (
-    Completion,
-    FinishReason,
-    Rollout,
-    RolloutStatus,
-    Turn,
-    VersionRun,
-)
-
-
-def turn(prompt, sampled, logprobs=None, runs=((0, 0),)) -> Turn:
-    return Turn(
-        prompt_token_ids=tuple(prompt),
-        completion=Completion(
-            request_id="g/r0/t0",
-            token_ids=tuple(sampled),
-            logprobs=tuple(logprobs if logprobs is not None else [-1.0] * len(sampled)),
-            version_runs=tuple(VersionRun(*run) for run in runs) if sampled else (),
-            finish_reason=FinishReason.STOP,
-        ),
-    )
-
-
-def rollout(*turns: Turn) -> Rollout:
-    return Rollout(
-        rollout_id="g/r0",
-        group_id="g",
-        problem_id="p",
-        turns=turns,
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-    )
+from torchtitan_rl.types import Turn
 
 
 def test_an_unedited_rollout_is_one_episode_with_loss_on_sampled_tokens_only():
     (episode,) = rollout_to_episodes(
         rollout(
-            turn([1, 2], [3, 4], [-0.1, -0.2], runs=[(0, 5), (1, 6)]),
-            turn([1, 2, 3, 4, 9, 9], [5], [-0.3], runs=[(0, 7)]),
+            turn([1, 2], [3, 4], logprobs=[-0.1, -0.2], versions=[5, 6]),
+            turn([1, 2, 3, 4, 9, 9], [5], logprobs=[-0.3], versions=[7]),
         ),
         advantage=0.5,
     )
@@ -114,7 +84,7 @@ def test_turns_without_sampled_tokens_are_passed_over():
 
 def test_misaligned_fields_are_refused():
     with pytest.raises(ValueError, match=r"g/r0/t0.*\(2, 1, 2\)"):
-        rollout_to_episodes(rollout(turn([1], [2, 3], [-1.0])), advantage=1.0)
+        rollout_to_episodes(rollout(turn([1], [2, 3], logprobs=[-1.0])), advantage=1.0)
 
 
 @st.composite
@@ -127,10 +97,10 @@ def turns(draw) -> list[Turn]:
         sampled = list(range(fresh, fresh + draw(st.integers(0, 3))))
         fresh += len(sampled)
         logprobs = [-0.25 * token for token in sampled]
-        runs = [(0, draw(st.integers(0, 3)))]
-        if len(sampled) > 1:
-            runs.append((draw(st.integers(1, len(sampled) - 1)), 9))
-        made.append(turn(context, sampled, logprobs, runs))
+        num_first = draw(st.integers(1, max(1, len(sampled) - 1)))
+        versions = [draw(st.integers(0, 3))] * num_first + [9]
+        versions = versions[: len(sampled)]
+        made.append(turn(context, sampled, logprobs=logprobs, versions=versions))
         context = context + sampled + draw(st.lists(st.integers(0, 5), max_size=3))
         if draw(st.booleans()):
             cut = draw(st.integers(0, len(context)))

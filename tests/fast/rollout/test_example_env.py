@@ -6,9 +6,8 @@ import asyncio
 import re
 from pathlib import Path
 
-from tests.support.rollouts import complete, config
+from tests.support.rollouts import complete, make_rollouter
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import Problem, RolloutStatus
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
@@ -29,7 +28,7 @@ async def bisect(request):
 
 
 def play(max_turns: int):
-    rollouter = Rollouter(generate=bisect, environment=GuessEnv, config=config(max_turns=max_turns))
+    rollouter = make_rollouter(GuessEnv, generate=bisect, max_turns=max_turns)
     problem = Problem(problem_id="secret 42", data={"secret": 42})
     return asyncio.run(rollouter.run_group("g", problem, size=2, seed=0)).rollouts
 

@@ -11,13 +11,12 @@ from tests.support.rollouts import (
     Factory,
     ScriptedGenerate,
     complete,
-    config,
+    make_rollouter,
     only,
     run_rollouts,
 )
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.rollout.env import Observation
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
@@ -99,12 +98,9 @@ def test_a_pause_does_not_count_against_the_rollouts_time():
             await asyncio.sleep(3.0)
             return complete(request, (11,))
 
-        rollouter = Rollouter(
-            generate=paused_generate,
-            environment=Factory(CountingEnv),
-            config=config(rollout_timeout_s=4.0, step_timeout_s=1.0),
-            active_time=clock,
-        )
+        limits = {"rollout_timeout_s": 4.0, "step_timeout_s": 1.0}
+        factory = Factory(CountingEnv)
+        rollouter = make_rollouter(factory, generate=paused_generate, active_time=clock, **limits)
         return await rollouter.run_group("g", PROBLEM, size=1, seed=0)
 
     (rollout,) = run_virtually(scenario()).rollouts

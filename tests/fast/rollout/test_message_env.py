@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from tests.support.rollouts import PROBLEM, ScriptedGenerate, config
+from tests.support.rollouts import PROBLEM, ScriptedGenerate, make_rollouter
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
 END = ord("$")
@@ -74,10 +73,8 @@ def user(content: str, **changes) -> MessageObservation:
 def play(env: Dialogue, *completions: str, **limits):
     script = [tuple(map(ord, completion)) for completion in completions]
     generate = ScriptedGenerate(script)
-    rollouter = Rollouter(
-        generate=generate,
-        environment=lambda problem: MessageTokenEnv(env, LetterRenderer()),
-        config=config(**limits),
+    rollouter = make_rollouter(
+        lambda problem: MessageTokenEnv(env, LetterRenderer()), generate=generate, **limits
     )
     group = asyncio.run(rollouter.run_group("g", PROBLEM, size=1, seed=0))
     assert env.closed == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.turns import group, rollout, turn
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
@@ -26,8 +28,6 @@ from torchtitan_rl.types import (
     FinishReason,
     Problem,
     Rollout,
-    RolloutGroup,
-    RolloutStatus,
     Turn,
     VersionRun,
 )
@@ -79,11 +79,11 @@ TURNS = st.lists(
 def turn_lists(draw):
     """Some prompts extend the turn before."""
     turns: list[Turn] = []
-    for turn in draw(TURNS):
+    for one in draw(TURNS):
         if turns and draw(st.booleans()):
             before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids
-            turn = replace(turn, prompt_token_ids=before + turn.prompt_token_ids)
-        turns.append(turn)
+            one = replace(one, prompt_token_ids=before + one.prompt_token_ids)
+        turns.append(one)
     return tuple(turns)
 
 
@@ -128,8 +128,8 @@ def recorded_rollouts(draw):
 @given(st.lists(rollouts(), max_size=3))
 def test_a_group_comes_back_equal_after_its_way_through_json(members):
     problem = Problem(problem_id="p", data={"turns": [["a", "b"]], "seed": 3})
-    group = RolloutGroup(group_id="g", problem=problem, rollouts=tuple(members))
-    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
+    whole = group(*members, problem=problem)
+    assert group_from_json(json.loads(json.dumps(group_to_json(whole)))) == whole
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,47 +138,24 @@ def test_a_recorded_rollout_comes_back_equal_after_its_way_through_json(recorded
     assert recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded)))) == recorded
 
 
-def turn_of(prompt, token_ids, logprobs=None) -> Turn:
-    logprobs = logprobs or (-0.5,) * len(token_ids)
-    completion = Completion(
-        request_id="r",
-        token_ids=token_ids,
-        logprobs=logprobs,
-        version_runs=(VersionRun(0, 0),),
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(prompt_token_ids=prompt, completion=completion)
-
-
 def test_logprobs_that_are_not_finite_survive():
     recorded = RecordedRollout(
         rollout_id="r",
-        turns=(turn_of((1,), (2, 3), (float("nan"), float("-inf"))),),
+        turns=(turn((1,), (2, 3), logprobs=(math.nan, -math.inf)),),
     )
     back = recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded))))
     assert list(map(str, back.turns[0].completion.logprobs)) == ["nan", "-inf"]
 
 
 def test_a_prompt_that_extends_the_turn_before_is_written_as_what_is_new():
-    turns = (turn_of((1, 2), (3,)), turn_of((1, 2, 3, 4), (5,)), turn_of((1, 9), (6,)))
+    turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5,)), turn((1, 9), (6,)))
     prompts = [unpack_ints(turn["prompt"]["token_ids"]) for turn in turns_to_json(turns)]
     assert prompts == [(1, 2), (4,), (1, 9)]
 
 
 def test_messages_that_are_not_json_become_their_repr():
-    rollout = Rollout(
-        rollout_id="g/r0",
-        group_id="g",
-        problem_id="p",
-        turns=(),
-        status=RolloutStatus.COMPLETED,
-        reward=1.0,
-        messages=({"role": "user", "content": {1, 2}},),
-    )
-    group = RolloutGroup(
-        group_id="g", problem=Problem(problem_id="p", data={}), rollouts=(rollout,)
-    )
-    back = group_from_json(json.loads(json.dumps(group_to_json(group))))
+    odd = group(rollout(messages=({"role": "user", "content": {1, 2}},)))
+    back = group_from_json(json.loads(json.dumps(group_to_json(odd))))
     assert back.rollouts[0].messages == ({"role": "user", "content": "{1, 2}"},)
 
 
@@ -189,13 +166,13 @@ def test_a_record_of_another_format_is_refused():
 
 
 def test_records_of_the_format_before_with_lists_of_numbers_are_read():
-    turns = (turn_of((1, 2), (3,)), turn_of((1, 2, 3, 4), (5,)))
+    turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5,)))
     recorded = RecordedRollout(rollout_id="r", turns=turns)
     data = recorded_to_json(recorded) | {"format": 1}
-    for turn, row in zip(turns, data["turns"], strict=True):
+    for one, row in zip(turns, data["turns"], strict=True):
         row["prompt"]["token_ids"] = list(unpack_ints(row["prompt"]["token_ids"]))
-        row["completion"]["token_ids"] = list(turn.completion.token_ids)
-        row["completion"]["logprobs"] = list(turn.completion.logprobs)
+        row["completion"]["token_ids"] = list(one.completion.token_ids)
+        row["completion"]["logprobs"] = list(one.completion.logprobs)
     assert recorded_from_json(json.loads(json.dumps(data))) == recorded
 
 

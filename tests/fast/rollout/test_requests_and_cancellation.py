@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.async_tests import cancel, ticks
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
@@ -15,12 +16,11 @@ from tests.support.rollouts import (
     ScriptedGenerate,
     closes,
     complete,
-    config,
+    make_rollouter,
     only,
     run_rollouts,
 )
 from torchtitan_rl.errors import ReplicaError
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
@@ -79,20 +79,13 @@ def test_a_cancelled_group_closes_every_environment_and_reports_each_rollout_onc
         generate = ScriptedGenerate(
             [*SCRIPT[:turns_before], lambda _: asyncio.Event().wait(), *SCRIPT]
         )
-        rollouter = Rollouter(
-            generate=generate,
-            environment=factory,
-            config=config(),
-            rubric=Rubric([RewardFunction(name="one", function=lambda r, p: 1.0)]),
-        )
+        rubric = Rubric([RewardFunction(name="one", function=lambda r, p: 1.0)])
+        rollouter = make_rollouter(factory, generate=generate, rubric=rubric)
         task = asyncio.create_task(
             rollouter.run_group("g", PROBLEM, size=3, seed=0, on_rollout=reported.append)
         )
-        for _ in range(30):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await ticks()
+        await cancel(task)
         assert rollouter.activities() == []
 
     for turns_before in (0, 1):
@@ -109,15 +102,11 @@ def test_a_group_cancelled_before_it_began_still_reports_its_rollouts():
     reported = []
 
     async def scenario():
-        rollouter = Rollouter(
-            generate=ScriptedGenerate(SCRIPT), environment=Factory(CountingEnv), config=config()
-        )
+        rollouter = make_rollouter(Factory(CountingEnv))
         group = rollouter.run_group("g", PROBLEM, size=2, seed=0, on_rollout=reported.append)
         task = asyncio.create_task(group)
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
     asyncio.run(scenario())
     assert [rollout.status for rollout in reported] == [RolloutStatus.CANCELLED] * 2
@@ -132,9 +121,7 @@ def test_close_runs_to_its_end_even_when_cancelled_twice():
             done.append(1)
 
     async def scenario():
-        rollouter = Rollouter(
-            generate=ScriptedGenerate(SCRIPT), environment=Factory(Slow), config=config()
-        )
+        rollouter = make_rollouter(Factory(Slow))
         task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=1, seed=0))
         while not rollouter.activities() or rollouter.activities()[0].detail != "close":
             await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.async_tests import cancel, ticks
 from tests.support.resuming import (
     SIZE,
     Counter,
@@ -236,9 +237,7 @@ def test_a_snapshot_during_the_restore_is_the_one_that_is_restored():
             await asyncio.sleep(0)
             if not after.generate.requests:
                 seen.append(after.rollouter.snapshot("g"))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         return seen
 
     seen = asyncio.run(scenario())
@@ -274,12 +273,9 @@ def test_tokens_of_a_resumed_request_that_still_waits_for_a_replica_are_in_the_s
     async def scenario():
         after = Run(Replaying)
         task = asyncio.create_task(after.start(recorded, generate=waits))
-        for _ in range(30):
-            await asyncio.sleep(0)
+        await ticks()
         snapshot = after.rollouter.snapshot("g", {})
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         return snapshot
 
     assert asyncio.run(scenario())[0].partial == recorded[0].partial

@@ -6,8 +6,7 @@ import asyncio
 import threading
 from functools import partial
 
-import pytest
-
+from tests.support.async_tests import cancel, ticks
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
@@ -16,13 +15,12 @@ from tests.support.rollouts import (
     Factory,
     Hanging,
     ScriptedGenerate,
-    config,
+    make_rollouter,
     only,
     run_rollouts,
 )
 from torchtitan_rl.rollout.env import Observation, threaded
 from torchtitan_rl.rollout.rollout_run import Phase
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -61,7 +59,7 @@ def test_two_runs_with_one_seed_ask_for_the_same():
 
 def test_validation_may_sample_at_another_temperature():
     generate = ScriptedGenerate(SCRIPT)
-    rollouter = Rollouter(generate=generate, environment=Factory(CountingEnv), config=config())
+    rollouter = make_rollouter(Factory(CountingEnv), generate=generate)
     asyncio.run(rollouter.run_group("g", PROBLEM, size=1, seed=0, temperature=0.0))
     assert {request.sampling.temperature for request in generate.requests} == {0.0}
 
@@ -111,16 +109,11 @@ def test_a_prompt_may_be_given_as_a_list():
 def test_activities_name_what_each_rollout_waits_for():
     async def scenario():
         generate = ScriptedGenerate([(11,), lambda _: asyncio.Event().wait()])
-        rollouter = Rollouter(
-            generate=generate, environment=Factory(CountingEnv, Hanging), config=config()
-        )
+        rollouter = make_rollouter(Factory(CountingEnv, Hanging), generate=generate)
         task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=2, seed=0))
-        for _ in range(30):
-            await asyncio.sleep(0)
+        await ticks()
         seen = [(a.rollout_id, a.turn, a.phase, a.detail) for a in rollouter.activities()]
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         return seen
 
     assert asyncio.run(scenario()) == [

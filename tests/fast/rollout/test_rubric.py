@@ -69,6 +69,10 @@ def raises(rollout, problem):
     raise KeyError("answer")
 
 
+def exits(rollout, problem):
+    raise SystemExit(3)
+
+
 async def cancels_itself(rollout, problem):
     raise asyncio.CancelledError
 
@@ -77,6 +81,7 @@ async def cancels_itself(rollout, problem):
     ("function", "cause"),
     [
         (raises, "KeyError: 'answer' (test_rubric.py:"),
+        (exits, "SystemExit: 3 (test_rubric.py:"),
         (cancels_itself, "CancelledError"),
         (lambda rollout, problem: math.nan, "returned nan"),
         (lambda rollout, problem: -math.inf, "returned -inf"),

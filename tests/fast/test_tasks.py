@@ -1,0 +1,103 @@
+"""Background tasks, and work that a cancellation does not interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from tests.support.async_tests import on_event_loop
+from torchtitan_rl.tasks import BackgroundTask, cancel, finish
+
+
+async def fail() -> None:
+    raise KeyError("work")
+
+
+async def cancelled_twice(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """The task of a call that is cancelled twice while it waits, and has then ended."""
+    task = asyncio.create_task(call)
+    for _ in range(2):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.wait({task})
+    return task
+
+
+@on_event_loop
+async def test_work_runs_to_its_end_however_often_the_call_is_cancelled() -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        done.append("work")
+
+    task = await cancelled_twice(finish(work(), on_cancel=lambda: done.append("cancel")))
+    assert task.cancelled()
+    assert done == ["cancel", "cancel", "work"]
+
+
+@on_event_loop
+async def test_what_work_returns_or_raises_is_the_calls_own_outcome() -> None:
+    assert await finish(asyncio.sleep(0, "result")) == "result"
+    with pytest.raises(KeyError):
+        await finish(fail())
+
+
+@on_event_loop
+async def test_a_cancellation_comes_first_and_the_error_of_the_work_is_its_cause() -> None:
+    async def work() -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        await fail()
+
+    async def call() -> None:
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await finish(work())
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    await (await cancelled_twice(call()))
+
+
+@on_event_loop
+async def test_the_error_of_a_background_task_is_raised_once() -> None:
+    background = BackgroundTask()
+    await background.wait()
+    background.start("fails", fail)
+    assert background.is_running
+    with pytest.raises(KeyError):
+        await background.wait()
+    await background.wait()
+    assert not background.is_running
+
+
+@on_event_loop
+async def test_an_error_that_nothing_waited_for_is_raised_by_the_next_start() -> None:
+    background = BackgroundTask()
+    background.start("fails", fail)
+    await asyncio.sleep(0)
+    with pytest.raises(KeyError):
+        background.start("next", fail)
+
+
+@on_event_loop
+async def test_cancelling_a_wait_leaves_the_task_running_until_it_is_closed() -> None:
+    background = BackgroundTask()
+    task = background.start("waits", asyncio.Event().wait)  # type: ignore[arg-type]
+    waiting = await cancelled_twice(background.wait())
+    assert waiting.cancelled()
+    assert background.is_running
+    await background.close()
+    assert task.cancelled()
+    assert not background.is_running
+
+
+@on_event_loop
+async def test_all_cancelled_tasks_have_ended_when_cancel_returns() -> None:
+    tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
+    await cancel(tasks)
+    assert all(task.cancelled() for task in tasks)
+    await cancel([])
