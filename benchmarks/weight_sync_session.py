@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
-from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
+from tests.support.monarch_replicas import spawn_vllm
+from torchtitan_rl.backends.monarch.generator import MonarchReplica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
-from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -29,7 +29,6 @@ from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
-from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
@@ -70,10 +69,10 @@ class Repeat:
     publish_s: float
     gather_s: float
     write_s: float
-    fetch_s: float  # beside nothing
-    fetch_beside_decoding_s: float
+    fetch_s: float  # by the idle engine
+    fetch_while_decoding_s: float
     load_s: float
-    load_beside_requests_s: float
+    load_while_decoding_s: float
     standstill_s: float
     stall_s: float
     memory_copy_s: float
@@ -97,7 +96,7 @@ class _Syncs:
     """What the controller saw of one repeat; the traces have the rest."""
 
     idle_version: int
-    beside_version: int
+    busy_version: int
     stall_s: float
     running: int
     memory_copy_s: float
@@ -134,7 +133,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
     return Measured(
         setting=setting,
         num_bytes=num_bytes,
-        last_version=syncs[-1].beside_version,
+        last_version=syncs[-1].busy_version,
         running_at_pulls=tuple(sync.running for sync in syncs),
         probe_token_ids=probe.token_ids,
         repeats=tuple(
@@ -143,10 +142,10 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
                 gather_s=seconds_of(publishers, "gather weights", sync.idle_version, default=0.0),
                 write_s=seconds_together(publishers, "write weights", sync.idle_version),
                 fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
-                fetch_beside_decoding_s=seconds_of(engines, "fetch weights", sync.beside_version),
+                fetch_while_decoding_s=seconds_of(engines, "fetch weights", sync.busy_version),
                 load_s=seconds_of(engines, "swap weights", sync.idle_version),
-                load_beside_requests_s=seconds_of(engines, "swap weights", sync.beside_version),
-                standstill_s=standstill_s(engines, sync.beside_version),
+                load_while_decoding_s=seconds_of(engines, "swap weights", sync.busy_version),
+                standstill_s=standstill_s(engines, sync.busy_version),
                 stall_s=sync.stall_s,
                 memory_copy_s=sync.memory_copy_s,
                 tcp_copy_s=sync.tcp_copy_s,
@@ -170,23 +169,23 @@ async def _sync_twice(
     memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
 
     await trainer.train_step(_batch())
-    beside = await trainer.publish()
-    names = tuple(f"{beside.version}/{index}" for index in range(setting.running))
+    busy = await trainer.publish()
+    names = tuple(f"{busy.version}/{index}" for index in range(setting.running))
     longest = setting.max_model_len - len(_PROMPT)
     decoding = [asyncio.ensure_future(replica.generate(_request(n, longest))) for n in names]
     await _until_all_run(replica, setting.running)
     await asyncio.sleep(_SECONDS_OF_DECODING)
-    await replica.stage(beside)
-    report = await replica.execute(Pull(beside.version))
+    await replica.stage(busy)
+    report = await replica.execute(Pull(busy.version))
     await asyncio.sleep(_SECONDS_OF_DECODING)
     await replica.abort(names)
     ended: list[Completion] = await asyncio.gather(*decoding)
     for completion in ended:
-        if [run.version for run in completion.version_runs] != [idle.version, beside.version]:
+        if [run.version for run in completion.version_runs] != [idle.version, busy.version]:
             raise RuntimeError(f"{completion.request_id} did not run through the pull")
     return _Syncs(
         idle_version=idle.version,
-        beside_version=beside.version,
+        busy_version=busy.version,
         stall_s=report.stall_s,
         running=report.running_requests,
         memory_copy_s=memory_copy_s,
@@ -210,22 +209,26 @@ async def _processes(
 
     on_cuda = setting.device == "cuda"
     generators, trainers = setting.generator_ranks, setting.trainer_ranks
-    generator_group = ProcessGroup(
-        name="replica0",
-        ranks=generators,
-        threads=setting.threads,
-        devices=tuple(range(generators)) if on_cuda else (),
-    )
     trainer_group = ProcessGroup(
         name="trainer",
         ranks=trainers,
         threads=setting.threads,
-        devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
+        devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
     )
-    replica = await spawn_replica(
-        generator_group,
-        _generator_spec(setting, work_dir, trace_dir),
-        engine_environment(setting.threads, "cuda" if on_cuda else "cpu"),
+    replica = await spawn_vllm(
+        0,
+        Path(setting.policy),
+        GeneratorConfig(
+            tensor_parallel=generators,
+            threads=setting.threads,
+            max_model_len=setting.max_model_len,
+            max_running_requests=setting.running,
+            kv_cache_bytes=setting.kv_cache_bytes,
+        ),
+        folder=work_dir,
+        device="cuda" if on_cuda else "cpu",
+        threads=setting.threads,
+        trace_dir=trace_dir,
     )
     try:
         trainer = await MonarchTrainer.spawn(
@@ -238,26 +241,6 @@ async def _processes(
             await trainer.close()
     finally:
         await replica.close()
-
-
-def _generator_spec(setting: Setting, work_dir: Path, trace_dir: Path) -> GeneratorSpec:
-    return GeneratorSpec(
-        name="replica0",
-        model=Path(setting.policy),
-        device="cuda" if setting.device == "cuda" else "cpu",
-        dtype="bfloat16",
-        seed=0,
-        generator=GeneratorConfig(
-            tensor_parallel=setting.generator_ranks,
-            threads=setting.threads,
-            max_model_len=setting.max_model_len,
-            max_running_requests=setting.running,
-            kv_cache_bytes=setting.kv_cache_bytes,
-        ),
-        weight_sync=WeightSyncConfig(),
-        log_dir=work_dir,
-        trace_dir=trace_dir,
-    )
 
 
 def _trainer_spec(
