@@ -21,20 +21,15 @@ from tests.campaign.timeline import (
     trains_each_group_once,
     writes_every_row_once,
 )
-from torchtitan_rl.errors import (
-    CheckpointError,
-    DivergedError,
-    OutputError,
-    TorchtitanRLError,
-    TrainerLostError,
-)
+from torchtitan_rl.audit.checkpoint_checks import check_document, check_groups
+from torchtitan_rl.audit.findings import Check, Rules
+from torchtitan_rl.errors import CheckpointError, DivergedError, OutputError, TrainerLostError
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
-from torchtitan_rl.orchestration.recovery import groups_from_bytes
+from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
+from torchtitan_rl.orchestration.recovery import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import GroupState, StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import RolloutStatus
 
@@ -153,9 +148,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
     totals = simulation.controller._state.ledger.totals()
-    before = life.start.document.get("ledger", {}).get("generated", 0)
+    before = life.start.saved.document.get("ledger", {}).get("generated", 0)
     accounted = totals.tokens_generated - before
-    entries = life.start.groups.entries
+    entries = life.start.saved.groups.entries
     asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
     # Turns of groups that the checkpoint has finished are counted only where those begin anew.
     most = sum(n for name, n in life.start.recorded.items() if name in asked)
@@ -211,47 +206,29 @@ def counts_groups_once(life: Life) -> Iterator[str]:
 
 
 def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
-    """Each that is complete satisfies every sum, and the journal fits it."""
-    directory = CheckpointDirectory(life.root / "checkpoints")
+    """Each that is complete satisfies what ``torchtitan-rl audit`` checks, fits into the work
+    buffer, and the trainer's weights and the journal fit it."""
+    directory, plan = CheckpointDirectory(life.root / "checkpoints"), life.plan
+    rules = Rules(
+        staleness=plan.staleness,
+        groups_per_step=plan.groups_per_step,
+        group_size=plan.group_size,
+    )
     for step in directory.steps():
         path = directory.path(step)
-        document = read_document(path)
-        groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
-        ids = {entry.group_id for entry in groups.entries}
-        for text in _document_errors(life.plan, step, document, ids):
-            yield f"checkpoint {step}: {text}"
-        version = json.loads((path / "weights.json").read_text())[1]
-        if version != document["version"]:
-            yield f"checkpoint {step}: weights {version}, document of {document['version']}"
-        try:
-            JournalDirectory(life.root / "journal").restore(step, groups.rollouts)
-        except TorchtitanRLError as error:
-            yield f"checkpoint {step}: {error}"
-
-
-def _document_errors(
-    plan: CampaignPlan, step: int, document: dict[str, object], ids: set[str]
-) -> Iterator[str]:
-    ledger = TokenLedger()
-    try:
-        ledger.load_state_dict(document["ledger"])  # type: ignore[arg-type]
-    except LedgerError as error:
-        yield str(error)
-        return
-    totals = ledger.totals()
-    held = set(document["ledger"]["tokens_of"])  # type: ignore[index]
-    if held != ids:
-        yield f"the account has groups {sorted(held - ids)} more, {sorted(ids - held)} less"
-    discarded = sum(document["discarded"].values())  # type: ignore[attr-defined]
-    admitted, trained = document["admitted"], document["trained"]
-    if admitted != trained + discarded + len(ids):  # type: ignore[operator]
-        yield f"{admitted} admitted, {trained} trained, {discarded} discarded, {len(ids)} kept"
-    if totals.groups_admitted != admitted or totals.groups_trained != trained:
-        yield f"account {totals.groups_admitted}, {totals.groups_trained}: {admitted}, {trained}"
-    if document["step"] != step or trained != step * plan.groups_per_step:
-        yield f"named {step}, of step {document['step']}, with {trained} groups trained"
-    if len(ids) > plan.buffer:
-        yield f"{len(ids)} groups, and room for {plan.buffer}"
+        check = Check(name=path.name)
+        with check.reports_errors(path.name):
+            saved = read_saved_run(path)
+            for each in (check_document, check_groups):
+                check.violations += each(path.name, step, saved, rules).violations
+            num_groups, version = len(saved.groups.entries), saved.document["version"]
+            if num_groups > plan.buffer:
+                yield f"{path.name}: {num_groups} groups, and room for {plan.buffer}"
+            weights = json.loads((path / "weights.json").read_text())[1]
+            if weights != version:
+                yield f"{path.name}: weights {weights}, document of {version}"
+            JournalDirectory(life.root / "journal").restore(step, saved.groups.rollouts)
+        yield from check.violations
 
 
 def can_be_resumed(life: Life) -> Iterator[str]:
