@@ -148,9 +148,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
     totals = simulation.controller._state.ledger.totals()
-    before = life.start.saved.document.get("ledger", {}).get("generated", 0)
+    before = life.start.document.get("ledger", {}).get("generated", 0)
     accounted = totals.tokens_generated - before
-    entries = life.start.saved.groups.entries
+    entries = life.start.groups.entries
     asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
     # Turns of groups that the checkpoint has finished are counted only where those begin anew.
     most = sum(n for name, n in life.start.recorded.items() if name in asked)

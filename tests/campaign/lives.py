@@ -21,20 +21,20 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import (
+    JOURNAL_MARK,
     SavedGroups,
-    SavedRun,
     choose_checkpoint,
-    read_saved_run,
+    groups_from_bytes,
     why_not_resumable,
 )
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
+from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 from torchtitan_rl.types import Problem, Rollout
 
 LIMIT_S = 60_000.0  # of virtual time; a run that takes longer hangs
 _QUIET_S = 300.0  # in which whatever is being ended ends
-_NOTHING = SavedRun(document={}, groups=SavedGroups(), journal_mark=0)
 
 
 class Ending(StrEnum):
@@ -53,7 +53,8 @@ class Start:
     ``unreadable`` says why they could not be had."""
 
     step: int | None = None
-    saved: SavedRun = _NOTHING
+    document: dict[str, Any] = field(default_factory=dict)
+    groups: SavedGroups = field(default_factory=SavedGroups)
     recorded: dict[str, int] = field(default_factory=dict)
     unreadable: str | None = None
 
@@ -196,18 +197,21 @@ def look_at(root: Path) -> Start:
     complete = sorted(paths)
     steps = [s for s in complete if _is_resumable(paths[s], journals)]
     step = (steps or complete or [None])[-1]
-    saved = _NOTHING
+    groups, document = SavedGroups(), {}
     try:
         if step is not None:
-            saved = read_saved_run(paths[step])
-        rollouts = journals.restore(step or 0, saved.groups.rollouts, mark=saved.journal_mark)
+            path = paths[step]
+            document = read_document(path)
+            groups = groups_from_bytes(load_attachment(path, "groups.jsonl"))
+        mark = document.get(JOURNAL_MARK, 0)
+        rollouts = journals.restore(step or 0, groups.rollouts, mark=mark)
     except (TorchtitanRLError, ValueError, KeyError) as error:
-        return Start(step=step, saved=saved, unreadable=repr(error))
+        return Start(step=step, document=document, groups=groups, unreadable=repr(error))
     recorded: dict[str, int] = {}
     for name, rollout in rollouts.items():
         group_id = name.rpartition("/")[0]
         recorded[group_id] = recorded.get(group_id, 0) + rollout.num_tokens
-    return Start(step=step, saved=saved, recorded=recorded)
+    return Start(step=step, document=document, groups=groups, recorded=recorded)
 
 
 def _is_resumable(path: Path, journals: JournalDirectory) -> bool:
