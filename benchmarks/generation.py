@@ -171,6 +171,8 @@ def _workers(
             is_stopped_between=name != "router",
         )
         workers[name] = stack.enter_context(worker)
+    for worker in workers.values():
+        worker.wait_until_built()
     return workers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.real.runs import Run, options, read_metrics, require_audit
+from tests.real.runs import ONE_REPLICA, Run, options, read_metrics, require_audit
 from tests.real.served import require_end_by_loss_of_endpoint
 
 
@@ -38,7 +38,7 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_c
 
 
 def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):
-    more = ("--num-steps", "50", "--generator.replicas", "1", "--endpoint.enabled")
+    more = ("--num-steps", "50", *ONE_REPLICA, "--endpoint.enabled")
     run = Run(options(tmp_path, "run", *more), log=tmp_path / "log")
     await_first_step(run, tmp_path / "run")
     require_end_by_loss_of_endpoint(run)
