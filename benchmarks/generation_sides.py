@@ -234,24 +234,35 @@ def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
 
 
 async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
-    from tests.support.monarch_replicas import spawn_vllm
+    from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import supervise
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.backends.vllm.cpu import engine_environment
+    from torchtitan_rl.config.plan import ProcessGroup
     from torchtitan_rl.generation.config import GeneratorConfig
     from torchtitan_rl.routing.router import GeneratorRouter
+    from torchtitan_rl.weights.config import WeightSyncConfig
 
     supervise()
-    generator = GeneratorConfig(
-        max_model_len=settings.max_model_len,
-        max_running_requests=settings.max_running,
-        kv_cache_bytes=settings.kv_cache_bytes,
+    is_cuda = settings.device == "cuda"
+    group = ProcessGroup(
+        name="replica0", ranks=1, threads=settings.threads, devices=(0,) if is_cuda else ()
     )
-    replica = await spawn_vllm(
-        0,
-        Path(settings.policy),
-        generator,
-        folder=log_dir,
-        device="cuda" if settings.device == "cuda" else "cpu",
-        threads=settings.threads,
+    spec = GeneratorSpec(
+        name="replica0",
+        model=Path(settings.policy),
+        device="cuda" if is_cuda else "cpu",
+        dtype="bfloat16",
+        seed=0,
+        generator=GeneratorConfig(
+            max_model_len=settings.max_model_len,
+            max_running_requests=settings.max_running,
+            kv_cache_bytes=settings.kv_cache_bytes,
+        ),
+        weight_sync=WeightSyncConfig(),
+        log_dir=log_dir,
+        trace_dir=None,
     )
+    replica = await spawn_replica(group, spec, engine_environment(settings.threads, spec.device))
     await replica.peer.start()
     return GeneratorRouter([replica])

@@ -20,6 +20,7 @@ from benchmarks.long_tail_parts import StandInTrainer
 from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
 from tests.support.simulated_parts import Memory
 from torchtitan_rl.commands.train import controller_settings
+from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -70,24 +71,36 @@ class FinishedRun:
 @asynccontextmanager
 async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchReplica]]:
     """Gone when the context is left."""
-    from tests.support.monarch_replicas import spawn_vllm
+    from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import all_of, supervise
+    from torchtitan_rl.backends.specs import GeneratorSpec
+    from torchtitan_rl.backends.vllm.cpu import engine_environment
 
     supervise()
     config = run_config(setting, ScheduleConfig(), num_steps=1)
     replicas: list[MonarchReplica] = []
     try:
         for index in range(setting.replicas):
-            replica = await spawn_vllm(
-                index,
-                setting.policy,
-                config.generator,
-                folder=setting.folder,
-                device=setting.device,
+            group = ProcessGroup(
+                name=replica_name(index),
+                ranks=1,
+                threads=1,
+                devices=(index,) if setting.device == "cuda" else (),
                 cores=setting.cores[index : index + 1],
-                weight_sync=config.weight_sync,
             )
-            replicas.append(replica)
+            spec = GeneratorSpec(
+                name=group.name,
+                model=setting.policy,
+                device=setting.device,
+                dtype="bfloat16",
+                seed=index,
+                generator=config.generator,
+                weight_sync=config.weight_sync,
+                log_dir=setting.folder,
+                trace_dir=None,
+            )
+            environment = engine_environment(1, setting.device)
+            replicas.append(await spawn_replica(group, spec, environment))
         await all_of(*(one.peer.start() for one in replicas))
         yield replicas
     finally:

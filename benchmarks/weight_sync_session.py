@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
-from tests.support.monarch_replicas import spawn_vllm
-from torchtitan_rl.backends.monarch.generator import MonarchReplica
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.specs import TrainerSpec
+from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -29,6 +29,7 @@ from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
@@ -209,26 +210,22 @@ async def _processes(
 
     on_cuda = setting.device == "cuda"
     generators, trainers = setting.generator_ranks, setting.trainer_ranks
+    generator_group = ProcessGroup(
+        name="replica0",
+        ranks=generators,
+        threads=setting.threads,
+        devices=tuple(range(generators)) if on_cuda else (),
+    )
     trainer_group = ProcessGroup(
         name="trainer",
         ranks=trainers,
         threads=setting.threads,
-        devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
+        devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
     )
-    replica = await spawn_vllm(
-        0,
-        Path(setting.policy),
-        GeneratorConfig(
-            tensor_parallel=generators,
-            threads=setting.threads,
-            max_model_len=setting.max_model_len,
-            max_running_requests=setting.running,
-            kv_cache_bytes=setting.kv_cache_bytes,
-        ),
-        folder=work_dir,
-        device="cuda" if on_cuda else "cpu",
-        threads=setting.threads,
-        trace_dir=trace_dir,
+    replica = await spawn_replica(
+        generator_group,
+        _generator_spec(setting, work_dir, trace_dir),
+        engine_environment(setting.threads, "cuda" if on_cuda else "cpu"),
     )
     try:
         trainer = await MonarchTrainer.spawn(
@@ -241,6 +238,26 @@ async def _processes(
             await trainer.close()
     finally:
         await replica.close()
+
+
+def _generator_spec(setting: Setting, work_dir: Path, trace_dir: Path) -> GeneratorSpec:
+    return GeneratorSpec(
+        name="replica0",
+        model=Path(setting.policy),
+        device="cuda" if setting.device == "cuda" else "cpu",
+        dtype="bfloat16",
+        seed=0,
+        generator=GeneratorConfig(
+            tensor_parallel=setting.generator_ranks,
+            threads=setting.threads,
+            max_model_len=setting.max_model_len,
+            max_running_requests=setting.running,
+            kv_cache_bytes=setting.kv_cache_bytes,
+        ),
+        weight_sync=WeightSyncConfig(),
+        log_dir=work_dir,
+        trace_dir=trace_dir,
+    )
 
 
 def _trainer_spec(

@@ -14,17 +14,15 @@ from typing import Any
 from tests.real.endpoint_pulls_scenario import pulled_endpoint, spawn_endpoint
 from tests.real.models import hf_tensors, tiny_qwen3
 from tests.real.router_scenario import (
-    MAX_MODEL_LEN,
     NUM_PULLS,
     Ended,
     disturbed,
     killed,
     pinned,
     requests,
+    spawn,
 )
-from tests.support.monarch_replicas import spawn_vllm
 from torchtitan_rl.backends.monarch.runtime import supervise
-from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
@@ -35,11 +33,7 @@ async def scenario(root: Path) -> dict[str, Any]:
     tensors = dict(hf_tensors(root / "model"))
     publisher = SharedMemoryPublisher("replicas-scenario", root)
     endpoint = await spawn_endpoint(root)
-    generator = GeneratorConfig(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=32 << 20)
-    replicas = [
-        await spawn_vllm(index, root / "model", generator, folder=root, dtype="float32")
-        for index in range(2)
-    ]
+    replicas = [await spawn(root, index) for index in range(2)]
     ended = Ended()
     router = GeneratorRouter(replicas, request_timeout_s=300.0, on_ended=ended)
     try:

@@ -4,11 +4,17 @@ emptied 10 times; a pin; a killed replica: parts of `replicas_scenario`."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.real.runs import printing_to
+from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
@@ -17,11 +23,28 @@ from torchtitan_rl.types import (
     Progress,
     SamplingParams,
 )
+from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 NUM_PULLS = 20
 MAX_MODEL_LEN = 1024
 WAIT_S = 300.0
+
+
+async def spawn(root: Path, index: int) -> MonarchReplica:
+    spec = GeneratorSpec(
+        name=f"replica{index}",
+        model=root / "model",
+        device="cpu",
+        dtype="float32",
+        seed=index,
+        generator=GeneratorConfig(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=32 << 20),
+        weight_sync=WeightSyncConfig(),
+        log_dir=root,
+        trace_dir=None,
+    )
+    group = ProcessGroup(name=spec.name, ranks=1, threads=1)
+    return await spawn_replica(group, spec, engine_environment(1))
 
 
 def requests() -> list[GenerationRequest]:
