@@ -22,7 +22,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from benchmarks.plots import bars
-from benchmarks.report import machine, write_report
+from benchmarks.report import heading, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
 
 FIRST_STEP = 2
@@ -32,7 +32,7 @@ _COLUMNS = ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", _TOK
 
 def main() -> None:
     options = _options()
-    facts = machine()
+    report = heading(options)
     root = options.output_dir or Path(mkdtemp(prefix="end_to_end-"))
     words = train_words(options)
     runs = [
@@ -57,20 +57,12 @@ def main() -> None:
         f"{line['generated_tokens_per_s']:,.0f} tokens/s",
         label="seconds a step, median",
     )
-    write_report(
-        options.output,
-        {
-            "machine": facts,
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "line": line,
-            "repeats": repeats,
-            "run_s": [run.seconds for run in runs],
-        },
-    )
+    report |= {"line": line, "repeats": repeats, "run_s": [run.seconds for run in runs]}
+    write_report(options.output, report)
 
 
 def train_words(options: argparse.Namespace) -> list[str]:
-    """Options of `torchtitan-rl train` besides the configuration; the last of two wins."""
+    """Options of `torchtitan-rl train` other than the configuration; the last of two wins."""
     length = str(options.max_length)
     words = [
         *("--num-steps", str(options.steps)),

@@ -43,7 +43,7 @@ from benchmarks.generation_sides import (
     build_offline,
 )
 from benchmarks.plots import bars
-from benchmarks.report import machine, print_table, write_report
+from benchmarks.report import heading, print_table, write_report
 from benchmarks.step_model import fit, least_seconds
 from benchmarks.workers import Side, Worker
 from benchmarks.workload import Workload, draw_workload
@@ -96,29 +96,22 @@ def main() -> None:
         device=options.device,
         threads=len(options.cores),
     )
-    where = machine()
-    report: dict[str, Any] = {}
+    report = heading(options)
+    workloads: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         workers = _workers(stack, settings, tuple(options.cores), options.sides)
         _warm_up(workers)
         for name, workload in _workloads(options).items():
             measured = _measure(workers, workload, options)
-            report[name] = _summarize(name, workload, measured, options)
-    first = next(iter(report))
+            workloads[name] = _summarize(name, workload, measured, options)
+    first = next(iter(workloads))
     bars(
         options.output.with_suffix(".png"),
-        {side: row["tokens_per_second"] for side, row in report[first]["sides"].items()},
+        {side: row["tokens_per_second"] for side, row in workloads[first]["sides"].items()},
         title=f"{options.rollouts} rollouts, {first}, at most {options.max_running} running",
         label="tokens/s",
     )
-    write_report(
-        options.output,
-        {
-            "machine": where,
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "workloads": report,
-        },
-    )
+    write_report(options.output, report | {"workloads": workloads})
 
 
 def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
@@ -178,6 +171,8 @@ def _workers(
             is_stopped_between=name != "router",
         )
         workers[name] = stack.enter_context(worker)
+    for worker in workers.values():
+        worker.wait_until_built()
     return workers
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.report import machine, print_table, write_report
+from benchmarks.plots import figure
+from benchmarks.report import heading, print_table, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
 
 CONFIG = ROOT / "configs" / "alphabet_sort_tiny.py"
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning_curves"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args()
-    facts = machine()
+    report = heading(given)
     runs: dict[tuple[int, int], FinishedRun] = {}
     for seed in given.seeds:
         for staleness in given.staleness:
@@ -54,9 +55,8 @@ def main() -> None:
     curves = {f"S={s} seed {seed}": curve(run) for (s, seed), run in sorted(runs.items())}
     write_report(
         given.results / "async_learning.json",
-        {
-            "machine": facts,
-            "options": {name: str(value) for name, value in vars(given).items()},
+        report
+        | {
             "columns": ["step", "seconds", "validation reward"],
             "curves": curves,
             "seconds_in_all": {
@@ -68,23 +68,16 @@ def main() -> None:
 
 
 def draw(runs: dict[tuple[int, int], FinishedRun], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (over_steps, over_seconds) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     colours = {s: f"C{i}" for i, s in enumerate(sorted({s for s, _ in runs}))}
-    for (staleness, seed), run in sorted(runs.items()):
-        steps, seconds, rewards = zip(*curve(run), strict=True)
-        label = f"S = {staleness}" if seed == min(s for _, s in runs) else None
-        over_steps.plot(steps, rewards, color=colours[staleness], alpha=0.7, label=label)
-        over_seconds.plot(seconds, rewards, color=colours[staleness], alpha=0.7)
-    over_steps.set(xlabel="optimizer steps", ylabel="validation reward")
-    over_seconds.set(xlabel="seconds after the first evaluation")
-    over_steps.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with figure(path, size=(10, 4), columns=2, shares_y=True) as (over_steps, over_seconds):
+        for (staleness, seed), run in sorted(runs.items()):
+            steps, seconds, rewards = zip(*curve(run), strict=True)
+            label = f"S = {staleness}" if seed == min(s for _, s in runs) else None
+            over_steps.plot(steps, rewards, color=colours[staleness], alpha=0.7, label=label)
+            over_seconds.plot(seconds, rewards, color=colours[staleness], alpha=0.7)
+        over_steps.set(xlabel="optimizer steps", ylabel="validation reward")
+        over_seconds.set(xlabel="seconds after the first evaluation")
+        over_steps.legend()
     print(f"drawn to {path}")
 
 

@@ -47,7 +47,7 @@ from benchmarks.long_tail_run import (
 )
 from benchmarks.long_tail_work import LongTail
 from benchmarks.plots import bars
-from benchmarks.report import machine, print_table, write_report
+from benchmarks.report import heading, medians, print_table, write_report
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import StepRecord
@@ -107,11 +107,9 @@ def main() -> None:
         # The controller computes on the first core.
         cores=tuple(cores[: options.replicas]) if options.replicas < len(cores) else (),
     )
-    facts = machine()
+    report = heading(options)
     measured, limits = asyncio.run(_measure(setting, options))
-    report: dict[str, Any] = {
-        "machine": facts,
-        "options": {name: str(value) for name, value in vars(options).items()},
+    report |= {
         "answers": asdict(tail) | {"long_per_step": tail.num_long, "longest": tail.longest},
         "modes": {name: _medians(repeats) for name, repeats in measured.items()},
         "limit_groups_per_second": statistics.median(limits),
@@ -224,15 +222,10 @@ def _tokens(before: StepRecord, last: StepRecord) -> dict[str, Any]:
 
 
 def _medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure that every repeat has."""
-    numbers = [
-        name for name in repeats[0] if all(isinstance(one[name], int | float) for one in repeats)
-    ]
-    medians = {name: statistics.median(one[name] for one in repeats) for name in numbers}
-    thrown = statistics.median(one["tokens"]["thrown_away"] for one in repeats)
-    trained = statistics.median(one["tokens"]["trained"] for one in repeats)
+    tokens = medians([one["tokens"] for one in repeats])
     causes = sorted({cause for one in repeats for cause in one["tokens"]["by_cause"]})
-    return medians | {"tokens_trained": trained, "tokens_thrown_away": thrown, "causes": causes}
+    named = {f"tokens_{name}": number for name, number in tokens.items()}
+    return medians(repeats) | named | {"causes": causes}
 
 
 def _ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:

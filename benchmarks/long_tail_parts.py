@@ -1,14 +1,12 @@
-"""Substitutes for the trainer and the recorder of a training run."""
+"""A substitute for the trainer of a training run."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
 from torchtitan_rl.weights.handle import SharedMemoryHandle
@@ -65,22 +63,3 @@ class StandInTrainer:
 
     async def close(self) -> None:
         self._publisher.close()
-
-
-class StepLog:
-    """A recorder that keeps the steps; see `torchtitan_rl.orchestration.records.Recorder`."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-
-    def record_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def record_evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def record_account(self, record: AccountRecord) -> None: ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def say(self, message: str) -> None: ...

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from benchmarks.long_tail_parts import StandInTrainer, StepLog
+from benchmarks.long_tail_parts import StandInTrainer
 from benchmarks.long_tail_work import LongTail, LongTailTask, with_lengths
+from tests.support.simulated_parts import Memory
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.generation.commands import Pull, ReadStats
@@ -120,7 +121,7 @@ async def run_mode(
         for replica in replicas:  # they still hold the last version of the run before
             await replica.stage(first)
             await replica.execute(Pull(first.version))
-        log = StepLog()
+        log = Memory()
         before = [await replica.execute(ReadStats()) for replica in replicas]
         await _controller(config, replicas, trainer, log, folder).run(resume_from=None)
         after = [await replica.execute(ReadStats()) for replica in replicas]
@@ -189,7 +190,7 @@ def _controller(
     config: RunConfig,
     replicas: Sequence[MonarchReplica],
     trainer: StandInTrainer,
-    log: StepLog,
+    log: Memory,
     folder: Path,
 ) -> Controller:
     """As `torchtitan_rl.commands.train` makes it."""

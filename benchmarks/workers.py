@@ -24,7 +24,8 @@ Side = Callable[[str, Any], Any]
 
 
 class Worker:
-    """``build(*args)`` makes the side in the new process; it and its calls are picklable."""
+    """``build(*args)`` makes the side in the new process; it and its calls are picklable. Several
+    build at the same time: call `wait_until_built` when all have been made."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Worker:
         is_stopped_between: bool = True,
     ) -> None:
         self._is_stopped_between = is_stopped_between
+        self._cores = cores
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -48,12 +50,10 @@ class Worker:
             for name, value in held.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         theirs.close()
-        try:
-            self._receive()  # built
-            self._check_cores(cores)
-        except BaseException:
-            self._kill()
-            raise
+
+    def wait_until_built(self) -> None:
+        self._receive()
+        self._check_cores()
         self._stop()
 
     def call(self, name: str, argument: Any = None) -> tuple[Any, float]:
@@ -87,11 +87,11 @@ class Worker:
         self._signal(signal.SIGKILL)
         self._process.join()
 
-    def _check_cores(self, cores: tuple[int, ...]) -> None:
+    def _check_cores(self) -> None:
         for process in self._processes():
             used = process.cpu_affinity()
-            if cores and not set(used) <= set(cores):
-                raise RuntimeError(f"{process.name()} runs on cores {used}, not on {list(cores)}")
+            if self._cores and not set(used) <= set(self._cores):
+                raise RuntimeError(f"{process.name()} runs on cores {used}, not on {self._cores}")
 
     def _receive(self) -> Any:
         try:

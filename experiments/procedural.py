@@ -24,7 +24,7 @@ def split_of(key: str) -> Split:
 
 
 class ProceduralDataset:
-    """An endless sequence of epochs over the problems ``make(0)`` to ``make(num_problems - 1)``.
+    """Endless epochs over the problems ``make(split, 0)`` to ``make(split, num_problems - 1)``.
 
     The train split is shuffled again in each epoch; validation keeps its order, so that its first n
     problems are always the same ones.
@@ -34,7 +34,7 @@ class ProceduralDataset:
     """
 
     def __init__(
-        self, split: Split, *, seed: int, num_problems: int, make: Callable[[int], Problem]
+        self, split: Split, *, seed: int, num_problems: int, make: Callable[[Split, int], Problem]
     ) -> None:
         if split not in get_args(Split):
             raise ValueError(f"split is {split!r}: give one of {', '.join(get_args(Split))}")
@@ -55,7 +55,7 @@ class ProceduralDataset:
             self._move_to(self._epoch + 1, 0)
         index = self._order[self._position]
         self._position += 1
-        return self._make(index)
+        return self._make(self._split, index)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position, "seed": self._seed}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchtitan_rl import Problem, Split
 from torchtitan_rl.experiments.alphabet_sort.names import NAMES
-from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
+from torchtitan_rl.experiments.procedural import split_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,3 @@ def make_problem(split: Split, index: int, sizes: ProblemSizes) -> Problem:
             break
     turns = [[names.pop() for _ in range(count)] for count in counts]
     return Problem(problem_id=f"alphabet_sort/{split}/{index}", data={"turns": turns})
-
-
-class AlphabetSortDataset(ProceduralDataset):
-    """Endless epochs over ``num_problems`` problems of these sizes."""
-
-    def __init__(self, split: Split, *, seed: int, sizes: ProblemSizes, num_problems: int) -> None:
-        super().__init__(
-            split,
-            seed=seed,
-            num_problems=num_problems,
-            make=lambda index: make_problem(split, index, sizes),
-        )

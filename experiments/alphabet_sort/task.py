@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from torchtitan_rl import (
     TokenEnv,
     make_renderer,
 )
-from torchtitan_rl.experiments.alphabet_sort.dataset import AlphabetSortDataset, ProblemSizes
+from torchtitan_rl.experiments.alphabet_sort.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.experiments.alphabet_sort.names import NAMES
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
+from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 
@@ -55,11 +56,11 @@ class AlphabetSortTask(Task):
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         train = split == "train"
-        return AlphabetSortDataset(
+        return ProceduralDataset(
             split,
             seed=seed,
-            sizes=self._sizes(),
             num_problems=self.num_train_problems if train else self.num_validation_problems,
+            make=partial(make_problem, sizes=self._sizes()),
         )
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:

@@ -17,7 +17,7 @@ from torchtitan_rl.experiments.calculator_agent.stories import (
     THINGS,
     TWO_OPERATIONS,
 )
-from torchtitan_rl.experiments.procedural import ProceduralDataset, split_of
+from torchtitan_rl.experiments.procedural import split_of
 
 _MAX_FACTOR = 12  # of one side of every product and quotient
 
@@ -48,18 +48,6 @@ def make_problem(split: Split, index: int, sizes: ProblemSizes) -> Problem:
         problem_id=f"calculator_agent/{split}/{index}",
         data={"text": text, "expression": expression, "answer": answer},
     )
-
-
-class WordProblems(ProceduralDataset):
-    """Endless epochs over ``num_problems`` problems of these sizes."""
-
-    def __init__(self, split: Split, *, seed: int, sizes: ProblemSizes, num_problems: int) -> None:
-        super().__init__(
-            split,
-            seed=seed,
-            num_problems=num_problems,
-            make=lambda index: make_problem(split, index, sizes),
-        )
 
 
 def _numbers(expression: str, max_number: int, rng: random.Random) -> dict[str, int]:

@@ -21,9 +21,9 @@ from torchtitan_rl import (
     TokenEnv,
 )
 from torchtitan_rl.experiments.calculator_agent.agent import solve
-from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, WordProblems
+from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS
+from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
 
 if TYPE_CHECKING:
     import httpx
@@ -49,11 +49,12 @@ class CalculatorAgentTask(AgentTask):
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         train = split == "train"
-        return WordProblems(
+        sizes = ProblemSizes(two_operations=self.two_operations, max_number=self.max_number)
+        return ProceduralDataset(
             split,
             seed=seed,
-            sizes=ProblemSizes(two_operations=self.two_operations, max_number=self.max_number),
             num_problems=self.num_train_problems if train else self.num_validation_problems,
+            make=partial(make_problem, sizes=sizes),
         )
 
     def agent(self, problem: Problem) -> Agent:

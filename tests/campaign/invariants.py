@@ -21,17 +21,13 @@ from tests.campaign.timeline import (
     trains_each_group_once,
     writes_every_row_once,
 )
-from torchtitan_rl.errors import (
-    CheckpointError,
-    DivergedError,
-    OutputError,
-    TorchtitanRLError,
-    TrainerLostError,
-)
+from torchtitan_rl.audit.checkpoint_checks import check_document, check_groups
+from torchtitan_rl.audit.findings import Check, Rules
+from torchtitan_rl.errors import CheckpointError, DivergedError, OutputError, TrainerLostError
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
-from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
+from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
+from torchtitan_rl.orchestration.saved_run import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
@@ -207,38 +203,29 @@ def counts_groups_once(life: Life) -> Iterator[str]:
 
 
 def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
-    """Each that is complete satisfies every sum, and the journal fits it."""
-    directory = CheckpointDirectory(life.root / "checkpoints")
+    """Each that is complete satisfies what ``torchtitan-rl audit`` checks, fits into the work
+    buffer, and the trainer's weights and the journal fit it."""
+    directory, plan = CheckpointDirectory(life.root / "checkpoints"), life.plan
+    rules = Rules(
+        staleness=plan.staleness,
+        groups_per_step=plan.groups_per_step,
+        group_size=plan.group_size,
+    )
     for step in directory.steps():
         path = directory.path(step)
-        saved = read_saved_run(path)
-        for text in _document_errors(life.plan, step, saved):
-            yield f"checkpoint {step}: {text}"
-        version = json.loads((path / "weights.json").read_text())[1]
-        if version != saved.document["version"]:
-            yield f"checkpoint {step}: weights {version}, document of {saved.document['version']}"
-        try:
+        check = Check(name=path.name)
+        with check.reports_errors(path.name):
+            saved = read_saved_run(path)
+            for each in (check_document, check_groups):
+                check.violations += each(path.name, step, saved, rules).violations
+            num_groups, version = len(saved.groups.entries), saved.document["version"]
+            if num_groups > plan.buffer:
+                yield f"{path.name}: {num_groups} groups, and room for {plan.buffer}"
+            weights = json.loads((path / "weights.json").read_text())[1]
+            if weights != version:
+                yield f"{path.name}: weights {weights}, document of {version}"
             JournalDirectory(life.root / "journal").restore(step, saved.groups.rollouts)
-        except TorchtitanRLError as error:
-            yield f"checkpoint {step}: {error}"
-
-
-def _document_errors(plan: CampaignPlan, step: int, saved: SavedRun) -> Iterator[str]:
-    document, ledger = saved.document, TokenLedger()
-    ids = {entry.group_id for entry in saved.groups.entries}
-    try:
-        ledger.load_state_dict(document["ledger"])
-    except LedgerError as error:
-        yield str(error)
-        return
-    held = set(document["ledger"]["tokens_of"])
-    if held != ids:
-        yield f"the account has groups {sorted(held - ids)} more, {sorted(ids - held)} less"
-    trained = ledger.groups_trained
-    if document["step"] != step or trained != step * plan.groups_per_step:
-        yield f"named {step}, of step {document['step']}, with {trained} groups trained"
-    if len(ids) > plan.buffer:
-        yield f"{len(ids)} groups, and room for {plan.buffer}"
+        yield from check.violations
 
 
 def can_be_resumed(life: Life) -> Iterator[str]:

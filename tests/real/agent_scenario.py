@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import openai
 
+from tests.real.local_endpoint import local_endpoint
 from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.running import AgentThread
-from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
@@ -21,9 +21,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import SystemStatus, ToController, ToEndpoint
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, Rollout
 
@@ -47,19 +45,6 @@ completion = client.completions.create(
     extra_body={"return_token_ids": True})
 print(json.dumps({"reward": len(completion.choices[0].token_ids)}))
 """
-
-
-class LocalEndpoint:
-    """An `Endpoint` whose link is in this process."""
-
-    def __init__(self, link: ControllerLink) -> None:
-        self._link = link
-
-    async def poll(self) -> tuple[ToController, ...]:
-        return await self._link.poll()
-
-    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        self._link.deliver(messages)
 
 
 def client(call: AgentCall, **options: Any) -> openai.AsyncOpenAI:
@@ -239,38 +224,25 @@ async def roll_out_all(router: GeneratorRouter, host: AgentHost, decode: Any) ->
 async def play_agents(spec: EndpointSpec, router: GeneratorRouter) -> dict[str, Any]:
     """From each agent's name to what it saw (``said``) and to what its rollout has."""
     CONTROLLER.append((asyncio.get_running_loop(), router))
-    sessions, link = Sessions(router), ControllerLink()
+    sessions = Sessions(router)
 
-    async def build() -> Any:
-        link.attach()
-        application = build_application(spec, link)
-        return EndpointApp(application, spec.endpoint, keys=Keys(api=API_KEY), commands=link)
+    def application(link: ControllerLink) -> EndpointApp:
+        inner = build_application(spec, link)
+        return EndpointApp(inner, spec.endpoint, keys=Keys(api=API_KEY), commands=link)
 
-    server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
-    await asyncio.to_thread(server.start)
-    bridge = EndpointBridge(
-        LocalEndpoint(link),  # type: ignore[arg-type]
-        complete=sessions.complete,
-        handlers=sessions.handlers(),
-        status=lambda: SystemStatus(is_healthy=True),
-        interval_s=0.02,
-    )
-    serving = asyncio.create_task(bridge.run())
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
-    with AgentThread() as agents:
-        host = AgentHost(
-            base_url=f"http://127.0.0.1:{server.port}/v1",
-            model="policy",
-            sessions=sessions,
-            api_key=API_KEY,
-            loop=agents.loop,
-        )
-        results = await roll_out_all(router, host, tokenizer.decode)
-    results["counts"] = dict(sessions.counts())
-    await asyncio.to_thread(server.close, 1.0)
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    async with local_endpoint(application, sessions.complete, handlers=sessions.handlers()) as url:
+        with AgentThread() as agents:
+            host = AgentHost(
+                base_url=f"{url}/v1",
+                model="policy",
+                sessions=sessions,
+                api_key=API_KEY,
+                loop=agents.loop,
+            )
+            results = await roll_out_all(router, host, tokenizer.decode)
+        results["counts"] = dict(sessions.counts())
     await sessions.aclose()
     return results

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ os.environ.update(engine_environment(1))
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from tests.real.agent_scenario import LocalEndpoint, play_agents
+from tests.real.agent_scenario import play_agents
+from tests.real.local_endpoint import local_endpoint
 from tests.real.models import tiny_qwen3
 from tests.support.endpoints import endpoint_spec
 from tests.support.loop_replica import loop_replica
@@ -38,7 +40,6 @@ from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
     Refusal,
     RefusedError,
@@ -154,31 +155,20 @@ async def build_own(model: Path, template: Path, engines: list[Any]) -> Any:
     return Starlette(routes=routes)
 
 
-def serve_ours(
-    model: Path, template: Path, reasoning_parser: str
-) -> tuple[HttpServer, ControllerLink]:
-    link = ControllerLink()
-
-    async def build() -> Any:
-        link.attach()
-        spec = endpoint_spec(
-            model,
-            max_model_len=MAX_MODEL_LEN,
-            tool_call_parser=TOOL_PARSER,
-            reasoning_parser=reasoning_parser,
-            chat_template=str(template),
-        )
-        return build_application(spec, link)
-
-    server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
-    server.start()
-    return server, link
-
-
-def bridged(router: GeneratorRouter, link: ControllerLink) -> EndpointBridge:
+def our_endpoint(
+    model: Path, template: Path, router: GeneratorRouter, reasoning_parser: str
+) -> AbstractAsyncContextManager[str]:
+    """Our application, of a controller that counts."""
     happenings = Happenings(router)
+    spec = endpoint_spec(
+        model,
+        max_model_len=MAX_MODEL_LEN,
+        tool_call_parser=TOOL_PARSER,
+        reasoning_parser=reasoning_parser,
+        chat_template=str(template),
+    )
 
-    def status() -> SystemStatus:
+    def status(bridge: EndpointBridge) -> SystemStatus:
         gauges = {
             'tokens{replica="replica0"}': sum(router.outstanding_tokens().values()),
             "aborted": bridge.counts.aborted,
@@ -186,15 +176,12 @@ def bridged(router: GeneratorRouter, link: ControllerLink) -> EndpointBridge:
         }
         return SystemStatus(is_healthy=True, gauges=gauges)
 
-    bridge = EndpointBridge(
-        LocalEndpoint(link),  # type: ignore[arg-type]
-        complete=happenings.complete,
+    return local_endpoint(
+        lambda link: build_application(spec, link),
+        happenings.complete,
         handlers={},
         status=status,
-        interval_s=0.02,
-        status_interval_s=0.05,
     )
-    return bridge
 
 
 async def main(root: Path) -> None:
@@ -218,19 +205,13 @@ async def main(root: Path) -> None:
         name: f"http://127.0.0.1:{own.port}/{path}"
         for name, path in (("own", "tools"), ("own_reasoning", "reasoning"))
     }
-    servers, tasks = [own], []
-    for name, parser in (("ours_reasoning", REASONING_PARSER), ("ours", "")):
-        server, link = await asyncio.to_thread(serve_ours, model, template, parser)
-        servers.append(server)
-        tasks.append(asyncio.create_task(bridged(router, link).run()))
-        urls[name] = f"http://127.0.0.1:{server.port}"
-    print(json.dumps({"urls": urls, "agents": agents}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    for server in servers:
-        await asyncio.to_thread(server.close, 1.0)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with (
+        our_endpoint(model, template, router, REASONING_PARSER) as urls["ours_reasoning"],
+        our_endpoint(model, template, router, "") as urls["ours"],
+    ):
+        print(json.dumps({"urls": urls, "agents": agents}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    await asyncio.to_thread(own.close, 1.0)
     await router.close()
 
 

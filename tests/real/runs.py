@@ -31,6 +31,9 @@ SMALL = (
     "--metrics.progress", "plain",
 )  # fmt: skip
 
+# The result does not depend on the number of replicas.
+ONE_REPLICA = ("--generator.replicas", "1")
+
 
 def options(root: Path, name: str, *more: str) -> list[str]:
     """The small run ``name`` under ``root``, with what ``more`` says."""

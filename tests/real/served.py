@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import MappingProxyType
 
 import httpx
 
-from tests.real.runs import TIMEOUT_S, Run
+from tests.real.runs import Run
 
 
 @dataclass
@@ -31,10 +30,7 @@ class Served:
         return sum(map(float, values))
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}\n{self.run.log.read_text()[-2000:]}"
-            time.sleep(0.1)
+        self.run.wait_until(condition, what)
 
 
 def serve(

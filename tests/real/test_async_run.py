@@ -12,6 +12,7 @@ import pytest
 
 from tests.real.conftest import NUM_STEPS
 from tests.real.runs import (
+    ONE_REPLICA,
     Run,
     options,
     read_metrics,
@@ -22,14 +23,12 @@ from tests.real.runs import (
     weights,
 )
 
-ALL_ROLLOUTS = ("--metrics.rollouts-per-step", "100000")
-
 
 def test_trap_26_staleness_0_equals_a_plain_loop_bit_for_bit_on_real_vllm(
     tmp_path: Path, whole: Path
 ) -> None:
-    """A plain loop, which does not evaluate either."""
-    arguments = options(tmp_path, "plain", "--num-steps", str(NUM_STEPS))
+    """A plain loop with one replica, which does not evaluate either."""
+    arguments = options(tmp_path, "plain", "--num-steps", str(NUM_STEPS), *ONE_REPLICA)
     run_module("tests.real.plain_loop", *arguments)
     assert weights(tmp_path / "plain") == weights(whole)
 
@@ -43,22 +42,12 @@ def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path
     assert rows[-1]["total/tokens_discarded/restarted"] > 0
 
 
-def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
-    more = ("--num-steps", "5", "--evaluation.num-problems", "0", *ALL_ROLLOUTS)
-    schedule = ("--schedule.staleness", "1", "--schedule.window", "0.5")
-    run_dir = train(tmp_path, "cut", *more, *schedule, "--schedule.in_flight", "aborted")
-    rows = read_metrics(run_dir)
-    assert max(row["policy/staleness_max"] for row in rows) == 1
-    assert rows[-1]["total/tokens_discarded"] == 0
-    turns = [turn for rollout in read_rollouts(run_dir) for turn in rollout["turns"]]
-    assert any(len(set(turn["versions"])) > 1 for turn in turns)
-
-
-def kill_and_resume(root: Path, after_s: float) -> None:
+def kill_and_resume(root: Path, after_s: float, *schedule: str) -> Path:
     """Kill -9 every process at once; then resume, and compare with what must have happened."""
     more = (
         *("--num-steps", "6", "--checkpoint.every", "2", "--evaluation.every", "2"),
-        *("--schedule.staleness", "2", "--schedule.window", "0.5", *ALL_ROLLOUTS),
+        *("--schedule.staleness", "2", "--schedule.window", "0.5", *schedule),
+        *("--metrics.rollouts-per-step", "100000"),
     )
     run, run_dir = Run(options(root, "run", *more), log=root / "killed.log"), root / "run"
     run.wait_until(lambda: len(read_metrics(run_dir)) >= 1, "the run's beginning")
@@ -82,15 +71,25 @@ def kill_and_resume(root: Path, after_s: float) -> None:
     assert list(groups) == [1, 2, 3, 4, 5, 6]
     assert all(set(of_step.values()) == {4} and len(of_step) == 4 for of_step in groups.values())
     assert len({name for of_step in groups.values() for name in of_step}) == 24
+    return run_dir
 
 
 def test_trap_28_a_killed_run_keeps_its_bound_evaluates_one_version_and_trains_every_group_once(
     tmp_path: Path,
 ) -> None:
-    kill_and_resume(tmp_path, after_s=3.0)
+    """Its requests are aborted before each pull and go on from their tokens under new weights; what
+    is discarded was sampled under versions after the checkpoint."""
+    run_dir = kill_and_resume(tmp_path, 3.0, "--schedule.in_flight", "aborted")
+    last = read_metrics(run_dir)[-1]
+    rolled_back = last.get("total/tokens_discarded/rolled_back", 0)
+    assert last["total/tokens_discarded"] == rolled_back
+    turns = [turn for rollout in read_rollouts(run_dir) for turn in rollout["turns"]]
+    assert any(len(set(turn["versions"])) > 1 for turn in turns)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("attempt", range(10))
 def test_a_run_killed_at_any_moment_goes_on(tmp_path: Path, attempt: int) -> None:
-    kill_and_resume(tmp_path, after_s=random.Random(attempt).uniform(0.0, 12.0))
+    in_flight = "running" if attempt % 2 else "aborted"
+    after_s = random.Random(attempt).uniform(0.0, 12.0)
+    kill_and_resume(tmp_path, after_s, "--schedule.in_flight", in_flight)

@@ -4,15 +4,16 @@ did the same work. Nothing here looks at a time."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.real.conftest import NUM_STEPS
 from tests.real.runs import run_module
 
-STEPS = 8
 MODES = ("synchronous", "over-admit restart", "over-admit aborted", "async S=1")
 
 
@@ -35,6 +36,7 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
     bench(
         "generation",
         *("--rollouts", "16", "--turns", "2", "--max-running", "4", "--repeats", "1"),
+        *("--cores", *map(str, sorted(os.sched_getaffinity(0))[:2])),
         *("--distributions", "lognormal", "--output", str(path)),
     )
     workloads = report_of(path)["workloads"]
@@ -92,62 +94,64 @@ def test_router_gives_every_strategy_the_same_sessions(tmp_path):
         )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``benchmarks.end_to_end`` on one small run, with what it printed and wrote, for those that
-    only read runs."""
-    root = tmp_path_factory.mktemp("runs")
+def copy_of_run(run_dir: Path, *, of: Path) -> None:
+    """What benchmarks read of a run that was made before."""
+    run_dir.mkdir(parents=True)
+    shutil.copy(of / "metrics.jsonl", run_dir)
+    (run_dir / "benchmark.json").write_text('{"seconds": 60.0}')
+
+
+def require_end_to_end(root: Path, steps: int, *options: str) -> None:
+    """It prints one line, which its report has, too."""
     printed = bench(
         "end_to_end",
-        *("--groups", "2", "--group-size", "2", "--steps", str(STEPS), "--repeats", "1"),
-        *("--max-tokens", "24", "--max-length", "128"),
-        *("--options", "--evaluation.num-problems 2 --evaluation.every 4 --generator.replicas 1"),
-        *("--output-dir", str(root), "--output", str(root / "end_to_end.json")),
+        *("--groups", "2", "--group-size", "2", "--steps", str(steps), "--repeats", "1"),
+        *("--output-dir", str(root), "--output", str(root / "end_to_end.json"), *options),
     )
-    (root / "printed").write_text(printed)
-    return root
-
-
-def copy_of_run(runs: Path, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True)
-    for name in ("metrics.jsonl", "benchmark.json"):
-        shutil.copy(runs / "run0" / name, run_dir)
-
-
-def test_end_to_end_prints_one_json_line(runs):
-    (printed,) = (runs / "printed").read_text().splitlines()
     line = json.loads(printed)
-    assert (line["groups"], line["group_size"], line["steps"]) == (2, 2, STEPS - 1)
+    assert printed.count("\n") == 1
+    assert (line["groups"], line["group_size"], line["steps"]) == (2, 2, steps - 1)
     assert line["generated_tokens_per_s"] > 0
-    report = report_of(runs / "end_to_end.json")
+    report = report_of(root / "end_to_end.json")
     assert report["line"] == line
-    (steps,) = report["repeats"]
-    assert {len(column) for column in steps.values()} == {STEPS - 1}
-    assert line["generated_tokens"] == sum(steps["tokens/generated"])
+    (columns,) = report["repeats"]
+    assert {len(column) for column in columns.values()} == {steps - 1}
+    assert line["generated_tokens"] == sum(columns["tokens/generated"])
     assert len(report["run_s"]) == 1
 
 
-def test_async_training_compares_the_runs_that_are_there(runs, tmp_path):
+def test_end_to_end_prints_one_json_line(whole, tmp_path):
+    copy_of_run(tmp_path / "run0", of=whole)
+    require_end_to_end(tmp_path, NUM_STEPS)
+
+
+@pytest.mark.soak
+def test_end_to_end_makes_its_own_runs(tmp_path):
+    more = "--evaluation.num-problems 2 --generator.replicas 1"
+    require_end_to_end(tmp_path, 3, "--max-tokens", "24", "--max-length", "128", "--options", more)
+
+
+def test_async_training_compares_the_runs_that_are_there(whole, tmp_path):
     arms = ("both-S=0", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
     for arm in arms:
-        copy_of_run(runs, tmp_path / f"{arm}-0")
+        copy_of_run(tmp_path / f"{arm}-0", of=whole)
     path = tmp_path / "async_training.json"
     bench(
         "async_training",
-        *("--steps", str(STEPS), "--repeats", "1"),
+        *("--steps", str(NUM_STEPS), "--repeats", "1"),
         *("--output-dir", str(tmp_path), "--json", str(path)),
     )
     report = report_of(path)
     assert set(report["repeats"]) == {arm.replace("-", " ") for arm in arms}
-    assert all(len(steps) == STEPS for (steps,) in report["repeats"].values())
+    assert all(len(steps) == NUM_STEPS for (steps,) in report["repeats"].values())
     # The same run under all names.
     assert set(report["best_synchronous_over_arm"].values()) == {1.0}
     assert len(set(report["seconds_per_step"].values())) == 1
 
 
-def test_learning_curves_are_those_of_the_runs_that_are_there(runs, tmp_path):
+def test_learning_curves_are_those_of_the_runs_that_are_there(whole, tmp_path):
     for seed in (0, 1):
-        copy_of_run(runs, tmp_path / f"s0-seed{seed}")
+        copy_of_run(tmp_path / f"s0-seed{seed}", of=whole)
     bench(
         "learning_curves",
         *("--staleness", "0", "--seeds", "0", "1"),
@@ -156,7 +160,7 @@ def test_learning_curves_are_those_of_the_runs_that_are_there(runs, tmp_path):
     report = report_of(tmp_path / "async_learning.json")
     assert set(report["curves"]) == {"S=0 seed 0", "S=0 seed 1"}
     for curve in report["curves"].values():
-        assert [step for step, _, _ in curve] == [0, 4, 8]
+        assert [step for step, _, _ in curve] == [0, NUM_STEPS]
 
 
 def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
@@ -204,27 +208,29 @@ def test_long_tail_trains_the_same_answers_in_all_modes_and_only_restarts_throw_
     assert repeat["groups_per_second"] == pytest.approx(modes["async S=1"]["groups_per_second"])
 
 
-def test_weight_sync_brings_the_same_weights_to_a_decoding_replica_by_both_transports(tmp_path):
-    """Two FSDP ranks, one replica."""
+@pytest.mark.parametrize(
+    "transports",
+    [["shared_memory"], pytest.param(["shared_memory", "rdma"], marks=pytest.mark.soak)],
+)
+def test_weight_sync_brings_the_same_weights_to_a_decoding_replica(tmp_path, transports):
+    """Two FSDP ranks, one replica; by both transports, the weights are the same."""
     path = tmp_path / "weight_sync.json"
     bench(
         "weight_sync",
         *("--policies", "tiny", "--ranks", "2x1", "--repeats", "1", "--running", "2"),
-        *("--output", str(path)),
+        *("--transports", *transports, "--output", str(path)),
     )
-    shared, remote = report_of(path)["results"]
-    assert shared["setting"]["transport"] == "shared_memory"
-    assert remote["setting"]["transport"] == "rdma"
-    for result in (shared, remote):
+    results = report_of(path)["results"]
+    assert [result["setting"]["transport"] for result in results] == [*transports]
+    for result, transport in zip(results, transports, strict=True):
         assert result["last_version"] == 4  # two steps a repeat, and an unmeasured repeat first
         assert result["running_at_pulls"] == [2, 2]
-        assert result["num_bytes"] > 4_000_000
+        assert result["num_bytes"] == results[0]["num_bytes"] > 4_000_000
         (repeat,) = result["repeats"]
         zero = [name for name, seconds in repeat.items() if seconds <= 0]
-        assert zero == (["gather_s"] if result is shared else [])
+        assert zero == (["gather_s"] if transport == "shared_memory" else [])
         assert repeat["standstill_s"] >= repeat["stall_s"]
         assert set(result["medians"]) == set(repeat)
         assert len(result["ratios"]) == 3
-    assert shared["num_bytes"] == remote["num_bytes"]
-    assert len(shared["probe_token_ids"]) == 8
-    assert shared["probe_token_ids"] == remote["probe_token_ids"]
+        assert len(result["probe_token_ids"]) == 8
+        assert result["probe_token_ids"] == results[0]["probe_token_ids"]

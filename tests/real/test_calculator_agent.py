@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.runs import ROOT, SMALL, Run, read_metrics, read_rollouts
+from tests.real.runs import ONE_REPLICA, ROOT, SMALL, Run, read_metrics, read_rollouts
 from torchtitan_rl.experiments.calculator_agent.agent import SYSTEM_PROMPT
 
 CONFIG = ROOT / "configs" / "calculator_agent_tiny.py"
@@ -19,7 +19,7 @@ NUM_ROLLOUTS = 16  # of a step
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     arguments = [str(CONFIG), *SMALL, "--output-dir", str(root), "--name", "agent"]
-    more = ("--num-steps", str(NUM_STEPS), "--endpoint.start-timeout-s", "300")
+    more = (*ONE_REPLICA, "--num-steps", str(NUM_STEPS), "--endpoint.start-timeout-s", "300")
     run = Run([*arguments, *more], log=root / "agent.log")
     run.require_success()
     return root / "agent"

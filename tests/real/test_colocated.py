@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.conftest import NUM_STEPS
-from tests.real.runs import Run, options, read_metrics, read_rollouts, train, weights
+from tests.real.runs import ONE_REPLICA, Run, options, read_metrics, read_rollouts, train, weights
 from torchtitan_rl.commands import cli
 
 COLOCATED = ("--placement", "colocated")
@@ -17,7 +17,7 @@ def test_trap_26_at_staleness_0_a_colocated_run_trains_what_a_separate_one_does_
     tmp_path: Path, whole: Path
 ) -> None:
     few = ("--num-steps", str(NUM_STEPS), "--evaluation.num-problems", "0")
-    colocated = train(tmp_path, "colocated", *few, *COLOCATED)
+    colocated = train(tmp_path, "colocated", *few, *COLOCATED, *ONE_REPLICA)
     assert weights(colocated) == weights(whole)
     rows = read_metrics(colocated)
     assert all(row["time/switch_s"] > 0 for row in rows if "train/reward_mean" in row)
@@ -25,7 +25,7 @@ def test_trap_26_at_staleness_0_a_colocated_run_trains_what_a_separate_one_does_
 
 def test_a_colocated_run_within_a_bound_is_killed_and_goes_on(tmp_path: Path) -> None:
     more = (
-        *COLOCATED,
+        *(*COLOCATED, *ONE_REPLICA),
         *("--num-steps", "6", "--schedule.staleness", "1", "--schedule.window", "0.5"),
         *("--evaluation.every", "2", "--checkpoint.every", "1"),
         *("--metrics.rollouts-per-step", "100000"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def generate(
     model: Path, folder: Path, lines: list[Any], *, ranks: int = 1, code: int = 0
 ) -> list[dict[str, Any]]:
     """The answers in the output file."""
+    folder.mkdir()
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "in.jsonl").write_text("\n".join(texts) + "\n\n")
     run_module(
@@ -40,9 +42,11 @@ def generate(
 def test_two_ranks_answer_as_one_process_does_and_bad_lines_fail_alone(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    answers = generate(checkpoint, tmp_path, GOOD, ranks=2)
     mixed = [GOOD[0], BAD[0], GOOD[1], BAD[1], GOOD[2], BAD[2]]
-    alone = generate(checkpoint, tmp_path, mixed, code=1)
+    with ThreadPoolExecutor(2) as pool:
+        two_ranks = pool.submit(generate, checkpoint, tmp_path / "two", GOOD, ranks=2)
+        alone = generate(checkpoint, tmp_path / "one", mixed, code=1)
+        answers = two_ranks.result()
     assert [answer["id"] for answer in alone] == ["greedy", 2, 3, "long", "greedy", 6]
     assert "not JSON" in alone[1]["error"]
     assert "set it to at most 511" in alone[3]["error"]

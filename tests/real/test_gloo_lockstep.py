@@ -5,54 +5,54 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from tests.real.runs import ROOT
 from tests.real.trainer_helpers import free_ports
 
-
-def play(scenario: str, *, timeout_s: float, heartbeat_s: float) -> str:
-    """What rank 0 says happened."""
-    (port,) = free_ports(1)
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.real.lockstep_scenarios"),
-                *(scenario, str(timeout_s), str(heartbeat_s)),
-            ],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return ranks[0].communicate(timeout=600)[0].strip()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+SCENARIOS = {  # name -> (scenario, timeout_s, heartbeat_s, what rank 0 says happened)
+    "idle": ("idle", 6.0, 0.5, "completed"),
+    # Without the heartbeat the waiting rank's gloo raises.
+    "idle without heartbeats": ("idle", 3.0, 1000.0, "failed"),
+    "lost": ("lost", 6.0, 0.5, "failed"),
+}
 
 
-@pytest.mark.parametrize(
-    ("scenario", "timeout_s", "heartbeat_s", "ending"),
-    [
-        ("idle", 6.0, 0.5, "completed"),
-        ("idle", 3.0, 1000.0, "failed"),  # without the heartbeat the waiting rank's gloo raises
-        ("lost", 6.0, 0.5, "failed"),
-    ],
-)
+def start(rank: int, port: int, scenario: str, *seconds: float) -> subprocess.Popen[str]:
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.real.lockstep_scenarios", scenario, *map(str, seconds)],
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[str, list[subprocess.Popen[str]]]]:
+    """Of all scenarios, which mostly wait, at the same time."""
+    started: dict[str, list[subprocess.Popen[str]]] = {}
+    for (name, (*arguments, _)), port in zip(SCENARIOS.items(), free_ports(3), strict=True):
+        started[name] = [start(rank, port, *arguments) for rank in range(2)]
+    yield started
+    for rank in (rank for both in started.values() for rank in both):
+        rank.kill()
+        rank.communicate()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_trap_14_idle_ranks_stay_alive_and_a_lost_rank_fails_every_request(
-    scenario: str, timeout_s: float, heartbeat_s: float, ending: str
+    ranks: dict[str, list[subprocess.Popen[str]]], name: str
 ) -> None:
-    assert play(scenario, timeout_s=timeout_s, heartbeat_s=heartbeat_s) == ending
+    leader, _ = ranks[name]
+    assert leader.communicate(timeout=600)[0].strip() == SCENARIOS[name][-1]

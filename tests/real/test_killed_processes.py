@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
+from tests.real.runs import ONE_REPLICA, ROOT, Run, options, read_metrics, require_audit
 from tests.real.served import require_end_by_loss_of_endpoint
 
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers
 
 
 def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):
-    more = ("--num-steps", "50", "--generator.replicas", "1", "--endpoint.enabled")
+    more = ("--num-steps", "50", *ONE_REPLICA, "--endpoint.enabled")
     run = Run(options(tmp_path, "run", *more), log=tmp_path / "log")
     await_first_step(run, tmp_path / "run")
     require_end_by_loss_of_endpoint(run)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from tests.real.conftest import NUM_STEPS
 from tests.real.runs import (
+    ONE_REPLICA,
     Run,
     options,
     read_metrics,
@@ -66,6 +67,7 @@ def test_trap_28_a_run_that_is_killed_stopped_and_loses_its_trainer_resumes_to_t
 ):
     """Four processes one after the other; each of the first three ends after a step of its own."""
     run_dir = tmp_path / "run"
+    resumed = ("--checkpoint.resume", *ONE_REPLICA)
 
     def life(name: str, end: Callable[[Run], object], *more: str) -> tuple[int, str]:
         """Its exit code and log."""
@@ -83,15 +85,13 @@ def test_trap_28_a_run_that_is_killed_stopped_and_loses_its_trainer_resumes_to_t
 
     code, log = life("killed", lambda run: run.process.kill())
     assert code == -signal.SIGKILL, log[-3000:]
-    code, log = life("stopped", lambda run: run.process.terminate(), "--checkpoint.resume")
+    code, log = life("stopped", lambda run: run.process.terminate(), *resumed)
     assert code == 128 + signal.SIGTERM, log[-3000:]
     require_audit(run_dir)
-    code, log = life(
-        "orphaned", lambda run: run.process_of("trainer-rank0").kill(), "--checkpoint.resume"
-    )
+    code, log = life("orphaned", lambda run: run.process_of("trainer-rank0").kill(), *resumed)
     assert code == 1, log[-3000:]
     assert "error: TrainerLostError: trainer" in log
-    code, log = life("finished", lambda run: None, "--checkpoint.resume")
+    code, log = life("finished", lambda run: None, *resumed)
     assert code == 0, log[-3000:]
     assert "resumed after step" in log
     require_audit(run_dir)
@@ -109,7 +109,7 @@ def test_trap_29_a_diverging_run_ends_with_1_and_keeps_its_last_good_checkpoint(
             tmp_path,
             "diverged",
             *("--num-steps", str(NUM_STEPS + 6), "--checkpoint.resume"),
-            *("--trainer.optimizer.learning-rate", "1e18", "--generator.replicas", "1"),
+            *("--trainer.optimizer.learning-rate", "1e18", *ONE_REPLICA),
         ),
         log=tmp_path / "log",
     )
@@ -125,7 +125,7 @@ def test_tensor_parallel_replicas_and_a_sharded_trainer_run_from_torchrun_over_r
             tmp_path,
             "parallel",
             *("--num-steps", "2"),
-            *("--generator.replicas", "1"),
+            *ONE_REPLICA,
             *("--generator.tensor-parallel", "2"),
             *("--trainer.data-parallel-shard", "2"),
             *("--trainer.threads", "1"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.runs import ROOT, SMALL, TIMEOUT_S, read_metrics, require_audit
+from tests.real.runs import ONE_REPLICA, ROOT, SMALL, TIMEOUT_S, read_metrics, require_audit
 
 SOURCES = (
     "torchtitan_rl",
@@ -113,8 +113,8 @@ def test_a_copied_configuration_runs(bin_dir, wheel, tmp_path):
 
 def test_two_steps_from_the_wheel_in_another_directory(bin_dir, tmp_path):
     run(
-        bin_dir / "torchtitan-rl", "train", "alphabet_sort_tiny", *SMALL, "--num-steps", "2",
-        cwd=tmp_path,
+        bin_dir / "torchtitan-rl", "train", "alphabet_sort_tiny", *SMALL, *ONE_REPLICA,
+        *("--num-steps", "2"), cwd=tmp_path,
     )  # fmt: skip
     run_dir = tmp_path / "outputs" / "alphabet_sort_tiny"
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]

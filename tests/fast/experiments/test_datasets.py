@@ -1,0 +1,94 @@
+"""What holds for the problems of every task here: see `experiments.procedural`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
+from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
+from torchtitan_rl.rollout.task import Dataset, Split
+from torchtitan_rl.types import Problem
+
+# Few possible problems, so that an accidental overlap would be certain.
+TASKS: dict[str, Any] = {
+    "alphabet_sort": AlphabetSortTask(max_turns=1, min_names=1, max_names=1),
+    "calculator_agent": CalculatorAgentTask(two_operations=0.0, max_number=9),
+}
+
+
+@pytest.fixture(params=TASKS)
+def task(request: pytest.FixtureRequest) -> Any:
+    return replace(TASKS[request.param], num_train_problems=20, num_validation_problems=20)
+
+
+def take(source: Dataset, count: int) -> list[Problem]:
+    return [source.next() for _ in range(count)]
+
+
+def ids(problems: list[Problem]) -> list[str]:
+    return [problem.problem_id for problem in problems]
+
+
+def contents(problem: Problem) -> str:
+    """Without what is only told differently."""
+    return problem.data.get("expression") or json.dumps(problem.data)
+
+
+def test_no_problem_of_one_split_is_in_the_other(task: Any) -> None:
+    task = replace(task, num_train_problems=400, num_validation_problems=400)
+    splits: tuple[Split, ...] = ("train", "validation")
+    train, validation = (set(map(contents, take(task.dataset(s, seed=0), 400))) for s in splits)
+    assert train
+    assert validation
+    assert not train & validation
+
+
+def test_a_problem_id_means_the_same_problem_whatever_the_seed(task: Any) -> None:
+    first, second = (
+        {problem.problem_id: problem for problem in take(task.dataset("train", seed=seed), 20)}
+        for seed in (1, 2)
+    )
+    assert first == second
+    assert list(first) != list(second)
+
+
+def test_each_epoch_has_every_problem_once_in_an_order_of_its_own(task: Any) -> None:
+    source = task.dataset("train", seed=0)
+    epochs = [ids(take(source, 20)) for _ in range(3)]
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_the_epoch_is_that_of_the_problem_returned_last(task: Any) -> None:
+    source = replace(task, num_train_problems=3).dataset("train", seed=0)
+    epochs = []
+    for _ in range(7):
+        source.next()
+        epochs.append(source.epoch)
+    assert epochs == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_validation_problems_are_the_same_in_every_run_and_epoch(task: Any) -> None:
+    one, other = task.dataset("validation", seed=1), task.dataset("validation", seed=2)
+    assert take(one, 20) == take(other, 20) == take(one, 20)
+
+
+@pytest.mark.parametrize("taken", [0, 7, 20, 33, 40])
+def test_a_dataset_that_is_resumed_continues_with_the_same_problems(task: Any, taken: int) -> None:
+    source = task.dataset("train", seed=5)
+    take(source, taken)
+    resumed = task.dataset("train", seed=6)  # the saved run's seed holds
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.epoch == source.epoch
+    assert take(resumed, 50) == take(source, 50)
+
+
+def test_a_split_that_does_not_exist_is_refused(task: Any) -> None:
+    """Its problems would be looked for without end."""
+    with pytest.raises(ValueError, match="split is 'evaluation': give one of train, validation"):
+        task.dataset("evaluation", seed=0)
