@@ -102,6 +102,7 @@ class Simulation:
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
+            keeps_requests=True,
         )
         self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns

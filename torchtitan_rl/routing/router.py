@@ -45,7 +45,9 @@ class GeneratorRouter:
     ``reserved`` names replicas that only pins use. ``request_timeout_s`` is the deadline of one
     request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
     swap, of weights by one replica. ``on_ended`` is called at the end of each request that was not
-    refused here, those of pins included.
+    refused here, those of pins included. ``keeps_requests``: where no replica is left, requests
+    wait instead of failing, so that `partials` still has their tokens; whatever runs
+    `wait_until_lost` has to end them.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class GeneratorRouter:
         sync_timeout_s: float = 300.0,
         reserved: Collection[str] = (),
         on_ended: OnEnded | None = None,
+        keeps_requests: bool = False,
     ) -> None:
+        self._keeps_requests = keeps_requests
         self._slots = Slots(replicas, reserved)
         self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
@@ -84,7 +88,7 @@ class GeneratorRouter:
         Raises:
             InvalidRequestError: the replica refused it; other requests are not affected.
             GenerationTimeoutError: it took longer than the request time-out.
-            GenerationError: no replica is left.
+            GenerationError: no replica is left, without ``keeps_requests``.
         """
         return await self._requests.complete(request, self._route(request), on_progress)
 
@@ -252,6 +256,19 @@ class GeneratorRouter:
         """Raises `GenerationError`, with every replica's cause, where none takes requests."""
         self._slots.require_live()
 
+    async def wait_until_lost(self) -> None:
+        """Never return.
+
+        Raises:
+            GenerationError: no replica takes requests any more; with every replica's cause.
+        """
+
+        def never() -> bool:
+            self.require_live()
+            return False
+
+        await self._slots.wait_until(never, key="lost")
+
     def states(self) -> dict[str, ReplicaState]:
         return {slot.name: slot.state for slot in self._slots.all}
 
@@ -295,7 +312,9 @@ class GeneratorRouter:
         def may_go() -> bool:
             if slots.is_paused:
                 return False
-            return slots.index.least(version) is not None or not slots.serving()
+            if slots.index.least(version) is not None:
+                return True
+            return not self._keeps_requests and not slots.serving()
 
         return Route(
             choose=self._choose,
@@ -311,7 +330,8 @@ class GeneratorRouter:
             self._slots.index, self._home(request.session_id), request.min_version
         )
         if index is None:
-            self._slots.require_live()
+            if not self._keeps_requests:
+                self._slots.require_live()
             return None
         self._remember(request.session_id, index)
         return self._slots.all[index]
