@@ -248,7 +248,7 @@ class WeightSync:
             self._crash = task.exception()
             self._slots.notify()
         elif not task.cancelled():
-            self.follow(slot)  # a handle that came between its last look and its end
+            self.follow(slot)  # a newer handle may have come just before the puller ended
 
 
 def _now() -> float:
