@@ -87,12 +87,7 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         assert life.simulation is not None
         able = [one for one in life.simulation.replicas if one.is_sound]
         reserved = life.simulation.replicas[-1:] if life.plan.reserves else []
-        validates = bool(reserved) and not reserved[0].is_sound
-        return (
-            not [one for one in able if one not in reserved]
-            or validates
-            or action in ("late", "slow")
-        )
+        return not [one for one in able if one not in reserved] or action in ("late", "slow")
     if action in ("no_space", "disk_full"):
         return point in ("journal", "rows") or issubclass(
             error, (JournalError, CheckpointError, OutputError)
@@ -272,6 +267,19 @@ def lets_no_rollout_wait(life: Life) -> Iterator[str]:
         yield f"{len(strange)}, such as {strange[0].rollout_id}: {strange[0].status}"
 
 
+def evaluates_the_version_of_the_step(life: Life) -> Iterator[str]:
+    """Alone, whatever happened to the replica that began the evaluation."""
+    if life.simulation is None:
+        return
+    version_of = {row["step"]: row["version"] for row in read_rows(life.root)}
+    for record in life.simulation.recorder.evaluations:
+        rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+        versions = {v for r in rollouts for turn in r.turns for v in turn.completion.versions}
+        due = version_of.get(record.step, record.version)
+        if record.version != due or not versions <= {due}:
+            yield f"step {record.step} is of version {due}, its evaluation of {versions}"
+
+
 def validates_undisturbed(life: Life) -> Iterator[str]:
     """An evaluation's answers do not depend on when it ran."""
     simulation = life.simulation
@@ -327,5 +335,6 @@ _RULES: tuple[Rule, ...] = (
     trains_each_group_once,
     keeps_the_order,
     lets_no_rollout_wait,
+    evaluates_the_version_of_the_step,
     validates_undisturbed,
 )

@@ -1,8 +1,8 @@
 """Evaluation alongside training: fixed problems and seeds, on one pinned policy version.
 
 Invariants: all tokens of an evaluation are of one version. Training does not wait for it, except
-where both need the same replica or devices. An evaluation whose replica dies is repeated once on
-another one.
+where both need the same replica or devices. An evaluation whose replica dies is repeated on another
+one, as long as one holds the same version; else it is left out, with a line on the console.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
@@ -42,7 +42,7 @@ class Evaluator:
         return self._running.is_running
 
     async def start(self, step: int) -> None:
-        """Pin a replica at the version it holds now and evaluate that version in the background.
+        """Pin a replica and evaluate its version, the newest that was synced, in the background.
 
         Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
         """
@@ -67,24 +67,36 @@ class Evaluator:
         await self._running.close()
 
     async def _run(self, step: int) -> None:
-        router, recorder = self._state.parts.router, self._state.recorder
-        groups: tuple[RolloutGroup, ...] = ()
-        for is_retry in (False, True):
-            started_s = time.monotonic()
-            async with router.pin() as pin:
-                self._is_pinned = True
-                self._state.notify()
-                with recorder.phase("evaluation"):
-                    groups = await self._roll_out(pin)
-            if router.states()[pin.replica] is not ReplicaState.DEAD:
-                break
-            if is_retry:
-                raise GenerationError(f"the evaluation after step {step} lost two replicas")
-            recorder.say(f"the evaluation after step {step} lost {pin.replica}: it is repeated")
+        """Evaluate until a replica lives through it; each repetition costs a replica."""
+        recorder = self._state.recorder
+        version: int | None = None
+        while True:
+            num_lost = self._num_lost()
+            try:
+                async with self._state.parts.router.pin() as pin:
+                    if version is not None and pin.version != version:
+                        recorder.say(
+                            f"NO EVALUATION after step {step}: no replica holds version {version} "
+                            "any more"
+                        )
+                        return
+                    version = pin.version
+                    self._is_pinned = True
+                    self._state.notify()
+                    started_s = time.monotonic()
+                    with recorder.phase("evaluation"):
+                        groups = await self._roll_out(pin)
+            except WeightSyncError:  # the reserved replica could not pull the version
+                if self._num_lost() == num_lost:
+                    raise
+            else:
+                if self._state.parts.router.states()[pin.replica] is not ReplicaState.DEAD:
+                    break
+            recorder.say(f"the evaluation after step {step} lost its replica: it is repeated")
         recorder.record_evaluation(
             EvaluationRecord(
                 step=step,
-                version=pin.version,
+                version=version,
                 groups=groups,
                 seconds=time.monotonic() - started_s,
                 success_reward=self._success_reward,
@@ -92,6 +104,10 @@ class Evaluator:
         )
         self._state.evaluated_step = step
         self._state.notify()
+
+    def _num_lost(self) -> int:
+        states = self._state.parts.router.states().values()
+        return sum(state is ReplicaState.DEAD for state in states)
 
     async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
         async with asyncio.TaskGroup() as tasks:
