@@ -64,7 +64,7 @@ class WeightFeed:
         syncs, self._syncs = tuple(self._syncs), []
         return syncs
 
-    def is_evaluated(self, step: int) -> bool:
+    def needs_evaluation(self, step: int) -> bool:
         """Whether an evaluation of this step is due."""
         return self._evaluator.is_due(step)
 
@@ -73,7 +73,7 @@ class WeightFeed:
         self._num_open += 1
         if step.handle is not None:
             self._needed.add(step.handle.version)
-            if self._newest is not None and not self.is_evaluated(self._newest.step):
+            if self._newest is not None and not self.needs_evaluation(self._newest.step):
                 self._release(self._newest)
             self._newest = step
         self._queue.put_nowait(step)
@@ -117,13 +117,13 @@ class WeightFeed:
 
     async def _deliver(self, finished: FinishedStep) -> None:
         await self._devices.wait_until_released()
-        is_evaluated = self.is_evaluated(finished.step)
+        needs_evaluation = self.needs_evaluation(finished.step)
         is_newest = finished is self._newest
-        if finished.handle is not None and (is_evaluated or is_newest):
+        if finished.handle is not None and (needs_evaluation or is_newest):
             if is_newest:
                 self._newest = None
             self._syncs.append(await self._sync(finished.handle))
-        if is_evaluated:
+        if needs_evaluation:
             await self._evaluator.start(finished.step)
         self._release(finished)
 

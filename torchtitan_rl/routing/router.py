@@ -179,23 +179,22 @@ class GeneratorRouter:
         """
         return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
 
-    def pin(self, handle: WeightHandle | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
+    def pin(self) -> AbstractAsyncContextManager[PinnedReplica]:
         """``async with router.pin() as pin``: a live replica that is kept out of pulls.
 
-        It is a reserved replica while one lives, which is brought to ``handle`` or, without one,
-        to the newest synced weights; else the least loaded of those with the newest weights, which
-        goes on serving others.
+        It is a reserved replica while one lives, which is first brought to the newest synced
+        weights; else the least loaded of those with the newest weights, which goes on serving
+        others.
 
         Raises (on entering):
             GenerationError: no replica is left.
-            WeightSyncError: the replica could not be brought to ``handle``.
+            WeightSyncError: the reserved replica could not be brought to those weights.
             DeadlineError: none was free within the request time-out.
         """
         return pin_replica(
             self._slots,
             self._weights,
             self._complete_on,
-            handle=handle,
             timeout_s=self._request_timeout_s,
         )
 
@@ -224,8 +223,8 @@ class GeneratorRouter:
         """
 
         def holds() -> bool:
-            self.require_live()
-            return any(slot.version >= version for slot in self._slots.serving())
+            self.require_unreserved()
+            return any(slot.version >= version for slot in self._slots.live_unreserved())
 
         key = ("version", version)
         if not await self._slots.wait_until(holds, timeout_s=timeout_s, key=key):
@@ -248,9 +247,9 @@ class GeneratorRouter:
             slot.note_sampled(stats.generated_tokens)
         return stats
 
-    def require_live(self) -> None:
-        """Raises `GenerationError`, with every replica's cause, where none takes requests."""
-        self._slots.require_live()
+    def require_unreserved(self) -> None:
+        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
+        self._slots.require_unreserved()
 
     def states(self) -> dict[str, ReplicaState]:
         return {slot.name: slot.state for slot in self._slots.all}
@@ -295,7 +294,7 @@ class GeneratorRouter:
         def may_go() -> bool:
             if slots.is_paused:
                 return False
-            return slots.index.least(version) is not None or not slots.serving()
+            return slots.index.least(version) is not None or not slots.live_unreserved()
 
         return Route(
             choose=self._choose,
@@ -311,7 +310,7 @@ class GeneratorRouter:
             self._slots.index, self._home(request.session_id), request.min_version
         )
         if index is None:
-            self._slots.require_live()
+            self._slots.require_unreserved()
             return None
         self._remember(request.session_id, index)
         return self._slots.all[index]
