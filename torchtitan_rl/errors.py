@@ -25,7 +25,7 @@ class GenerationError(TorchtitanRLError):
 
 
 class InvalidRequestError(GenerationError):
-    """A request was refused before it reached an engine; it fails alone."""
+    """A request was refused, by the router, the engine loop or the engine; it fails alone."""
 
 
 class RequestGivenUpError(InvalidRequestError):

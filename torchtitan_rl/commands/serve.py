@@ -109,5 +109,5 @@ async def _first_of(*waits: Any) -> None:
 async def wait_until_no_replica(router: GeneratorRouter) -> None:
     """Raises `GenerationError`, with every replica's cause, once none is left."""
     while True:
-        router.require_live()
+        router.require_unreserved()
         await asyncio.sleep(_LOOK_S)

@@ -1,8 +1,8 @@
 """A run from torchrun: ``torchrun --nproc-per-node=1 -m torchtitan_rl.commands.torchrun CONFIG``.
 
 torchrun starts one launcher process; the run's own processes are Monarch's, as with
-``torchtitan-rl train``. The launcher's exit code is the run's. torchrun makes 1 of every code but
-0: its report has the run's own as ``exitcode``. It forwards SIGINT and SIGTERM, prints a traceback
+``torchtitan-rl train``. The launcher's exit code is the run's. torchrun exits with 1 for any
+failure; its error report shows the real code. It forwards SIGINT and SIGTERM, prints a traceback
 of its own (``SignalException``), and kills what is left after ``--shutdown-timeout`` (30 s), which
 a step and its checkpoint must fit in.
 """

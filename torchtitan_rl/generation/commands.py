@@ -2,7 +2,8 @@
 
 A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
 its answer travels back. To add one, define it here, issue it in the router and execute it in the
-loop: nothing in between knows commands.
+loop; the transport in between carries every command alike. Where all ranks must apply it at the
+same point it also becomes a `LoopDecision`: `Inbox.ask` queues it and `decide` orders it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Compute a prompt that several requests share once."""
     max_steps_per_decision: int = 4
-    """Engine steps between two looks at the inbox. More steps cost fewer broadcasts between ranks;
+    """Engine steps between two checks of the inbox. More steps cost fewer broadcasts between ranks;
     fewer steps admit new requests sooner."""
     collective_timeout_s: float = 1800.0
     """Seconds for one exchange between a replica's ranks."""
@@ -35,7 +35,8 @@ class GeneratorConfig(EngineConfig):
     """The replicas that generate: how many, how large, and when one counts as lost."""
 
     replicas: int = 2
-    """Number of vLLM engines. Each holds the whole policy."""
+    """Number of replicas. Each holds the whole policy, on ``tensor_parallel`` ranks with an engine
+    each."""
     tensor_parallel: int = 1
     """Ranks of each replica."""
     heartbeat_s: float = 60.0
@@ -54,8 +55,8 @@ class GeneratorConfig(EngineConfig):
 class LoopConfig:
     """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
     it well below the time-out of the channel. ``version``: of the weights the engine starts with.
-    Listeners are told of progress every ``stream_interval_s`` or, where they do not stream, every
-    ``progress_interval_s`` at most.
+    Progress is reported every ``stream_interval_s`` to listeners that stream, and every
+    ``progress_interval_s`` to others.
     """
 
     name: str = "replica"

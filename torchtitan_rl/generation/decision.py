@@ -73,16 +73,13 @@ class KvPolicy:
         return self.recompute_running and running > 0
 
 
-def kv_policy_errors(
-    *, resets: bool, recomputes: bool, drains: bool = False, is_batch_invariant: bool = False
-) -> list[str]:
+def kv_policy_errors(*, resets: bool, recomputes: bool, drains: bool = False) -> list[str]:
     """Contradictory combinations, one message each; ``drains``: weight_sync.mode."""
     if resets:
         return []
     needs_reset = {
         "weight_sync.recompute_running_on_pull = True": recomputes,
         'weight_sync.mode = "drain"': drains,
-        "a batch-invariant run": is_batch_invariant,
     }
     return [
         f"weight_sync.reset_prefix_cache_on_pull = False contradicts {what}: set it to True"

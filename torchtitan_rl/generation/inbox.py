@@ -34,7 +34,8 @@ from torchtitan_rl.generation.futures import uncancellable_future
 class Queued:
     """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet.
 
-    ``powers``: the sleeps and wake-ups that have not, in order; ``power`` is what they leave from.
+    ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
+    them.
     """
 
     must_close: bool = False
@@ -232,7 +233,7 @@ class Inbox:
             self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
             self._queued = replace(rest, admissions=(), aborts=())
             waiting = self._waiters[decision.action]
-            # Sleeps and wake-ups are applied one by one, other commands together with their equals.
+            # One sleep or wake-up is answered at a time; of other commands all that wait.
             count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
             self._answering = waiting[:count]
             self._waiters[decision.action] = waiting[count:]

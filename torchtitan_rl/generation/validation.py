@@ -1,7 +1,8 @@
 """Refuses a request that its engine could not serve, before it reaches the engine.
 
-What passes here must be accepted by every engine: a request that fails inside an engine ends the
-loop with all its requests.
+An engine may still refuse what passes here (its options, a grammar) when the request is admitted:
+`EngineLoop` then fails that request alone. An error inside of an engine step, however, ends the
+loop with all its requests, so what could raise one there must be refused here or at admission.
 """
 
 from __future__ import annotations

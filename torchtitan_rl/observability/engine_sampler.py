@@ -29,7 +29,7 @@ class EngineSampler:
         interval_s: float = 0.25,
         timeout_s: float = 5.0,
     ) -> None:
-        """``reserved`` replicas, which only validate, do not count as idle generators."""
+        """``reserved`` replicas, which only evaluate, do not count as idle generators."""
         self._read = read
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s

@@ -40,8 +40,8 @@ class JsonLines:
 
     Args:
         resume_step: None starts the file anew; a number keeps the lines up to this step.
-        is_step: tells lines that come in the order of their steps from those that may come later
-            (an evaluation's); where one is found at or before ``resume_step``, all before it stay.
+        is_step: True for lines that are written in step order (an evaluation's are not). Cutting
+            back stops at the first such line at or before ``resume_step``.
         max_bytes: of a file, but for its last line.
 
     Raises:

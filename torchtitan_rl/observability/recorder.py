@@ -88,11 +88,11 @@ class RunRecorder:
         self._tracer.close()
 
     def watch_engines(self, sampler: EngineSampler) -> None:
-        """Take the engines' metrics from there, from now on."""
+        """Add this sampler's metrics to each step's row."""
         self._engines = sampler
 
     def watch_endpoint(self, take: Callable[[], Mapping[str, float]]) -> None:
-        """Take the endpoint's metrics since the last step from there, from now on."""
+        """Add the endpoint's metrics since the last step, from ``take``, to each step's row."""
         self._take_endpoint = take
 
     def summarize(self, ending: str, *, resume_command: str) -> list[str]:

@@ -1,19 +1,20 @@
 """How many groups may be live at once so that no token gets too old, with the proof. Pure.
 
-With P groups a step, staleness cap S and look-ahead window W, the buffer holds B groups:
+With P groups a step, staleness cap S and at most K younger groups that may overtake a slow one
+(``schedule.window`` times P), the buffer holds B groups:
 
-    B = (S + 1) P - W + 1        for S >= 1
+    B = (S + 1) P - K        for S >= 1
 
 **Why that bounds the age.** A group is admitted when the newest trained version is a, and its
 tokens are sampled by replicas that hold a or a newer version. Slots are freed when a batch has been
 trained, so at its admission at most B - 1 other groups are not yet trained. All of them may be
-trained before it, and at most W - 1 groups that were admitted later may overtake it. Batches have
-P groups, so at most (B - 1 + W - 1) // P whole batches are trained between its admission and its
-own, and it is trained at a version of at most a + (B + W - 2) // P = a + ((S + 1) P - 1) // P
-= a + S. Discarding a group only brings others forward.
+trained before it, and at most K groups that were admitted later may overtake it. Batches have P
+groups, so at most (B - 1 + K) // P whole batches are trained between its admission and its own, and
+it is trained at a version of at most a + (B - 1 + K) // P = a + ((S + 1) P - 1) // P = a + S.
+Discarding a group only brings others forward.
 
-At S = 0 a group that was overtaken cannot be trained any more. There B = P + W - 1 groups start,
-the first P to finish are trained, and the others are rolled out again under the new weights.
+At S = 0 a group that was overtaken cannot be trained any more. There B = P + K groups start, the
+first P to finish are trained, and the others are rolled out again under the new weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Capacity:
 
     groups_per_step: int  # P
     staleness: int  # S
-    window: int  # W: a group may be overtaken by W - 1 younger ones
+    max_overtakers: int  # K: so many younger groups may overtake a group
     buffer: int  # B: admitted and not yet trained
 
     def describe(self) -> str:
@@ -41,12 +42,12 @@ class Capacity:
             )
         return (
             f"schedule: tokens at most {self.staleness} versions old, {self.buffer} groups under "
-            f"way, {self.groups_per_step} a step, at most {self.window - 1} overtake a slow one"
+            f"way, {self.groups_per_step} a step, at most {self.max_overtakers} overtake a slow one"
         )
 
 
 def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> Capacity:
-    """``window`` is the share of ``groups_per_step`` that may overtake a group.
+    """The arguments are those of the configuration: ``window`` is a share of ``groups_per_step``.
 
     Raises:
         ValueError: `capacity_errors` names the reason.
@@ -54,15 +55,15 @@ def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> C
     errors = capacity_errors(groups_per_step=groups_per_step, staleness=staleness, window=window)
     if errors:
         raise ValueError("; ".join(errors))
-    overtakers = int(window * groups_per_step)
+    max_overtakers = int(window * groups_per_step)
     if staleness == 0:
-        buffer = groups_per_step + overtakers
+        buffer = groups_per_step + max_overtakers
     else:
-        buffer = (staleness + 1) * groups_per_step - overtakers
+        buffer = (staleness + 1) * groups_per_step - max_overtakers
     return Capacity(
         groups_per_step=groups_per_step,
         staleness=staleness,
-        window=overtakers + 1,
+        max_overtakers=max_overtakers,
         buffer=buffer,
     )
 
@@ -74,7 +75,7 @@ def capacity_errors(*, groups_per_step: int, staleness: int, window: float) -> l
         errors.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
     if staleness < 0:
         errors.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
-    # A larger window leaves no room in the buffer for a whole batch and the groups it overtakes.
+    # A larger share leaves no room in the buffer for a whole batch and the groups it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
     if not 0.0 <= window <= most:
         errors.append(

@@ -84,7 +84,7 @@ class Consumer:
                     await self._checkpointer.save()
                 self._reconciliation.start()
             is_next_ready = not is_last and state.buffer.has_batch
-            if not is_next_ready or self._feed.is_evaluated(state.step):
+            if not is_next_ready or self._feed.needs_evaluation(state.step):
                 self._devices.release()
 
     async def _next_batch(self) -> tuple[RolloutGroup, ...]:
@@ -126,7 +126,7 @@ class Consumer:
                 state.waits.track("the trainer publishes"),
             ):
                 handle = await self._parts.trainer.publish(self._feed.needed_versions)
-        self._feed.put(FinishedStep(step=state.step, handle=handle))
+        self._feed.put(FinishedStep(step=state.step, version=state.version, handle=handle))
         state.notify()
 
     async def _train_on(
@@ -149,7 +149,7 @@ class Consumer:
                 return tokens, await self._parts.trainer.train_step(batch)
 
     def _note_empty_batch(self, step: int) -> None:
-        self._parts.router.require_live()
+        self._parts.router.require_unreserved()
         self._empty_batches += 1
         self._recorder.say(f"step {step} has no token to train on; its weights stay")
         if self._empty_batches >= self._config.schedule.max_empty_batches:

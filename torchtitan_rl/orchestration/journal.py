@@ -103,8 +103,8 @@ class Journal:
         self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
 
     def next_mark(self) -> int:
-        """Write and return the mark of one more checkpoint of the same step: it holds the turns
-        before the mark. If the mark cannot be written, no later turn can be either."""
+        """Write and return the mark of one more checkpoint of the same step. Turns before the mark
+        are in that checkpoint. If writing fails, the journal is closed."""
         self.mark += 1
         with contextlib.suppress(JournalError):
             self._write({"mark": self.mark})

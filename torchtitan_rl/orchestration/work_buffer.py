@@ -228,7 +228,7 @@ class WorkBuffer:
 
     def _max_overtaken(self, entry: Entry) -> float:
         if self._capacity.staleness > 0:
-            return self._capacity.window - 1
+            return self._capacity.max_overtakers
         # A group that was restarted once is in the next batch; otherwise short answers would
         # always win.
         return 0 if entry.restarts else math.inf

@@ -95,7 +95,8 @@ class ActiveTime:
 
     def _look(self, running: _Running, due_s: float) -> None:
         late_s = self._loop_s() - due_s
-        if late_s > STOOD_STILL_S:  # this process did: what was answered meanwhile comes first
+        if late_s > STOOD_STILL_S:
+            # The process was suspended: credit that time, and handle pending answers first.
             self._paused_s += late_s + STOOD_STILL_S
             self._reschedule()
         else:

@@ -211,7 +211,7 @@ class ConnectedReplica(Generic[PeerT]):
         if call is None:
             return
         if call.is_aborted:
-            # An abort that has not left must not meet a later request of this id.
+            # Drop an unsent abort, so that it cannot hit a later request with this id.
             self._connection.discard(lambda one: one == Abort(call_id=end.call_id))
         if not call.has_returned:
             self._returning.add(call)

@@ -45,7 +45,7 @@ async def resume_replicas(slots: Slots) -> None:
     """See `GeneratorRouter.resume`."""
     if not slots.is_paused:
         return
-    # A drained replica that was given nothing back yet swaps its weights first.
+    # Wait until emptied replicas with a pending swap have swapped.
     await slots.wait_until(
         lambda: (
             not any(
@@ -63,8 +63,8 @@ async def resume_replicas(slots: Slots) -> None:
 
 
 async def leave_to_pin(slots: Slots, slot: Slot) -> None:
-    """Let a replica that was pinned after a pause began serve its pin, where the pause spares
-    pins: else a sync that waits for the pin to end would keep the pause from ending."""
+    """If the current pause leaves pinned replicas running, resume this one, which was pinned after
+    the pause began. Otherwise its pin, and any sync waiting for it, could never end."""
 
     def has_stopped() -> bool:
         return slot.is_emptied or not slot.is_stopped or not slot.is_live
@@ -108,7 +108,7 @@ def _stop(slots: Slots, stopped: list[Slot], *, stops_clock: bool = True) -> Non
 
 async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
     await slots.wait_until(lambda: slot.state is not ReplicaState.SYNCING)
-    await asyncio.sleep(0)  # a sync that waits for this very swap sees it before it is undone
+    await asyncio.sleep(0)  # a waiting sync must see the new version before it is reset
     slots.set_version(slot, NO_WEIGHTS)
     if await _execute(slots, slot, Sleep(), "fall asleep", timeout_s):
         slot.is_emptied = True

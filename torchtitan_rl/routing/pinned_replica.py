@@ -17,7 +17,6 @@ from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import LOSSES, WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest
-from torchtitan_rl.weights.handle import WeightHandle
 
 CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
 """Complete a request on this slot or not at all."""
@@ -74,15 +73,15 @@ async def pin_replica(
     weights: WeightSync,
     complete_on: CompleteOn,
     *,
-    handle: WeightHandle | None,
+    version: int | None,
     timeout_s: float,
 ) -> AsyncIterator[PinnedReplica]:
     """See `GeneratorRouter.pin`."""
-    slot = await _take(slots, handle, timeout_s)
+    slot = await _take(slots, version, timeout_s)
     pin: PinnedReplica | None = None
     try:
         await leave_to_pin(slots, slot)
-        await _prepare(slots, weights, slot, handle)
+        await _prepare(slots, weights, slot)
         pin = PinnedReplica(slot, complete_on)
         yield pin
     finally:
@@ -93,14 +92,14 @@ async def pin_replica(
         weights.follow(slot)
 
 
-async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> Slot:
+async def _take(slots: Slots, version: int | None, timeout_s: float) -> Slot:
     """Mark a free slot as pinned, once there is one."""
     free: Slot | None = None
 
     def find() -> bool:
         nonlocal free
-        slots.require_live()
-        free = _free_slot(slots, handle)
+        slots.require_unreserved()
+        free = _free_slot(slots, version)
         return free is not None
 
     if not await slots.wait_until(find, timeout_s=timeout_s) or free is None:
@@ -112,45 +111,35 @@ async def _take(slots: Slots, handle: WeightHandle | None, timeout_s: float) -> 
     return free
 
 
-def _free_slot(slots: Slots, handle: WeightHandle | None) -> Slot | None:
-    """The reserved replica while one lives, else of the newest replicas the least loaded.
-
-    A shared one serves requests with a ``min_version``, so it never returns to an older ``handle``.
-    """
-    candidates = slots.reserved() or slots.serving()
-    if handle is not None and not slots.reserved():
-        candidates = [slot for slot in candidates if slot.version <= handle.version]
-        if not candidates:
-            raise WeightSyncError(
-                f"version {handle.version} cannot be pinned: all replicas hold newer ones"
-            )
+def _free_slot(slots: Slots, version: int | None) -> Slot | None:
+    """The reserved replica while one lives; else, of those with ``version`` or the next newer one
+    (None: with the newest), the least loaded."""
     free = [
         slot
-        for slot in candidates
+        for slot in slots.reserved() or slots.live_unreserved()
         if not slot.is_pinned
         and slot.state is ReplicaState.SERVING
         and (slot.is_reserved or slot.version != NO_WEIGHTS)
     ]
-    return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
+    if version is None:
+        return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
+    free = [slot for slot in free if slot.is_reserved or slot.version >= version]
+    return min(free, key=lambda s: (s.version, s.outstanding_tokens, s.index), default=None)
 
 
-async def _prepare(
-    slots: Slots, weights: WeightSync, slot: Slot, handle: WeightHandle | None
-) -> None:
-    target = weights.newest if handle is None and slot.is_reserved else handle
-    if target is None:
-        newest = weights.newest
-        slot.pinned_weights = (
-            newest if newest is not None and newest.version == slot.version else None
-        )
+async def _prepare(slots: Slots, weights: WeightSync, slot: Slot) -> None:
+    """Bring a reserved replica to the newest weights; note from where they can be fetched again."""
+    newest = weights.newest
+    if newest is None or not (slot.is_reserved or slot.version == newest.version):
+        slot.pinned_weights = None
         return
-    slot.pinned_weights = target
+    slot.pinned_weights = newest
     try:
-        await weights.bring(slot, target)
+        await weights.bring(slot, newest)
     except LOSSES as error:
         slots.mark_dead(slot, error)
         raise WeightSyncError(
-            f"{slot.name} could not be brought to version {target.version} for a pin: {error}"
+            f"{slot.name} could not be brought to version {newest.version} for a pin: {error}"
         ) from error
 
 

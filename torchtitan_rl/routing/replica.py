@@ -35,7 +35,7 @@ class Replica(Protocol):
         *,
         streams: bool = False,
     ) -> Completion:
-        """``on_progress`` is told what has been sampled meanwhile: every few milliseconds where
+        """``on_progress`` gets the tokens sampled since its last call: every few milliseconds where
         it ``streams``, else about every second.
 
         Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
@@ -55,8 +55,8 @@ class Replica(Protocol):
     ) -> T:
         """Have the engine loop execute a command; returns its answer.
 
-        ``on_answer`` is given the same when every call of `generate` that had ended by then has
-        returned or raised, and none that ended later has; it must not raise.
+        ``on_answer`` gets the answer after all calls of `generate` that ended earlier have returned
+        or raised, and before any that ends later does; it must not raise.
         """
         ...
 

@@ -183,23 +183,24 @@ class GeneratorRouter:
         """
         return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
 
-    def pin(self, handle: WeightHandle | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
+    def pin(self, version: int | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
         """``async with router.pin() as pin``: a live replica that is kept out of pulls.
 
-        It is a reserved replica while one lives, which is brought to ``handle`` or, without one,
-        to the newest synced weights; else the least loaded of those with the newest weights, which
-        goes on serving others.
+        It is a reserved replica while one lives, which is first brought to the newest synced
+        weights; else the least loaded of those with the newest weights, which goes on serving
+        others. Given a ``version``, it is one with this version, or the next newer one that a
+        replica holds; it waits for a replica that lags behind.
 
         Raises (on entering):
             GenerationError: no replica is left.
-            WeightSyncError: the replica could not be brought to ``handle``.
+            WeightSyncError: the reserved replica could not be brought to those weights.
             DeadlineError: none was free within the request time-out.
         """
         return pin_replica(
             self._slots,
             self._weights,
             self._complete_on,
-            handle=handle,
+            version=version,
             timeout_s=self._request_timeout_s,
         )
 
@@ -228,8 +229,8 @@ class GeneratorRouter:
         """
 
         def holds() -> bool:
-            self.require_live()
-            return any(slot.version >= version for slot in self._slots.serving())
+            self.require_unreserved()
+            return any(slot.version >= version for slot in self._slots.live_unreserved())
 
         key = ("version", version)
         if not await self._slots.wait_until(holds, timeout_s=timeout_s, key=key):
@@ -252,9 +253,9 @@ class GeneratorRouter:
             slot.note_sampled(stats.generated_tokens)
         return stats
 
-    def require_live(self) -> None:
-        """Raises `GenerationError`, with every replica's cause, where none takes requests."""
-        self._slots.require_live()
+    def require_unreserved(self) -> None:
+        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
+        self._slots.require_unreserved()
 
     async def wait_until_lost(self) -> None:
         """Never return.
@@ -264,7 +265,7 @@ class GeneratorRouter:
         """
 
         def never() -> bool:
-            self.require_live()
+            self.require_unreserved()
             return False
 
         await self._slots.wait_until(never, key="lost")
@@ -314,7 +315,7 @@ class GeneratorRouter:
                 return False
             if slots.index.least(version) is not None:
                 return True
-            return not self._keeps_requests and not slots.serving()
+            return not self._keeps_requests and not slots.live_unreserved()
 
         return Route(
             choose=self._choose,
@@ -331,7 +332,7 @@ class GeneratorRouter:
         )
         if index is None:
             if not self._keeps_requests:
-                self._slots.require_live()
+                self._slots.require_unreserved()
             return None
         self._remember(request.session_id, index)
         return self._slots.all[index]

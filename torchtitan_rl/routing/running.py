@@ -1,12 +1,12 @@
 """Requests that are being completed, each in as many pieces as it takes.
 
 Invariants: the load of a piece is released on every exit path; a piece that came back aborted is
-continued unless its caller asked for the abort; a piece ends before its request does, cancelled or
-timed out or not, so that all its tokens are known, and at once where its replica dies; a lost
-replica costs the tokens since the last report (every second, within milliseconds where the caller
-streams, and at each `snapshot`); one bad request cannot crash every engine; a deadline counts only
-time in which its request could run. `on_ended` is called once for each request that is not refused
-here.
+continued unless its caller asked for the abort; a request returns, cancelled or timed out or not,
+only after its running piece has ended, so all its tokens are known; when the replica dies the piece
+ends immediately; a lost replica costs the tokens since the last report (every second, within
+milliseconds where the caller streams, and at each `partials`); a request under which two engine
+loops failed is given to no third; a deadline counts only time in which its request could run.
+`on_ended` is called once for each request that is not refused here.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _END_TIMEOUT_S = 900.0  # until the aborted piece has ended
 _MAX_ENGINE_FAILURES = 2  # under one request
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
-"""Hears of a request that has ended: all that is known of its completion, ``resume_from`` included,
-and whether its caller is given that. Called right before the call returns or raises; must not
-raise."""
+"""Called with a request that has ended, the completion as far as it was received (``resume_from``
+included), and whether its caller gets that completion. Called right before the call returns or
+raises; must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,9 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """``deadline_s`` is in the route's active time; ``piece_id`` is the id on ``slot``'s engine,
-    and ``sampling`` what it is sampled by, which ``is_sent`` once the replica may have it."""
+    """One request. ``deadline_s`` is in the route's active time. ``piece_id`` is the id of the
+    running piece on ``slot``'s engine, and ``sampling`` the task that waits for it; ``is_sent`` is
+    True once the replica may have received it."""
 
     request: GenerationRequest
     route: Route
@@ -168,8 +169,8 @@ class RunningRequests:
                 return tokens.so_far
 
     def _refuse_poison(self, running: _Running, error: ReplicaError) -> None:
-        """Keep a request under which engine after engine fails from those that are left."""
-        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._slots.serving():
+        """Refuse a request during which two engine loops have failed."""
+        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._slots.live_unreserved():
             raise GenerationError(
                 f"request {running.request.request_id}: {running.engine_failures} engines failed "
                 f"while they had it, so no other is given it; the last: {error}"
@@ -208,11 +209,11 @@ class RunningRequests:
         return f"its {self._timeout_s:.0f} s{pauses}"
 
     async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
-        """Have one piece sampled. However this ends, the piece has ended, too."""
+        """Have one piece sampled. When this returns or raises, the piece no longer runs."""
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._slots.add_request(slot, num_tokens)
         running.slot, running.piece_id, running.is_sent = slot, piece.request_id, False
-        # In a task of its own: what comes back is taken even where this one is cancelled just then.
+        # In a task of its own, so that its result is recorded even if this one is cancelled.
         sampling = asyncio.create_task(
             self._sample(slot, piece, running), name=f"{piece.request_id} on {slot.name}"
         )
@@ -224,7 +225,7 @@ class RunningRequests:
         except TimeoutError as error:
             await self._end_piece(running, slot, sampling)
             if running.tokens.so_far.finish_reason is not FinishReason.ABORT:
-                return  # by itself, meanwhile
+                return  # it completed normally before the abort arrived
             raise GenerationTimeoutError(
                 f"request {running.request.request_id} was not completed by replica {slot.name} "
                 f"within {self._limit(running)}"

@@ -99,8 +99,8 @@ class Slots:
     def live(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live]
 
-    def serving(self) -> list[Slot]:
-        """The live ones that ordinary requests may go to."""
+    def live_unreserved(self) -> list[Slot]:
+        """Those that ordinary requests may go to, now or after a swap of weights."""
         return [slot for slot in self.all if slot.is_live and not slot.is_reserved]
 
     def reserved(self) -> list[Slot]:
@@ -180,10 +180,12 @@ class Slots:
                 self.mark_dead(slot, lost)
         return None
 
-    def require_live(self) -> None:
-        """Raises `GenerationError`, with every cause, where no replica takes requests any more."""
-        if not self.serving():
-            raise GenerationError(f"no replica is left: {self.failure_summary()}")
+    def require_unreserved(self) -> None:
+        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
+        if not self.live_unreserved():
+            names = ", ".join(slot.name for slot in self.reserved())
+            exception = f" but the reserved {names}" if names else ""
+            raise GenerationError(f"no replica is left{exception}: {self.failure_summary()}")
 
     def failure_summary(self) -> str:
         return "; ".join(

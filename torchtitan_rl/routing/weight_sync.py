@@ -96,14 +96,14 @@ class WeightSync:
             raise self._crash
         if self._is_closed:
             raise WeightSyncError(f"version {handle.version}: the router is closed")
-        if not self._slots.serving():
+        if not self._slots.live_unreserved():
             raise WeightSyncError(
                 f"no replica holds version {handle.version}: {self._slots.failure_summary()}"
             )
         return self._report(handle.version)
 
     def follow_all(self) -> None:
-        for slot in self._slots.serving():
+        for slot in self._slots.live_unreserved():
             self.follow(slot)
 
     def follow(self, slot: Slot) -> None:
@@ -138,13 +138,13 @@ class WeightSync:
         """Whether all slots that are not pinned hold it; where all are pinned, whether one does."""
         if self._is_closed or self._crash is not None:
             return True
-        live = self._slots.serving()
+        live = self._slots.live_unreserved()
         if any(slot.version < version for slot in live if not slot.is_pinned):
             return False
         return not live or any(slot.version >= version for slot in live)
 
     def _report(self, version: int) -> SyncReport:
-        live = self._slots.serving()
+        live = self._slots.live_unreserved()
         behind = [slot for slot in live if slot.version < version]
         is_waiting_for_pin = len(behind) == len(live) and all(slot.is_pinned for slot in live)
         lagging = [slot for slot in behind if is_waiting_for_pin or not slot.is_pinned]
@@ -218,7 +218,11 @@ class WeightSync:
         """Wait until no other replica is swapping, at most for the lag time-out."""
         await self._slots.wait_until(
             lambda: (
-                not any(other.is_swapping for other in self._slots.serving() if other is not slot)
+                not any(
+                    other.is_swapping
+                    for other in self._slots.live_unreserved()
+                    if other is not slot
+                )
             ),
             timeout_s=self._lag_timeout_s,
         )
@@ -248,7 +252,7 @@ class WeightSync:
             self._crash = task.exception()
             self._slots.notify()
         elif not task.cancelled():
-            self.follow(slot)  # a handle that came between its last look and its end
+            self.follow(slot)  # a newer handle may have come just before the puller ended
 
 
 def _now() -> float:

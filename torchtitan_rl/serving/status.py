@@ -58,7 +58,7 @@ class StatusReader:
 
     def _cause(self) -> str:
         try:
-            self._router.require_live()
+            self._router.require_unreserved()
         except GenerationError:
             return "no replica is left"  # the causes are in the controller's log, not for clients
         return ""

@@ -14,7 +14,8 @@ class WeightSyncConfig:
     """``hot_swap`` continues running requests under the new weights; ``drain`` waits until they
     have ended."""
     transport: Literal["auto", "shared_memory", "rdma"] = "auto"
-    """``auto`` is shared memory if trainer and replicas run on one host, else RDMA."""
+    """``auto`` is shared memory if trainer and replicas run on one host, as they do today, else
+    RDMA."""
     reset_prefix_cache_on_pull: bool = True
     """False serves new requests from prefixes that were cached under older weights."""
     recompute_running_on_pull: bool = True
@@ -22,6 +23,7 @@ class WeightSyncConfig:
     order: Literal["together", "one_by_one"] = "together"
     """Whether all replicas pull at the same time or one after the other."""
     lag_timeout_s: float = 30.0
-    """Longest time that training waits for a slow replica, in seconds; the replica pulls later."""
+    """Longest time that a weight sync waits for slow replicas, in seconds; they pull later. The
+    next sync begins after this one. Colocated runs wait without this limit."""
     timeout_s: float = 300.0
     """Deadline of one replica's pull, in seconds; a replica that misses it is dead."""

@@ -52,13 +52,13 @@ def test_the_defaults_leave_a_long_generation_its_hour() -> None:
         (
             {"rollout__rollout_timeout_s": 8000.0},
             "schedule.max_wait_s is 7200.0: give more than rollout.rollout_timeout_s (8000.0), or "
-            "it ends healthy work",
+            "it ends work that is not stuck",
         ),
         (
             {"schedule__max_wait_s": 50.0},
             "schedule.max_wait_s is 50.0: give more than schedule.report_wait_s (60.0) and "
             "rollout.rollout_timeout_s (3600.0) and weight_sync.timeout_s (300.0), or it ends "
-            "healthy work",
+            "work that is not stuck",
         ),
     ],
 )

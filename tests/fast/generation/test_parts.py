@@ -178,14 +178,14 @@ def test_every_error_of_a_request_is_named_at_once() -> None:
         validate_request(bad, LIMITS, ())
 
 
-def test_recomputing_drain_and_batch_invariance_require_the_cache_reset() -> None:
+def test_recomputing_and_drain_require_the_cache_reset() -> None:
     with pytest.raises(ConfigError, match="recompute_running_on_pull"):
         KvPolicy(reset_prefix_cache=False)
     KvPolicy(reset_prefix_cache=False, recompute_running=False)
     kept = partial(kv_policy_errors, resets=False, recomputes=False)
     assert kept() == []
-    assert len(kept(drains=True, is_batch_invariant=True)) == 2
-    assert kept(resets=True, drains=True, is_batch_invariant=True) == []
+    assert len(kept(drains=True)) == 1
+    assert kept(resets=True, drains=True) == []
 
 
 def test_a_scripted_request_resumed_from_its_tokens_samples_what_it_would_have() -> None:

@@ -60,8 +60,8 @@ def test_the_capacity_follows_from_staleness_and_window(
     capacity = derive_capacity(groups_per_step=8, staleness=staleness, window=window)
     assert capacity.buffer == expected
     if staleness:
-        assert (capacity.buffer + capacity.window - 2) // 8 == staleness
-        assert (capacity.buffer + 1 + capacity.window - 2) // 8 == staleness + 1  # not one more
+        assert (capacity.buffer - 1 + capacity.max_overtakers) // 8 == staleness
+        assert (capacity.buffer + capacity.max_overtakers) // 8 == staleness + 1  # not one more
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_batch_is_taken_in_order_of_admission_whatever_finished_first() -> Non
 
 
 def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -> None:
-    work = buffer(groups_per_step=2, staleness=2, window=1.0)  # W = 3: two may overtake
+    work = buffer(groups_per_step=2, staleness=2, window=1.0)  # two may overtake
     fill(work)
     work.finish(group("g1"))
     work.finish(group("g2"))

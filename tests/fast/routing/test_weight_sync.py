@@ -188,7 +188,7 @@ async def test_with_one_replica_a_sync_waits_for_the_pin_or_lags():
 
 
 @on_event_loop
-async def test_a_reserved_replica_serves_pins_alone_at_the_version_they_ask_for():
+async def test_a_reserved_replica_serves_pins_alone_at_the_newest_version():
     shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
     router = GeneratorRouter([shared, reserved], reserved=("reserved",))
     await asyncio.gather(*(router.generate(request(str(i))) for i in range(4)))
@@ -196,8 +196,6 @@ async def test_a_reserved_replica_serves_pins_alone_at_the_version_they_ask_for(
     assert (reserved.served, reserved.pulled) == ([], [])
     async with router.pin() as pin:
         assert (pin.replica, pin.version) == ("reserved", 3)
-    async with router.pin(handle(2)) as pin:
-        assert (pin.replica, pin.version) == ("reserved", 2)
     with pytest.raises(ConfigError, match="not all"):
         GeneratorRouter([shared], reserved=("shared",))
 
@@ -213,10 +211,31 @@ async def test_a_pin_whose_replica_dies_fails_its_calls_and_the_next_takes_anoth
                 await pin.generate(request(name))
     async with router.pin() as pin:
         assert pin.replica == "r1"
-    replicas[1].refuses_weights = True
-    with pytest.raises(WeightSyncError, match="could not be brought to version 5"):
-        async with router.pin(handle(5)):
+
+
+@on_event_loop
+async def test_a_reserved_replica_that_refuses_the_newest_weights_is_dead_and_pins_use_others():
+    shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
+    reserved.refuses_weights = True
+    router = GeneratorRouter([shared, reserved], reserved=("reserved",))
+    await router.sync_weights(handle(5), mode="hot_swap")
+    with pytest.raises(WeightSyncError, match="reserved could not be brought to version 5"):
+        async with router.pin():
             pass
+    async with router.pin() as pin:
+        assert (pin.replica, pin.version) == ("shared", 5)
+    shared.is_dead = True
+    with pytest.raises(GenerationError, match="no replica is left: "):
+        await router.generate(request("a"))
+
+
+@on_event_loop
+async def test_the_error_says_that_only_a_reserved_replica_is_left():
+    shared, reserved = GatedReplica("shared"), GatedReplica("reserved")
+    router = GeneratorRouter([shared, reserved], reserved=("reserved",))
+    shared.is_dead = True
+    with pytest.raises(GenerationError, match="no replica is left but the reserved reserved: "):
+        await router.generate(request("a"))
 
 
 @on_event_loop

@@ -28,7 +28,7 @@ from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.weights.handle import WeightHandle
 
 _CLOSE_S = 60.0
-_LOST_CLOSE_S = 2.0  # one that is lost is asked all the same: other ranks may be well
+_LOST_CLOSE_S = 2.0  # of a lost replica: ranks that still work can close their loops
 
 
 class GeneratorActor(Actor):
@@ -95,7 +95,7 @@ class GeneratorProcesses:
         return await call(
             self._leader.poll.call_one(),
             what=f"{self.name}: poll",
-            # A process that is silent for so long is as good as dead.
+            # A process that does not answer for so long counts as lost.
             timeout_s=2 * self._spec.generator.stall_timeout_s,
         )
 

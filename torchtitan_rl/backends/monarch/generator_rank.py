@@ -45,7 +45,7 @@ class GeneratorRank:
             idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
             stall_timeout_s=spec.generator.stall_timeout_s,
         )
-        # What is here by now stays: going through it again would only hold the engine up.
+        # Freeze the objects alive now, so that later garbage collections do not scan them.
         gc.collect()
         gc.freeze()
         self._loop.start()

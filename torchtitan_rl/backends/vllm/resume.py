@@ -44,7 +44,8 @@ def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
 def resumed_detokenizer(tokenizer: Any, checked: Any, request: Any) -> Any:
     """A detokenizer that has read the resumed tokens; ``tokenizer`` is None without stop strings.
 
-    It looks for no stop string in them: they are not longer than its minimum length.
+    vLLM searches for stop strings only after ``min_tokens`` output tokens. `vllm_sampling_params`
+    adds ``num_resumed`` to that, so the resumed tokens are decoded but never searched alone.
     """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 

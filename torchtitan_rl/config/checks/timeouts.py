@@ -1,6 +1,6 @@
 """Relations between the time-outs of a run.
 
-A limit that detects a stuck part must be longer than the part's own limit, or it ends healthy work.
+A limit that detects a stuck part must be longer than the part may take when it is not stuck.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _more_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
     broken = {other: bound for other, bound in bounds.items() if value <= bound}
     if not broken:
         return ""
-    return f"{name} is {value}: give more than {_listed(broken)}, or it ends healthy work"
+    return f"{name} is {value}: give more than {_listed(broken)}, or it ends work that is not stuck"
 
 
 def _listed(bounds: Mapping[str, float]) -> str:
