@@ -196,7 +196,7 @@ def _compare(
     run_dir = config.run_dir
     if held := lock_errors(run_dir):
         return None, held, []
-    saved = None
+    saved = find_resume_point(run_dir) if config.checkpoint.resume else None
     if saved is None:
         return None, [], []
     before, notes = saved.identity or {}, []
