@@ -28,9 +28,9 @@ from torchtitan_rl.config.checks.resume import (
     step_errors,
 )
 from torchtitan_rl.config.checks.run import find_errors
-from torchtitan_rl.config.hf_model import PolicyFacts, architecture_errors, read_policy_facts
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.run_folder import (
     ResumePoint,
@@ -103,7 +103,10 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
     policy: PolicyFacts | None = None
     errors: list[str] = []
     if "policy.checkpoint" not in wrong:
-        policy_dir, policy, errors = _find_policy(config.policy.checkpoint)
+        try:
+            policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
+        except ConfigError as error:
+            errors = error.errors
     errors += find_errors(config, policy, machine, keys)
     sound = with_defaults_for(config, wrong)
     problems: tuple[Problem, ...] = ()
@@ -156,27 +159,6 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
         except OSError as error:
             raise unwritable(run_dir, error) from error
         yield
-
-
-def _find_policy(checkpoint: str) -> tuple[Path | None, PolicyFacts | None, list[str]]:
-    """The policy's directory and facts, and what is wrong with it."""
-    try:
-        policy_dir = resolve_checkpoint(checkpoint)
-    except ConfigError as error:
-        return None, None, error.errors
-    if errors := architecture_errors(policy_dir):
-        return policy_dir, None, errors
-    try:
-        return policy_dir, read_policy_facts(policy_dir), []
-    except (OSError, ValueError) as error:
-        return (
-            policy_dir,
-            None,
-            [
-                f"policy.checkpoint is {checkpoint}: no usable Hugging Face checkpoint ({error}); "
-                "give a directory with config.json, tokenizer.json and *.safetensors"
-            ],
-        )
 
 
 def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
