@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,6 +77,7 @@ def sides(
             seconds=run.column("time/step_s"),
             rollout_s=run.column("time/rollout_s"),
             generated=[int(number) for number in run.column("tokens/generated")],
+            command_s=run.seconds,
             packages={},
         )
 
@@ -90,11 +92,12 @@ def run_trl(options: argparse.Namespace, workload: Workload, policy: Path, place
     Raises:
         SystemExit: the run failed; its output is shown.
     """
-    output = place / "trl.json"
-    if not output.exists():
+    record = place / "trl.json"
+    if not record.exists():
         python = peers_python(options.environment, requirements())
-        work = place / "trl-work.json"
-        work.write_text(json.dumps(trl_work(options, workload, policy, place, output)))
+        steps, work = place / "trl-steps.json", place / "trl-work.json"
+        work.write_text(json.dumps(trl_work(options, workload, policy, place, steps)))
+        started = time.monotonic()
         done = subprocess.run(
             [str(python), "-m", "benchmarks.peers_trl", str(work)],
             cwd=ROOT,
@@ -106,7 +109,9 @@ def run_trl(options: argparse.Namespace, workload: Workload, policy: Path, place
         )
         if done.returncode:
             raise SystemExit(f"TRL's side failed:\n{done.stdout[-3000:]}")
-    return SideRun(**json.loads(output.read_text()))
+        command_s = time.monotonic() - started
+        record.write_text(json.dumps(json.loads(steps.read_text()) | {"command_s": command_s}))
+    return SideRun(**json.loads(record.read_text()))
 
 
 def trl_work(
@@ -129,7 +134,6 @@ def our_words(
 ) -> list[str]:
     """Options of `torchtitan-rl train`."""
     length = workload.prompt_tokens + workload.longest
-    fields = asdict(workload).items()
     return [
         *("--policy.checkpoint", str(policy)),
         *("--num-steps", str(options.steps)),
@@ -143,11 +147,9 @@ def our_words(
         *("--trainer.threads", str(threads())),
         *("--checkpoint.every", "0"),
         "--checkpoint.no-export-hf",
-        *(
-            word
-            for name, value in fields
-            for word in (f"--task.workload.{name.replace('_', '-')}", str(value))
-        ),
+        *("--task.prompt-tokens", str(workload.prompt_tokens)),
+        *("--task.max-tokens", str(workload.max_tokens)),
+        *("--task.median", str(workload.median)),
     ]
 
 

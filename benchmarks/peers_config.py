@@ -1,6 +1,6 @@
 """Our side of `benchmarks.peers`: a configuration for `torchtitan-rl train`, and its task.
 
-Options on the command line choose the workload (``--task.workload.prompt-tokens 16``). Loss and
+Options on the command line choose the workload (``--task.prompt-tokens 16``). Loss and
 advantages are those of TRL's defaults: clipped at 0.2 on both sides, mean over tokens, rewards
 divided by the group's standard deviation.
 """
@@ -8,7 +8,7 @@ divided by the group's standard deviation.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers_work import Workload, even_share
@@ -38,14 +38,13 @@ class Prompts:
 
     epoch = 0
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+    def __init__(self) -> None:
         self._position = 0
 
     def next(self) -> Problem:
         index = self._position
         self._position += 1
-        return Problem(problem_id=str(index), data={"prompt": self._workload.prompt(index)})
+        return Problem(problem_id=str(index), data={})
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position}
@@ -77,21 +76,33 @@ _MADE: Counter[str] = Counter()  # environments of each problem
 
 @dataclass(frozen=True, kw_only=True)
 class PeersTask(Task):
-    """The workload as single answers. Each sibling of a group gets another of its lengths."""
+    """A `Workload` as single answers. Each sibling of a group gets another of its lengths."""
 
-    workload: Workload = field(default_factory=Workload)
+    prompt_tokens: int = 205
+    """Length of each prompt."""
+    max_tokens: int = 64
+    """Longest answer whose end is sampled."""
+    median: int = 0
+    """Median of fixed lengths; 0 samples the ends."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
-        return Prompts(self.workload)
+        return Prompts()
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        prompt = tuple(tokenizer(problem.data["prompt"])["input_ids"])
-        max_tokens = self.workload.max_tokens
-        if self.workload.median:
-            lengths = self.workload.group_lengths(int(problem.problem_id))
-            max_tokens = lengths[_MADE[problem.problem_id] % len(lengths)]
-            _MADE[problem.problem_id] += 1
-        return OneAnswer(prompt, max_tokens)
+        workload = Workload(
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            median=self.median,
+            groups=limits.groups_per_step,
+            group_size=limits.group_size,
+        )
+        index = int(problem.problem_id)
+        prompt = tuple(tokenizer(workload.prompt(index))["input_ids"])
+        if not self.median:
+            return OneAnswer(prompt, self.max_tokens)
+        sibling = _MADE[problem.problem_id]
+        _MADE[problem.problem_id] += 1
+        return OneAnswer(prompt, workload.group_lengths(index)[sibling % limits.group_size])
 
 
 config = RunConfig(

@@ -26,12 +26,18 @@ UNITS = ("steps", "processed", "generated")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRun:
     """Of each step of one run: its seconds, those in which the trainer waited for answers, and the
-    number of tokens generated for it."""
+    number of tokens generated for it. ``command_s`` is the whole command."""
 
     seconds: Sequence[float]
     rollout_s: Sequence[float]
     generated: Sequence[int]
+    command_s: float
     packages: Mapping[str, str]
+
+    @property
+    def outside_s(self) -> float:
+        """Of the command: its start and its end."""
+        return self.command_s - sum(self.seconds)
 
     @property
     def steady_s(self) -> float:
@@ -71,6 +77,7 @@ def figures(
         side: {
             "s_per_step": median(run.steady_s for run in of_side),
             "rollout_s": median(_steady_mean(run.rollout_s) for run in of_side),
+            "outside_s": median(run.outside_s for run in of_side),
             "per_step": _medians([run.per_step(workload) for run in of_side]),
             "per_second": _medians([run.per_second(workload) for run in of_side]),
         }
@@ -104,6 +111,7 @@ def figures(
                     "seconds": list(run.seconds),
                     "rollout_s": list(run.rollout_s),
                     "generated": list(run.generated),
+                    "command_s": run.command_s,
                 }
                 for run in of_side
             ]
@@ -155,12 +163,14 @@ def _print(name: str, result: Mapping[str, Any], *, base: str) -> None:
                 side,
                 f"{row['s_per_step']:.2f}",
                 f"{row['rollout_s']:.2f}",
+                f"{row['outside_s']:.0f}",
                 *(f"{row['per_second'][unit]:,.0f}" for unit in UNITS[1:]),
                 *(f"{ratios[unit]:.2f}x" if ratios else "" for unit in UNITS),
             ]
         )
-    header = ["side", "s/step", "of it waiting for answers", "processed tokens/s"]
-    print_table([*header, "generated tokens/s", *(f"{unit}, ratio" for unit in UNITS)], rows)
+    header = ["side", "s/step", "waiting for answers", "start and end s"]
+    header += [f"{unit} tokens/s" for unit in UNITS[1:]]
+    print_table([*header, *(f"{unit}, ratio" for unit in UNITS)], rows)
 
 
 def _require_lengths(side: str, runs: Sequence[SideRun], workload: Workload) -> None:

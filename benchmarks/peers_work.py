@@ -33,9 +33,7 @@ class Workload:
     max_tokens: int = 64
     """Longest answer whose end is sampled."""
     median: int = 0
-    """Of fixed lengths; 0 samples the ends."""
-    long_share: float = 0.05
-    """Of fixed lengths, those with 10 to 20 times the median."""
+    """Of fixed lengths, of which a twentieth has 10 to 20 times it; 0 samples the ends."""
     groups: int = 8
     group_size: int = 8
 
@@ -57,12 +55,7 @@ class Workload:
 
     def group_lengths(self, index: int) -> tuple[int, ...]:
         """Fixed lengths of the answers to prompt ``index``."""
-        tail = LongTail(
-            groups_per_step=self.groups,
-            group_size=self.group_size,
-            median=self.median,
-            long_share=self.long_share,
-        )
+        tail = LongTail(groups_per_step=self.groups, group_size=self.group_size, median=self.median)
         return tail.lengths(index)
 
     def step_lengths(self, step: int) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ def test_end_to_end_prints_one_json_line(runs):
 
 
 def test_async_training_compares_the_runs_that_are_there(runs, tmp_path):
-    arms = ("both-S=0", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
+    arms = ("both-S=0", "both-S=1", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
     for arm in arms:
         copy_of_run(runs, tmp_path / f"{arm}-0")
     path = tmp_path / "async_training.json"
@@ -174,7 +174,7 @@ def test_peers_generates_the_fixed_lengths_on_our_side(tmp_path):
             metrics.write(json.dumps(row) + "\n")
     recorded = {"seconds": [4.0] * PEERS_STEPS, "rollout_s": [2.0] * PEERS_STEPS}
     (place / "trl.json").write_text(
-        json.dumps({**recorded, "generated": generated, "packages": {"trl": "1.16.0"}})
+        json.dumps({**recorded, "generated": generated, "command_s": 60.0, "packages": {}})
     )
     report = peers(tmp_path, "--workloads", "heavy tail", "--median", "4")
     result = report["workloads"]["heavy tail"]

@@ -6,20 +6,23 @@ import argparse
 import asyncio
 import json
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
 
 from benchmarks import peers
-from benchmarks.peers_config import PeersTask
 from benchmarks.peers_report import SideRun, figures, report
 from benchmarks.peers_setup import peers_python, requirements
 from benchmarks.peers_work import WORKLOADS, Workload, even_share
+from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.config.run import RunConfig
 
-TAIL = Workload(prompt_tokens=5, median=4, groups=3, group_size=4, long_share=0.1)
+TAIL = Workload(prompt_tokens=5, median=4, groups=3, group_size=4)
 SAMPLED = Workload(prompt_tokens=5, max_tokens=8, groups=3, group_size=4)
+OPTIONS = argparse.Namespace(steps=7, row_len=64, trl_microbatch=64)
 
 
 class Letters:
@@ -29,13 +32,18 @@ class Letters:
         return {"input_ids": [ord(letter) for letter in text]}
 
 
-def environments(task: PeersTask, index: int) -> list[tuple[tuple[int, ...], int | None]]:
-    """Prompt and longest answer of each sibling of a group, in the order they are made."""
-    dataset = task.dataset("train", seed=0)
+def our_config(workload: Workload) -> RunConfig:
+    return load_config(peers.CONFIG, peers.our_words(OPTIONS, workload, Path("p"), staleness=1))
+
+
+def environments(workload: Workload, index: int) -> list[tuple[tuple[int, ...], int | None]]:
+    """Prompt and longest answer of each sibling of our group ``index``."""
+    config = our_config(workload)
+    dataset = config.task.dataset("train", seed=0)
     problems = [dataset.next() for _ in range(index + 1)]
     made = [
-        task.environment(problems[index], tokenizer=Letters(), limits=RolloutConfig())
-        for _ in range(task.workload.group_size)
+        config.task.environment(problems[index], tokenizer=Letters(), limits=config.rollout)
+        for _ in range(workload.group_size)
     ]
     first = [asyncio.run(env.reset()) for env in made]
     return [(one.prompt_token_ids, one.max_tokens) for one in first]
@@ -43,7 +51,7 @@ def environments(task: PeersTask, index: int) -> list[tuple[tuple[int, ...], int
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_both_sides_get_the_same_prompts_and_fixed_lengths(step):
-    ours = [environments(PeersTask(workload=TAIL), step * TAIL.groups + i) for i in range(3)]
+    ours = [environments(TAIL, step * TAIL.groups + i) for i in range(3)]
     lengths = [length for group in ours for _, length in group]
     assert lengths == list(TAIL.step_lengths(step))  # what TRL's side forces
     assert sum(length >= 10 * TAIL.median for length in lengths) == 1
@@ -54,15 +62,14 @@ def test_both_sides_get_the_same_prompts_and_fixed_lengths(step):
 
 
 def test_answers_with_sampled_ends_have_the_same_limit():
-    assert {length for _, length in environments(PeersTask(workload=SAMPLED), 0)} == {8}
+    assert {length for _, length in environments(SAMPLED, 0)} == {8}
 
 
 def test_both_sides_get_the_same_settings(tmp_path):
-    options = argparse.Namespace(steps=7, row_len=64, trl_microbatch=64)
-    words = peers.our_words(options, TAIL, tmp_path / "policy", staleness=1)
-    config = load_config(peers.CONFIG, words)
-    work = peers.trl_work(options, TAIL, tmp_path / "policy", tmp_path, tmp_path / "out")
-    assert Workload(**work["workload"]) == config.task.workload == TAIL
+    config = our_config(TAIL)
+    work = peers.trl_work(OPTIONS, TAIL, tmp_path / "policy", tmp_path, tmp_path / "out")
+    assert field_errors(config) == {}
+    assert Workload(**work["workload"]) == TAIL
     assert (config.num_steps, config.schedule.staleness) == (work["steps"], 1) == (7, 1)
     assert (config.rollout.groups_per_step, config.rollout.group_size) == (3, 4)
     assert config.rollout.sampling.max_tokens_per_turn == TAIL.longest == 80
@@ -90,6 +97,7 @@ def side_run(seconds: float, generated: int) -> SideRun:
         seconds=[9.0, 9.0, seconds, seconds, 9.0, 9.0],
         rollout_s=[5.0, 5.0, seconds / 2, seconds / 2, 5.0, 5.0],
         generated=[99, 99, generated, generated, 99, 99],
+        command_s=50.0 + 2 * seconds,
         packages={"trl": "1"},
     )
 
@@ -102,6 +110,7 @@ def test_ratios_are_medians_of_the_steps_and_tokens_per_second_of_each_repeat():
     found = figures(runs, SAMPLED, base="TRL")
     assert found["sides"]["TRL"]["s_per_step"] == 2.0
     assert found["sides"]["TRL"]["rollout_s"] == 1.0
+    assert found["sides"]["TRL"]["outside_s"] == 14.0
     assert found["sides"]["ours"]["per_step"] == {"steps": 1.0, "processed": 110, "generated": 50}
     assert found["ratios"]["ours"] == {"steps": 2.0, "processed": 2.2, "generated": 2.5}
     assert found["difference_of_work"]["ours"] == pytest.approx(0.1)
@@ -115,20 +124,15 @@ def test_the_work_is_the_same_within_two_percent():
 
 def test_an_answer_without_its_fixed_length_is_found():
     lengths = [sum(TAIL.step_lengths(step)) for step in range(6)]
-    right = SideRun(seconds=[1.0] * 6, rollout_s=[0.5] * 6, generated=lengths, packages={})
-    wrong = SideRun(
-        seconds=[1.0] * 6,
-        rollout_s=[0.5] * 6,
-        generated=[*lengths[:5], lengths[5] - 1],
-        packages={},
-    )
+    right = replace(side_run(1.0, 0), generated=lengths)
+    wrong = replace(right, generated=[*lengths[:5], lengths[5] - 1])
     assert figures({"TRL": [right], "ours": [right]}, TAIL, base="TRL")["is_same_work"]
     with pytest.raises(SystemExit, match="ours: step 5 has"):
         figures({"TRL": [right], "ours": [wrong]}, TAIL, base="TRL")
 
 
 def test_a_run_that_is_too_short_is_refused():
-    short = SideRun(seconds=[1.0] * 4, rollout_s=[1.0] * 4, generated=[1] * 4, packages={})
+    short = replace(side_run(1.0, 1), seconds=[1.0] * 4)
     with pytest.raises(SystemExit, match="more than 4"):
         figures({"TRL": [short]}, SAMPLED, base="TRL")
 
