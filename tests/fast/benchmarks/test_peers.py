@@ -160,15 +160,16 @@ def test_an_index_that_cannot_be_reached_is_named_as_the_cause(tmp_path):
         peers_python(tmp_path / "environment", [f"{tmp_path}/there-is-no-such-wheel"])
 
 
-def test_the_environment_sees_the_running_packages_and_is_made_once(tmp_path):
+def test_the_environment_sees_the_running_packages_but_vllm_and_is_made_once(tmp_path):
     python = peers_python(tmp_path / "environment", ["numpy"])
+    show = "import importlib.util as i, numpy, sys; print(numpy.__file__, sys.prefix, {})"
     found = subprocess.run(
-        [python, "-c", "import numpy, sys; print(numpy.__file__, sys.prefix)"],
+        [python, "-c", show.format("i.find_spec('vllm')")],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.split() == [numpy.__file__, str(tmp_path / "environment")]
+    assert found.stdout.split() == [numpy.__file__, str(tmp_path / "environment"), "None"]
     made = python.lstat().st_mtime_ns
     assert peers_python(tmp_path / "environment", ["numpy"]) == python
     assert python.lstat().st_mtime_ns == made
