@@ -176,11 +176,15 @@ _TRAINER = [
     _row("grad_norm", "-", "last", "before clipping"),
     _row("learning_rate", "-", "last", "of the step"),
     _row("trained_tokens", "tokens", "sum", "tokens with loss"),
-    _row("padding_share", "share", "mean", "tokens of the packed rows that are padding"),
+    _row("computed_tokens", "tokens", "sum", "tokens of forward passes, without padding"),
+    _row("shared_share", "share", "mean", "tokens computed together with another episode's"),
+    _row("padding_share", "share", "mean", "tokens of forward passes that are padding"),
     _row("masked_nonfinite", "tokens", "sum", "masked: their sampled logprob is not finite"),
     _row("clamped_log_ratio", "tokens", "sum", "log-ratio beyond the clamp before exponentiation"),
     _row("step_s", "s", "last", "forward, backward and optimizer"),
-    _row("tokens_per_second", "tokens/s", "last", "tokens that are not padding, per step_s"),
+    _row(
+        "tokens_per_second", "tokens/s", "last", "tokens of all episodes, shared or not, per step_s"
+    ),
     *_of_ages(),
 ]
 _PARTS = {
