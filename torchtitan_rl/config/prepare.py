@@ -74,11 +74,21 @@ class PreparedRun:
                 f"rollouts: at most {max_rollouts(self.config)} at once, "
                 f"{self.config.request_timeout_s:g} s for a request, "
                 f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
+                f"training: {self._describe_training()}",
                 f"weights: at most {num_published_versions(self.config)} versions published at "
                 "a time",
                 f"start: {self._describe_start()}",
                 *self.notes,
             ]
+        )
+
+    def _describe_training(self) -> str:
+        trainer = self.config.trainer
+        tokens = trainer.row_len * trainer.rows_per_microbatch
+        shared = "once" if trainer.share_prefixes else "in each (trainer.share_prefixes is off)"
+        return (
+            f"at most {tokens:,} tokens in a forward pass of a rank; tokens that several episodes "
+            f"begin with are computed {shared}"
         )
 
     def _describe_start(self) -> str:

@@ -42,6 +42,7 @@ _MAY_CHANGE = (
     "trainer.tensor_parallel",
     "trainer.row_len",
     "trainer.rows_per_microbatch",
+    "trainer.share_prefixes",
     "trainer.activation_checkpointing",
     "trainer.compile",
     "trainer.threads",
