@@ -123,7 +123,7 @@ def _free_slot(slots: Slots) -> Slot | None:
 
 
 async def _prepare(slots: Slots, weights: WeightSync, slot: Slot) -> None:
-    """Bring a reserved replica to the newest weights; note where the weights can be fetched again."""
+    """Bring a reserved replica to the newest weights, and note where to fetch a pin's again."""
     newest = weights.newest
     if newest is None or not (slot.is_reserved or slot.version == newest.version):
         slot.pinned_weights = None
