@@ -35,7 +35,7 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
 
     def hear(batch: tuple[Progress, ...]) -> None:
         for progress in batch:
-            partials[progress.request_id].hear(progress)
+            partials[progress.request_id].add_progress(progress)
 
     futures = {}
     for item in requests:
@@ -45,7 +45,7 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
     assert is_paused.wait(WAIT_S)
     seen.pop("acknowledged").result(WAIT_S)
     loop.execute(ReadTokens()).result(WAIT_S)
-    seen["partials"] = {name: partial.known for name, partial in partials.items()}
+    seen["partials"] = {name: partial.partial for name, partial in partials.items()}
     seen["steps-while-paused"] = engine.steps
     loop.execute(Resume())
     seen["done"] = {name: future.result(WAIT_S) for name, future in futures.items()}

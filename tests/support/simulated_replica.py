@@ -60,7 +60,7 @@ class _Call:
     num_told: int = 0
     told_s: float = 0.0
     is_aborted: bool = False
-    is_given_up: bool = False
+    is_abandoned: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
@@ -112,7 +112,7 @@ class SimReplica:
         self.sampled = 0
         self.sampled_for_evaluation = 0
         self._num_lost = 0
-        self._given_up: list[_Call] = []
+        self._abandoned: list[_Call] = []
         self.requested: list[str] = []
         self.has_weights = True
         trainer.awake.append(self)
@@ -134,7 +134,7 @@ class SimReplica:
     def lost(self) -> int:
         """Tokens that were never reported and are no longer asked for: those of a dead replica, or
         of one that its callers have left."""
-        unheard = [*self._given_up, *self._calls.values()]
+        unheard = [*self._abandoned, *self._calls.values()]
         return self._num_lost + sum(call.num_unheard for call in dict.fromkeys(unheard))
 
     @property
@@ -148,7 +148,7 @@ class SimReplica:
             return
         self._death.set_result(None)
         for call in list(self._calls.values()):
-            if not call.is_given_up:
+            if not call.is_abandoned:
                 self._num_lost += call.num_unheard
             self._end(call, ReplicaError(f"{self._name} is dead"))
             if call.task is not None:
@@ -172,7 +172,7 @@ class SimReplica:
         self._require_life()
         name = request.request_id
         while (earlier := self._calls.get(name)) is not None:
-            if not earlier.is_given_up:
+            if not earlier.is_abandoned:
                 raise InvalidRequestError(f"request {name!r} is still outstanding on {self._name}")
             await asyncio.wait({earlier.future})
             self._require_life()
@@ -184,8 +184,8 @@ class SimReplica:
         try:
             return await call.future
         except asyncio.CancelledError:
-            call.is_given_up = True
-            self._given_up.append(call)
+            call.is_abandoned = True
+            self._abandoned.append(call)
             raise
 
     async def _sample(self, call: _Call) -> None:
@@ -227,7 +227,7 @@ class SimReplica:
 
     def _tell(self, call: _Call, now: float) -> None:
         start, call.num_told, call.told_s = call.num_told, len(call.tokens), now
-        if call.on_progress is not None and not call.is_given_up:
+        if call.on_progress is not None and not call.is_abandoned:
             call.on_progress(
                 Progress(
                     request_id=call.request.request_id,
@@ -274,7 +274,7 @@ class SimReplica:
         await self._reach("read")
         now, running = asyncio.get_running_loop().time(), self._calls.values()
         for call in running:
-            if call.num_told < len(call.tokens) and not call.is_given_up:
+            if call.num_told < len(call.tokens) and not call.is_abandoned:
                 self._tell(call, now)
         reading = EngineReading(
             sampled_tokens=self.sampled, running_tokens=sum(len(call.tokens) for call in running)

@@ -26,7 +26,7 @@ from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 
-_LOOK_S = 1.0  # between two looks whether a replica is left
+_CHECK_S = 1.0  # between two checks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
 
 
@@ -98,4 +98,4 @@ async def wait_until_no_replica(router: GeneratorRouter) -> None:
     """Raises `GenerationError`, with every replica's cause, once none is left."""
     while True:
         router.require_unreserved()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_CHECK_S)

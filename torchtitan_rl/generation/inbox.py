@@ -62,7 +62,7 @@ class Queued:
     def pause_is_due(self, *, is_idle: bool) -> bool:
         return self.pause is not None and (self.pause != "wait" or is_idle)
 
-    def has_news(self, *, is_idle: bool) -> bool:
+    def needs_decision(self, *, is_idle: bool) -> bool:
         """Whether there is anything to decide but to go on stepping."""
         return (
             self.must_close
@@ -201,10 +201,10 @@ class Inbox:
             self._queued = replace(self._queued, must_close=True)
             self._changed.notify()
 
-    def has_news(self) -> bool:
+    def needs_decision(self) -> bool:
         """Whether an engine that is stepping is to be interrupted."""
         with self._changed:
-            return self._has_news(is_idle=False)
+            return self._needs_decision(is_idle=False)
 
     def is_stopped(self) -> bool:
         with self._changed:
@@ -219,12 +219,15 @@ class Inbox:
     ) -> LoopDecision:
         """Take the next decision; the next `answer` is that of the commands it executes.
 
-        With nothing to step (idle or paused) and no news it sleeps until there is some, or for
+        With nothing to step (idle or paused) and nothing to decide it sleeps until there is, or for
         ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._has_news(is_idle=is_idle) or not (is_idle or self._queued.is_stopped),
+                lambda: (
+                    self._needs_decision(is_idle=is_idle)
+                    or not (is_idle or self._queued.is_stopped)
+                ),
                 timeout=sleep_s,
             )
             decision, rest = decide(
@@ -245,8 +248,8 @@ class Inbox:
         self._changed.notify()
         return future
 
-    def _has_news(self, *, is_idle: bool) -> bool:
-        return bool(self._readers) or self._all_queued().has_news(is_idle=is_idle)
+    def _needs_decision(self, *, is_idle: bool) -> bool:
+        return bool(self._readers) or self._all_queued().needs_decision(is_idle=is_idle)
 
     def _all_queued(self) -> Queued:
         return replace(self._queued, admissions=tuple(self._admissions), aborts=tuple(self._aborts))

@@ -260,7 +260,7 @@ class EngineLoop:
             self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
             self._tell_progress()
-            if self._channel.world_size == 1 and self._inbox.has_news():
+            if self._channel.world_size == 1 and self._inbox.needs_decision():
                 break
 
     def _admit(self, admission: Admission) -> None:
@@ -340,7 +340,7 @@ class EngineLoop:
             return
         outputs = self._engine.sampled_since(starts)
         with self._lock:
-            batches = self._requests.tell(outputs)
+            batches = self._requests.report(outputs)
         for sink, progress in batches:
             sink(progress)
 

@@ -38,13 +38,14 @@ class _Request:
     submitted_s: float
     listener: Listener | None
     runs: tuple[VersionRun, ...] = ()  # empty before its admission
-    num_told: int = 0  # tokens that the listener was told
+    num_reported: int = 0  # tokens
 
 
 class OutstandingRequests:
     """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
 
-    Listeners that stream are told every ``stream_interval_s``, all others every ``interval_s``.
+    Progress is reported every ``stream_interval_s`` to listeners that stream, else every
+    ``interval_s``.
     ``clock`` gives monotonic seconds.
     """
 
@@ -107,25 +108,27 @@ class OutstandingRequests:
             return self._told(streaming_only=True)
         return {}
 
-    def tell(
+    def report(
         self, outputs: Iterable[EngineOutput]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """What each sink is to be told of ``outputs``, read from the tokens on that `due` named.
-
-        It counts as told from here on.
+        """The progress to pass to each sink, of ``outputs`` read from the tokens on that `due` named.
+        It counts as reported from here on.
         """
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None or request.listener is None:
                 continue
-            start, request.num_told = request.num_told, request.num_told + len(output.token_ids)
+            start, request.num_reported = (
+                request.num_reported,
+                request.num_reported + len(output.token_ids),
+            )
             progress = Progress(
                 request_id=output.request_id,
                 start=start,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
-                version_runs=runs_before(request.runs, request.num_told),
+                version_runs=runs_before(request.runs, request.num_reported),
                 top_logprobs=output.top_logprobs,
             )
             batches.setdefault(request.listener.sink, []).append(progress)
@@ -171,7 +174,7 @@ class OutstandingRequests:
 
     def _told(self, *, streaming_only: bool) -> dict[str, int]:
         return {
-            request_id: request.num_told
+            request_id: request.num_reported
             for request_id, request in self._requests.items()
             if request.runs
             and request.listener is not None

@@ -55,7 +55,7 @@ class EngineServer:
     ) -> None:
         self._loop = loop
         self._watch = None if stall_timeout_s is None else StallWatch(stall_timeout_s)
-        self._look_s = idle_s if stall_timeout_s is None else stall_timeout_s / 8
+        self._check_s = idle_s if stall_timeout_s is None else stall_timeout_s / 8
         self._idle_s = idle_s
         self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
         self._lock = threading.Lock()
@@ -84,8 +84,8 @@ class EngineServer:
         while True:
             self._require_progress(now())
             left_s = deadline_s - now()
-            messages = await self._outbox.take(min(left_s, self._look_s))
-            if messages or left_s <= self._look_s:
+            messages = await self._outbox.take(min(left_s, self._check_s))
+            if messages or left_s <= self._check_s:
                 return messages
 
     def _require_progress(self, now_s: float) -> None:
@@ -99,7 +99,7 @@ class EngineServer:
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request
-        listener = Listener(sink=self._hear, streams=submission.streams)
+        listener = Listener(sink=self._on_progress, streams=submission.streams)
         with self._lock:
             self._num_running += 1
         try:
@@ -117,7 +117,7 @@ class EngineServer:
     def _on_answer(self, number: CallId, future: Future[Any]) -> None:
         self._outbox.put(_end_of(number, future), is_urgent=True)
 
-    def _hear(self, progress: tuple[Progress, ...]) -> None:
+    def _on_progress(self, progress: tuple[Progress, ...]) -> None:
         self._outbox.put(*progress)
 
     def _end(self, end: End[Any, BaseException]) -> None:

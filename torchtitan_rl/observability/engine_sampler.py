@@ -13,7 +13,7 @@ from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
 from torchtitan_rl.observability.background import background
 from torchtitan_rl.types import EngineStats
 
-EngineReading = Mapping[str, EngineStats]  # by replica
+StatsByReplica = Mapping[str, EngineStats]  # by replica
 
 
 class EngineSampler:
@@ -23,7 +23,7 @@ class EngineSampler:
 
     def __init__(
         self,
-        read: Callable[[], Awaitable[EngineReading]],
+        read: Callable[[], Awaitable[StatsByReplica]],
         *,
         reserved: Collection[str] = (),
         interval_s: float = 0.25,
@@ -34,7 +34,7 @@ class EngineSampler:
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._readings: list[EngineReading] = []
+        self._readings: list[StatsByReplica] = []
         self._num_failed = 0
 
     async def __aenter__(self) -> EngineSampler:
@@ -63,7 +63,7 @@ class EngineSampler:
 
 
 def idle_metrics(
-    readings: Sequence[EngineReading], reserved: Collection[str] = ()
+    readings: Sequence[StatsByReplica], reserved: Collection[str] = ()
 ) -> dict[str, float]:
     """The share of replica time in which a replica that samples for training had no request."""
     is_idle = [
@@ -75,7 +75,7 @@ def idle_metrics(
     return {GENERATOR_IDLE: fmean(is_idle)} if is_idle else {}
 
 
-def engine_metrics(readings: Sequence[EngineReading]) -> dict[str, float]:
+def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
     """Loads over the readings in which some engine had work, left out where none had."""
     metrics: dict[str, float] = {}
     if readings:

@@ -22,8 +22,8 @@ class ReplicaAccount:
     """Tokens of one replica since it started, at one moment.
 
     ``sampled`` is the engine's own count: the newest one of a replica that is dead or did not
-    answer in time. ``received``: of pieces that came back, and the known tokens of those that were
-    lost with a dead replica. ``running``: of pieces that the engine has not ended.
+    answer in time. ``received``: of pieces that came back, and the reported tokens of those that
+    were lost with a dead replica. ``running``: of pieces that the engine has not ended.
     ``unaccounted`` is ``sampled - received - running``, which must be 0; None where the replica is
     dead or did not answer. ``lost_tokens``: tokens that a dead replica is known to have sampled,
     and that were never received.

@@ -16,7 +16,9 @@ from torchtitan_rl.deadlines import STOOD_STILL_S
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _Deadline:
+    """A `timeout_at` that is open."""
+
     limit: asyncio.Timeout
     deadline_s: float  # in active seconds
     timer: asyncio.TimerHandle | None = None
@@ -38,7 +40,7 @@ class ActiveTime:
     def __init__(self) -> None:
         self._paused_since_s: float | None = None
         self._paused_s = 0.0  # in pauses that are over
-        self._running: dict[_Running, None] = {}
+        self._deadlines: dict[_Deadline, None] = {}
 
     @property
     def is_paused(self) -> bool:
@@ -76,36 +78,36 @@ class ActiveTime:
     async def timeout_at(self, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
         """As `asyncio.timeout_at`, on this clock: raises TimeoutError."""
         async with asyncio.timeout(None) as limit:
-            running = _Running(limit, deadline_s)
-            self._running[running] = None
-            self._schedule(running)
+            one = _Deadline(limit, deadline_s)
+            self._deadlines[one] = None
+            self._schedule(one)
             try:
                 yield limit
             finally:
-                del self._running[running]
-                running.cancel()
+                del self._deadlines[one]
+                one.cancel()
 
-    def _schedule(self, running: _Running) -> None:
+    def _schedule(self, one: _Deadline) -> None:
         """Look at the deadline when it is due; while the clock stands still it never is."""
-        running.cancel()
+        one.cancel()
         if not self.is_paused:
-            due_s = running.deadline_s + self._paused_s
+            due_s = one.deadline_s + self._paused_s
             loop = asyncio.get_running_loop()
-            running.timer = loop.call_at(due_s, self._look, running, due_s)
+            one.timer = loop.call_at(due_s, self._on_due, one, due_s)
 
-    def _look(self, running: _Running, due_s: float) -> None:
+    def _on_due(self, one: _Deadline, due_s: float) -> None:
         late_s = self._loop_s() - due_s
         if late_s > STOOD_STILL_S:
             # The process was suspended: credit that time, and handle pending answers first.
             self._paused_s += late_s + STOOD_STILL_S
             self._reschedule()
         else:
-            running.limit.reschedule(self._loop_s())
+            one.limit.reschedule(self._loop_s())
 
     def _reschedule(self) -> None:
-        for running in self._running:
-            if not running.limit.expired():
-                self._schedule(running)
+        for one in self._deadlines:
+            if not one.limit.expired():
+                self._schedule(one)
 
     @staticmethod
     def _loop_s() -> float:

@@ -54,18 +54,18 @@ class ReplicaPeer(Protocol):
 PeerT = TypeVar("PeerT", bound=ReplicaPeer)
 
 
-class _Running:
-    """One call. A request is given up when its caller was cancelled, and has returned when the
+class _Call:
+    """One call. A request is abandoned when its caller was cancelled, and has returned when the
     caller continues."""
 
-    def __init__(self, heard_by: Callable[[Any], None] | None) -> None:
+    def __init__(self, on_report: Callable[[Any], None] | None) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.heard_by = heard_by
-        self.is_aborted = self.is_given_up = self.has_returned = False
+        self.on_report = on_report
+        self.is_aborted = self.is_abandoned = self.has_returned = False
 
-    def hear(self, news: Any) -> None:
-        if self.heard_by is not None and not self.is_given_up:
-            self.heard_by(news)
+    def report(self, payload: Any) -> None:
+        if self.on_report is not None and not self.is_abandoned:
+            self.on_report(payload)
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -81,8 +81,8 @@ class ConnectedReplica(Generic[PeerT]):
         self._connection: Connection[ToReplica, FromReplica] = Connection(
             peer.name, deliver=peer.deliver, poll=peer.poll, handle=self._handle
         )
-        self._calls: dict[CallId, _Running] = {}
-        self._returning: set[_Running] = set()  # have ended; their callers continue soon
+        self._calls: dict[CallId, _Call] = {}
+        self._returning: set[_Call] = set()  # have ended; their callers continue soon
         self._all_returned = asyncio.Event()
         self._numbers = itertools.count()
         self._connecting: asyncio.Task[None] | None = None
@@ -104,7 +104,7 @@ class ConnectedReplica(Generic[PeerT]):
         request_id = request.request_id
         self._require_replica()
         while (earlier := self._calls.get(request_id)) is not None:
-            if not earlier.is_given_up:
+            if not earlier.is_abandoned:
                 raise InvalidRequestError(
                     f"request {request_id!r} refused: request_id is still outstanding on "
                     f"{self.name}: wait for that request, or use another id"
@@ -117,7 +117,7 @@ class ConnectedReplica(Generic[PeerT]):
             completion: Completion = await asyncio.shield(call.future)
             return completion
         except asyncio.CancelledError:
-            call.is_given_up = True
+            call.is_abandoned = True
             if self._connection.discard(lambda one: _submits(one, request_id)):
                 del self._calls[request_id]
                 call.future.cancel()
@@ -176,9 +176,9 @@ class ConnectedReplica(Generic[PeerT]):
         self,
         call_id: CallId,
         payload: Submission | EngineCommand[Any],
-        heard_by: Callable[[Any], None] | None,
-    ) -> _Running:
-        call = self._calls[call_id] = _Running(heard_by)
+        on_report: Callable[[Any], None] | None,
+    ) -> _Call:
+        call = self._calls[call_id] = _Call(on_report)
         self._connection.put(Call(call_id=call_id, payload=payload))
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect(), name=f"to {self.name}")
@@ -196,7 +196,7 @@ class ConnectedReplica(Generic[PeerT]):
                 case Progress(request_id=request_id):
                     if (call := self._calls.get(request_id)) is not None:
                         # In a callback of its own: an error in one does not affect the others.
-                        asyncio.get_running_loop().call_soon(call.hear, message)
+                        asyncio.get_running_loop().call_soon(call.report, message)
                 case End(call_id=str()):
                     self._end(message)
                 case End():
@@ -222,12 +222,12 @@ class ConnectedReplica(Generic[PeerT]):
 
     def _answer(self, end: End[Any, BaseException]) -> None:
         call = self._calls.pop(end.call_id, None)
-        if call is None or call.future.done():  # given up
+        if call is None or call.future.done():  # abandoned
             return
         if end.error is not None:
             call.fail(end.error)
         else:
-            call.hear(end.result)
+            call.report(end.result)
             call.future.set_result(end.result)
 
     def _lose(self, error: BaseException) -> None:

@@ -1,7 +1,8 @@
-"""The known tokens of one request while it is completed in pieces, and their reports to its caller.
+"""The tokens of one request while it is completed in pieces, and their reports to its caller.
 
-Invariants: the known tokens never shrink; the reported ones are their beginning, each reported once
-and in order, in whatever pieces they came; a reported token is never lost with a replica.
+Invariants: the partial completion never shrinks; the tokens reported to the caller are its
+beginning, each reported once and in order, in whatever pieces they came; a reported token is never
+lost with a replica.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class PartialTokens:
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
         self._request_id = request.request_id
         self._on_progress = on_progress
-        self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
-        self._num_told = self._num_resumed = len(self._so_far.token_ids)
+        self._ended = join(self._request_id, [request.resume_from] if request.resume_from else [])
+        self._num_reported = self._num_resumed = len(self._ended.token_ids)
         self._piece_id: str | None = None  # of the running piece
         self._piece: list[Progress] = []
 
@@ -34,55 +35,55 @@ class PartialTokens:
         return self._on_progress is not None
 
     @property
-    def so_far(self) -> Completion:
+    def ended(self) -> Completion:
         """All pieces that have ended."""
-        return self._so_far
+        return self._ended
 
     @property
     def num_sampled(self) -> int:
         """Tokens of all pieces that have ended."""
-        return len(self._so_far.token_ids) - self._num_resumed
+        return len(self._ended.token_ids) - self._num_resumed
 
     @property
-    def known(self) -> Completion:
-        """`so_far`, and the reported tokens of the running piece."""
+    def partial(self) -> Completion:
+        """`ended`, and the reported tokens of the running piece."""
         if not self._piece:
-            return self._so_far
+            return self._ended
         piece = reported(self._request_id, self._piece)
-        return join(self._request_id, [self._so_far, piece])
+        return join(self._request_id, [self._ended, piece])
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
         self._piece_id = piece_id
-        start = self._num_told
-        if start < len(self._so_far.token_ids):
-            self._tell(
-                self._so_far.token_ids[start:],
-                self._so_far.logprobs[start:],
-                self._so_far.version_runs,
-                self._so_far.top_logprobs[start:],
+        start = self._num_reported
+        if start < len(self._ended.token_ids):
+            self._report(
+                self._ended.token_ids[start:],
+                self._ended.logprobs[start:],
+                self._ended.version_runs,
+                self._ended.top_logprobs[start:],
             )
 
-    def hear(self, progress: Progress) -> None:
+    def add_progress(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
         if progress.request_id != self._piece_id:
             return
         self._piece.append(progress)
-        num_before = len(self._so_far.token_ids)
-        runs = join_runs(self._so_far.version_runs, progress.version_runs, length=num_before)
-        self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
+        num_before = len(self._ended.token_ids)
+        runs = join_runs(self._ended.version_runs, progress.version_runs, length=num_before)
+        self._report(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
 
     def end_piece(self, done: Completion) -> None:
-        self._so_far = join(self._request_id, [self._so_far, done])
+        self._ended = join(self._request_id, [self._ended, done])
         self._piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
-        """End the piece of a lost replica; returns the number of its known tokens, which stay."""
-        num_before = len(self._so_far.token_ids)
+        """End the piece of a lost replica, keeping its reported tokens; returns their number."""
+        num_before = len(self._ended.token_ids)
         self.end_piece(reported(self._request_id, self._piece))
-        return len(self._so_far.token_ids) - num_before
+        return len(self._ended.token_ids) - num_before
 
-    def _tell(
+    def _report(
         self,
         token_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
@@ -93,11 +94,11 @@ class PartialTokens:
             return
         progress = Progress(
             request_id=self._request_id,
-            start=self._num_told,
+            start=self._num_reported,
             token_ids=token_ids,
             logprobs=logprobs,
             version_runs=runs,
             top_logprobs=top_logprobs,
         )
-        self._num_told += len(token_ids)
+        self._num_reported += len(token_ids)
         self._on_progress(progress)

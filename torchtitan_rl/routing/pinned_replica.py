@@ -128,7 +128,7 @@ def _free_slot(slots: Slots, version: int | None) -> Slot | None:
 
 
 async def _prepare(slots: Slots, weights: WeightSync, slot: Slot) -> None:
-    """Bring a reserved replica to the newest weights; note from where they can be fetched again."""
+    """Bring a reserved replica to the newest weights, and note where to fetch a pin's again."""
     newest = weights.newest
     if newest is None or not (slot.is_reserved or slot.version == newest.version):
         slot.pinned_weights = None

@@ -2,8 +2,8 @@
 
 Invariants: a call's load is released on every exit path; a replica that failed is dead and gets no
 further request (a fast-failing one never looks idle); a request that was interrupted, or lost its
-replica, continues from its known tokens, and its caller sees one completion and never an abort that
-was not requested; every wait has a deadline and says what it waited for.
+replica, continues from its tokens so far, and its caller sees one completion and never an abort
+that was not requested; every wait has a deadline and says what it waited for.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class GeneratorRouter:
         """The partial completion of every running request, by id, with exact versions.
 
         For checkpoints: each can be the ``resume_from`` of the same request. Decoding continues
-        meanwhile. Requests of a replica that does not answer in time have their last known tokens.
+        meanwhile. Requests of a replica that does not answer in time have the tokens that it had
+        reported before.
         """
-        return await self._requests.snapshot()
+        return await self._requests.partials()
 
     async def account(self) -> dict[str, ReplicaAccount]:
         """By replica: how many tokens it counts as sampled, and where they are.

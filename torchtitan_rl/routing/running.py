@@ -60,7 +60,7 @@ class Route:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _Routed:
     """One request. ``deadline_s`` is in the route's active time. ``piece_id`` is the id of the
     running piece on ``slot``'s engine, and ``sampling`` the task that waits for it; ``is_sent`` is
     True once the replica may have received it."""
@@ -87,7 +87,7 @@ class RunningRequests:
         self._slots = slots
         self._timeout_s = timeout_s
         self._on_ended = on_ended
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Routed] = {}
         self._is_closed = False
 
     async def complete(
@@ -103,7 +103,7 @@ class RunningRequests:
         check_resumable(request)
         tokens, clock = PartialTokens(request, on_progress), route.active_time
         deadline_s = clock.now_s() + self._timeout_s
-        running = _Running(request, route, deadline_s, clock.paused_s(), tokens)
+        running = _Routed(request, route, deadline_s, clock.paused_s(), tokens)
         self._running[request_id] = running
         done: Completion | None = None
         try:
@@ -112,7 +112,7 @@ class RunningRequests:
         finally:
             del self._running[request_id]
             if self._on_ended is not None:
-                self._on_ended(request, done or tokens.known, done is not None)
+                self._on_ended(request, done or tokens.partial, done is not None)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
@@ -130,13 +130,13 @@ class RunningRequests:
         ]
         await asyncio.gather(*(self._abort_and_wait(running) for running in cut))
 
-    async def snapshot(self) -> dict[str, Completion]:
+    async def partials(self) -> dict[str, Completion]:
         """The tokens so far of every request that runs, by id.
 
-        Of a replica that does not answer in time, what was known before is given.
+        Requests of a replica that does not answer in time have the tokens reported before.
         """
         await asyncio.gather(*(read_slot(self._slots, slot) for slot in self._slots.live()))
-        return {name: running.tokens.known for name, running in self._running.items()}
+        return {name: running.tokens.partial for name, running in self._running.items()}
 
     def held_tokens(self) -> int:
         """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""
@@ -147,15 +147,15 @@ class RunningRequests:
         self._is_closed = True
         self._slots.notify()
 
-    async def _all_pieces(self, running: _Running) -> Completion:
+    async def _all_pieces(self, running: _Routed) -> Completion:
         tokens = running.tokens
         while True:
-            piece = remaining_request(running.request, tokens.so_far, attempt=running.attempts)
+            piece = remaining_request(running.request, tokens.ended, attempt=running.attempts)
             if piece is None:
-                return used_up(tokens.so_far)
+                return used_up(tokens.ended)
             slot = await self._slot_for(running)
             if slot is None:
-                return tokens.so_far
+                return tokens.ended
             running.attempts += 1
             tokens.start_piece(piece.request_id)
             try:
@@ -166,9 +166,9 @@ class RunningRequests:
                 self._refuse_poison(running, error)
                 continue
             if running.is_abort_asked:
-                return tokens.so_far
+                return tokens.ended
 
-    def _refuse_poison(self, running: _Running, error: ReplicaError) -> None:
+    def _refuse_poison(self, running: _Routed, error: ReplicaError) -> None:
         """Refuse a request during which two engine loops have failed."""
         if running.engine_failures >= _MAX_ENGINE_FAILURES and self._slots.live_unreserved():
             raise GenerationError(
@@ -176,7 +176,7 @@ class RunningRequests:
                 f"while they had it, so no other is given it; the last: {error}"
             ) from error
 
-    async def _slot_for(self, running: _Running) -> Slot | None:
+    async def _slot_for(self, running: _Routed) -> Slot | None:
         """The replica that is to serve the next piece, once there is one; None: abort instead."""
         request, route = running.request, running.route
         try:
@@ -203,12 +203,12 @@ class RunningRequests:
         finally:
             running.waiting = None
 
-    def _limit(self, running: _Running) -> str:
+    def _limit(self, running: _Routed) -> str:
         paused_s = running.route.active_time.paused_s() - running.paused_s
         pauses = f" (and {paused_s:.0f} s of pauses)" if paused_s else ""
         return f"its {self._timeout_s:.0f} s{pauses}"
 
-    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
+    async def _call(self, slot: Slot, piece: GenerationRequest, running: _Routed) -> None:
         """Have one piece sampled. When this returns or raises, the piece no longer runs."""
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._slots.add_request(slot, num_tokens)
@@ -224,7 +224,7 @@ class RunningRequests:
                 await asyncio.wait({sampling})
         except TimeoutError as error:
             await self._end_piece(running, slot, sampling)
-            if running.tokens.so_far.finish_reason is not FinishReason.ABORT:
+            if running.tokens.ended.finish_reason is not FinishReason.ABORT:
                 return  # it completed normally before the abort arrived
             raise GenerationTimeoutError(
                 f"request {running.request.request_id} was not completed by replica {slot.name} "
@@ -241,13 +241,13 @@ class RunningRequests:
             raise loss_of(slot)
         sampling.result()
 
-    async def _sample(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
+    async def _sample(self, slot: Slot, piece: GenerationRequest, running: _Routed) -> None:
         tokens = running.tokens
         if running.is_abort_asked:
             return
         running.is_sent = True
         try:
-            done = await slot.replica.generate(piece, tokens.hear, streams=tokens.streams)
+            done = await slot.replica.generate(piece, tokens.add_progress, streams=tokens.streams)
         except RequestGivenUpError as error:
             slot.received_tokens += len(error.completion.token_ids)
             tokens.end_piece(error.completion)
@@ -258,7 +258,7 @@ class RunningRequests:
         slot.received_tokens += len(done.token_ids)
         tokens.end_piece(done)
 
-    async def _end_piece(self, running: _Running, slot: Slot, sampling: asyncio.Task[None]) -> None:
+    async def _end_piece(self, running: _Routed, slot: Slot, sampling: asyncio.Task[None]) -> None:
         """Abort the piece and wait for what it has, even where this call is cancelled meanwhile."""
         running.is_abort_asked = True
         ending = asyncio.create_task(self._abort_and_wait(running))
@@ -275,7 +275,7 @@ class RunningRequests:
             raise asyncio.CancelledError
         ending.result()
 
-    async def _abort_and_wait(self, running: _Running) -> None:
+    async def _abort_and_wait(self, running: _Routed) -> None:
         slot, sampling = running.slot, running.sampling
         if slot is None or sampling is None:
             return
@@ -288,7 +288,7 @@ class RunningRequests:
             self._slots.mark_dead(slot, ReplicaError(message))
             await asyncio.wait({sampling})
 
-    async def _abort_piece(self, running: _Running) -> None:
+    async def _abort_piece(self, running: _Routed) -> None:
         """Abort the running piece on its replica."""
         slot, piece_id = running.slot, running.piece_id
         if slot is None or piece_id is None or not running.is_sent:

@@ -33,19 +33,17 @@ class _Wait:
 
 
 class Wakeups:
-    """``num_looks`` counts checks and ``num_wakes`` woken tasks, for tests."""
+    """The conditions that tasks wait for."""
 
     def __init__(self) -> None:
         self._waits: dict[Hashable, _Wait] = {}
         self._is_due = False
-        self.num_looks = 0
-        self.num_wakes = 0
 
     def notify(self) -> None:
         """Something has changed: check all conditions once, in the next iteration."""
         if self._waits and not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._check)
 
     async def until(self, condition: Condition, *, key: Hashable = None) -> None:
         """Return once ``condition`` holds; raise what it raises.
@@ -67,11 +65,9 @@ class Wakeups:
             if not wait.futures and self._waits.get(key) is wait:
                 del self._waits[key]
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._is_due = False
         for key, wait in list(self._waits.items()):
-            self.num_looks += 1
             if wait.holds():
-                self.num_wakes += len(wait.futures)
                 del self._waits[key]
                 wait.wake()

@@ -216,15 +216,9 @@ class WeightSync:
 
     async def _turn(self, slot: Slot) -> None:
         """Wait until no other replica is swapping, at most for the lag time-out."""
+        others = [other for other in self._slots.live_unreserved() if other is not slot]
         await self._slots.wait_until(
-            lambda: (
-                not any(
-                    other.is_swapping
-                    for other in self._slots.live_unreserved()
-                    if other is not slot
-                )
-            ),
-            timeout_s=self._lag_timeout_s,
+            lambda: not any(other.is_swapping for other in others), timeout_s=self._lag_timeout_s
         )
 
     async def _swap(self, slot: Slot, handle: WeightHandle, stage_s: float) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-def given_up(held: list[int], keep: frozenset[int]) -> list[int]:
+def versions_to_free(held: list[int], keep: frozenset[int]) -> list[int]:
     """The versions to release before one more is published, of those ``held``, oldest first: all
     but the newest and those in ``keep``.
 
-    >>> given_up([3, 4, 5], keep=frozenset({3}))
+    >>> versions_to_free([3, 4, 5], keep=frozenset({3}))
     [4]
     """
     return [version for version in held[:-1] if version not in keep]

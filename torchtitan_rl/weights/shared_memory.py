@@ -31,7 +31,7 @@ from torchtitan_rl.weights.leftovers import (
     make_folder,
     remove_leftovers,
 )
-from torchtitan_rl.weights.published import given_up
+from torchtitan_rl.weights.published import versions_to_free
 from torchtitan_rl.weights.segment import Segment
 
 
@@ -122,7 +122,7 @@ class SharedMemoryPublisher:
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
         """Release versions; returns one whose memory fits and that no reader uses."""
         found: Segment | None = None
-        for old in given_up(list(self._held), keep):
+        for old in versions_to_free(list(self._held), keep):
             segment = self._held.pop(old)
             folder = segment.path.parent
             # Only the shared-memory file system certainly has locks.

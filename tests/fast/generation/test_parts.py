@@ -67,7 +67,7 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
     decisions.append(take(inbox))
     assert [a.request.request_id for d in decisions for a in d.admissions] == expected["admit"]
     assert [name for d in decisions for name in d.aborts] == expected["abort"]
-    assert not inbox.has_news()
+    assert not inbox.needs_decision()
 
 
 def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:

@@ -20,7 +20,7 @@ from monarch.rdma import RDMABuffer
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle
 from torchtitan_rl.weights.image import plan_image, write_image
-from torchtitan_rl.weights.published import given_up
+from torchtitan_rl.weights.published import versions_to_free
 
 
 class MonarchRdmaPublisher:
@@ -43,7 +43,7 @@ class MonarchRdmaPublisher:
         Raises:
             WeightSyncError: a tensor has no place in an image, or Monarch refused the buffer.
         """
-        self._release([version, *given_up(list(self._held), keep)])
+        self._release([version, *versions_to_free(list(self._held), keep)])
         layout = plan_image(tensors, version)
         image = torch.empty(layout.num_bytes, dtype=torch.uint8)
         write_image(layout, tensors, image)

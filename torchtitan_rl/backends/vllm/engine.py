@@ -31,9 +31,9 @@ from torchtitan_rl.backends.vllm.cpu import (
 )
 from torchtitan_rl.backends.vllm.logprobs import SampledLogprobs
 from torchtitan_rl.backends.vllm.resume import (
+    build_core_request,
     let_runner_resume,
     resumed_detokenizer,
-    scheduled_request,
 )
 from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_params
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
@@ -69,7 +69,7 @@ class VllmEngine:
         self._weights = weights
         self._version = 0
         self._num_pulls = 0
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _EngineRequest] = {}
         self._rate = ReadingRate()
         is_cpu = spec.device == "cpu"
         if is_cpu:
@@ -109,31 +109,31 @@ class VllmEngine:
         num_resumed, detokenizer = request.num_resumed, None
         try:
             params = vllm_sampling_params(request.sampling, num_resumed)
-            checked = self._engine.input_processor.process_inputs(
+            engine_request = self._engine.input_processor.process_inputs(
                 request.request_id,
                 prompt,
                 params,
                 supported_tasks=self._engine.get_supported_tasks(),
                 arrival_time=admission.arrival_s,
             )
-            self._engine.input_processor.assign_request_id(checked)
-            checked.reasoning_ended, checked.reasoning_parser_kwargs = reasoning_of(
+            self._engine.input_processor.assign_request_id(engine_request)
+            engine_request.reasoning_ended, engine_request.reasoning_parser_kwargs = reasoning_of(
                 request.sampling
             )
-            queued = scheduled_request(self._core, checked, num_resumed)
+            core_request = build_core_request(self._core, engine_request, num_resumed)
             if num_resumed:
                 tokenizer = self._engine.tokenizer if params.detokenize else None
-                detokenizer = resumed_detokenizer(tokenizer, checked, queued)
+                detokenizer = resumed_detokenizer(tokenizer, engine_request, core_request)
         except Exception as cause:  # of many types; vLLM has not added the request yet
             raise InvalidRequestError(
                 f"request {request.request_id!r} refused by vLLM: {cause}"
             ) from cause
-        self._engine.output_processor.add_request(checked, None, None, 0)
-        state = self._engine.output_processor.request_states[checked.request_id]
+        self._engine.output_processor.add_request(engine_request, None, None, 0)
+        state = self._engine.output_processor.request_states[engine_request.request_id]
         state.logprobs_processor = SampledLogprobs(request.sampling)
         state.detokenizer = detokenizer or state.detokenizer
-        self._core.add_request(queued)
-        self._running[request.request_id] = _Running(state, num_resumed)
+        self._core.add_request(core_request)
+        self._running[request.request_id] = _EngineRequest(state, num_resumed)
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
         found = [self._running.pop(name) for name in request_ids if name in self._running]
@@ -221,7 +221,7 @@ class VllmEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _EngineRequest:
     """vLLM's `RequestState`, whose first ``num_resumed`` output tokens were sampled before."""
 
     state: Any
@@ -299,7 +299,7 @@ def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
 
 
 def _output(
-    running: _Running,
+    running: _EngineRequest,
     reason: FinishReason = FinishReason.ABORT,
     *,
     stop_reason: int | str | None = None,

@@ -154,7 +154,7 @@ def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Running:
+class _SentRequest:
     """The state of a request that has not ended."""
 
     num_prompt_tokens: int
@@ -179,7 +179,7 @@ class RouterCore(EngineCoreClient):
         self.engine_ranks_managed = [0]
         self._link = link
         self._model_reasons = model_reasons
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _SentRequest] = {}
         self._ready: deque[EngineCoreOutputs] = deque()
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class RouterCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
-        self._running[request.request_id] = _Running(
+        self._running[request.request_id] = _SentRequest(
             num_prompt_tokens=len(request.prompt_token_ids),
             has_logprobs=params.num_logprobs is not None,
             submitted_s=time.monotonic(),
@@ -225,20 +225,20 @@ class RouterCore(EngineCoreClient):
                 pieces[request_id].extend(self._ended(running, end))
         self._ready.extend(_batches(list(pieces.values())))
 
-    def _ended(self, running: _Running, end: RequestEnd) -> Iterator[Piece]:
+    def _ended(self, running: _SentRequest, end: RequestEnd) -> Iterator[Piece]:
         if end.result is not None:
             yield from _completed(running, end.result)
         elif end.error is not None:
             self.fail(str(end.call_id), RefusedRequest(end.error))
 
 
-def _progressed(running: _Running, progress: Progress) -> Iterator[Piece]:
+def _progressed(running: _SentRequest, progress: Progress) -> Iterator[Piece]:
     skipped = running.num_delivered - progress.start
     if 0 <= skipped < len(progress.token_ids):  # after a gap the completion has the tokens
         yield from _new_tokens(running, progress, progress.start, metrics=None)
 
 
-def _completed(running: _Running, completion: Completion) -> Iterator[Piece]:
+def _completed(running: _SentRequest, completion: Completion) -> Iterator[Piece]:
     last: EngineCoreOutput | None = None
     for version, last in _new_tokens(running, completion, 0, metrics=completion.metrics):
         yield version, last
@@ -260,22 +260,22 @@ def _completed(running: _Running, completion: Completion) -> Iterator[Piece]:
 
 
 def _new_tokens(
-    running: _Running,
-    news: Progress | Completion,
+    running: _SentRequest,
+    part: Progress | Completion,
     start: int,
     *,
     metrics: CompletionMetrics | None,
 ) -> Iterator[Piece]:
-    """The tokens of ``news``, whose first has index ``start``, that were not delivered yet; one
+    """The tokens of ``part``, whose first has index ``start``, that were not delivered yet; one
     piece for each policy version."""
-    end = start + len(news.token_ids)
-    for version, first, last in _spans(news.version_runs, running.num_delivered, end):
+    end = start + len(part.token_ids)
+    for version, first, last in _spans(part.version_runs, running.num_delivered, end):
         tokens = slice(first - start, last - start)
         output = EngineCoreOutput(
-            request_id=news.request_id, new_token_ids=list(news.token_ids[tokens])
+            request_id=part.request_id, new_token_ids=list(part.token_ids[tokens])
         )
         if running.has_logprobs:
-            output.new_logprobs = _logprobs(news, tokens)
+            output.new_logprobs = _logprobs(part, tokens)
         if running.num_delivered == 0:
             output.events = _events(running, metrics)
             output.prefill_stats = _prefill_stats(running, metrics)
@@ -292,12 +292,12 @@ def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[i
             yield run.version, first, last
 
 
-def _logprobs(news: Progress | Completion, tokens: slice) -> LogprobsLists:
+def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
     """Rows: the sampled token, then the most likely ones. No OpenAI answer has ranks."""
-    if news.top_logprobs:
-        rows = news.top_logprobs[tokens]
+    if part.top_logprobs:
+        rows = part.top_logprobs[tokens]
     else:
-        sampled = zip(news.token_ids[tokens], news.logprobs[tokens], strict=True)
+        sampled = zip(part.token_ids[tokens], part.logprobs[tokens], strict=True)
         rows = tuple((pair,) for pair in sampled)
     # vLLM reads rows one by one, so they may differ in length.
     return LogprobsLists(
@@ -307,7 +307,7 @@ def _logprobs(news: Progress | Completion, tokens: slice) -> LogprobsLists:
     )
 
 
-def _events(running: _Running, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
+def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
     """When it was queued and scheduled, on this process's clock. For a streamed request the latter
     is estimated: its metrics come with its end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
@@ -317,7 +317,7 @@ def _events(running: _Running, metrics: CompletionMetrics | None) -> list[Engine
     ]
 
 
-def _prefill_stats(running: _Running, metrics: CompletionMetrics | None) -> PrefillStats:
+def _prefill_stats(running: _SentRequest, metrics: CompletionMetrics | None) -> PrefillStats:
     stats = PrefillStats()
     cached = min(metrics.cached_tokens, running.num_prompt_tokens) if metrics else 0
     stats.set(running.num_prompt_tokens, cached, 0)

@@ -15,33 +15,34 @@ from concurrent.futures import Future
 from typing import Any
 
 
-def scheduled_request(core: Any, checked: Any, num_resumed: int) -> Any:
-    """vLLM's `Request` of an `EngineCoreRequest` whose last prompt tokens were sampled before.
+def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
+    """vLLM's `Request` for its core, from an `EngineCoreRequest` whose last ``num_resumed`` prompt
+    tokens were sampled before (0: a request that is not resumed).
 
     Its grammar is compiled and its reasoning parser created here: their errors refuse this request
-    alone, and ranks that compiled in the background would start it at different steps. ``checked``
-    keeps the tokens before the resumed ones as its prompt.
+    alone, and ranks that compiled in the background would start it at different steps. Of
+    ``engine_request`` only the tokens before the resumed ones stay as its prompt.
 
     Raises:
         ValueError: the grammar rejects the resumed tokens.
     """
-    request, _ = core.preprocess_add_request(checked)
+    request, _ = core.preprocess_add_request(engine_request)
     structured = request.structured_output_request
     if structured is not None and isinstance(structured._grammar, Future):
         structured.grammar = structured._grammar.result()
     core.structured_output_manager._get_reasoner(request)
     if num_resumed:
-        tokens = checked.prompt_token_ids
+        tokens = engine_request.prompt_token_ids
         resumed = tokens[-num_resumed:]
         # num_prompt_tokens, of which the scheduler counts cached ones, stays that of all tokens.
-        checked.prompt_token_ids = request.prompt_token_ids = tokens[:-num_resumed]
+        engine_request.prompt_token_ids = request.prompt_token_ids = tokens[:-num_resumed]
         request._output_token_ids.extend(resumed)
         if not core.structured_output_manager.accept_tokens(request, resumed):
             raise ValueError("the tokens to resume from do not fit its structured output")
     return request
 
 
-def resumed_detokenizer(tokenizer: Any, checked: Any, request: Any) -> Any:
+def resumed_detokenizer(tokenizer: Any, engine_request: Any, request: Any) -> Any:
     """A detokenizer that has read the resumed tokens; ``tokenizer`` is None without stop strings.
 
     vLLM searches for stop strings only after ``min_tokens`` output tokens. `vllm_sampling_params`
@@ -49,7 +50,7 @@ def resumed_detokenizer(tokenizer: Any, checked: Any, request: Any) -> Any:
     """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, checked)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, engine_request)
     detokenizer.update(list(request.output_token_ids), False)
     return detokenizer
 

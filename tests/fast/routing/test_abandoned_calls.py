@@ -1,4 +1,4 @@
-"""Calls of a connected replica that are aborted or given up, and later ones with their ids."""
+"""Calls of a connected replica that are aborted or abandoned, and later ones with their ids."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_an_abort_returns_when_the_replica_knows() -> None:
     virtually(scenario)
 
 
-def test_a_call_that_was_given_up_before_it_left_never_leaves() -> None:
+def test_a_call_that_was_abandoned_before_it_left_never_leaves() -> None:
     async def scenario(wire: Wire) -> None:
         first = wire.call("first")
         await settle()
-        given_up = wire.call("a")
+        abandoned = wire.call("a")
         await settle()
-        given_up.cancel()
-        await asyncio.wait({given_up})
+        abandoned.cancel()
+        await asyncio.wait({abandoned})
         again = wire.call("a")
         await asyncio.sleep(2)
         assert wire.sent() == [["first"], ["a"]]
@@ -50,13 +50,13 @@ def test_a_call_that_was_given_up_before_it_left_never_leaves() -> None:
     virtually(scenario)
 
 
-def test_the_id_of_a_call_that_was_given_up_is_taken_again_when_the_replica_has_ended_it() -> None:
+def test_the_id_of_a_call_that_was_abandoned_is_taken_again_when_the_replica_has_ended_it() -> None:
     async def scenario(wire: Wire) -> None:
         heard: list[Progress] = []
-        given_up = wire.call("a", on_progress=heard.append)
+        abandoned = wire.call("a", on_progress=heard.append)
         await asyncio.sleep(2)
-        given_up.cancel()
-        await asyncio.wait({given_up})
+        abandoned.cancel()
+        await asyncio.wait({abandoned})
         again = wire.call("a")
         await asyncio.sleep(2)
         assert wire.sent() == [["a"]]
