@@ -117,42 +117,28 @@ def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their
     assert totals.tokens_discarded["restarted"] > 0
 
 
-@pytest.mark.parametrize("chance", range(4))
-def test_every_token_that_was_sampled_is_in_the_account_when_groups_are_restarted(
-    tmp_path: Path, chance: int
+LOSSES = {
+    "restarted": Plan(num_steps=12, window=0.67, train_s=0.0),
+    "resampled": Plan(
+        num_steps=8, window=0.67, zero_variance="resample", reward_levels=2, train_s=0.0
+    ),
+    "cut": Plan(turns=3, env_delay_s=0.5, rollout_timeout_s=2.0),
+}
+
+
+@pytest.mark.parametrize("cause", LOSSES)
+@pytest.mark.parametrize("chance", range(3))
+def test_every_token_that_was_sampled_is_in_the_account(
+    tmp_path: Path, cause: str, chance: int
 ) -> None:
-    plan = Plan(num_steps=12, window=0.67, train_s=0.0, chance=chance)
-    simulation = run(plan, tmp_path)
+    simulation = run(replace(LOSSES[cause], chance=chance), tmp_path)
     totals = simulation.ledger.totals()
     require_sums(totals)
     assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
+    assert totals.tokens_discarded[cause] > 0
     assert totals.tokens_buffered == 0
-    assert totals.groups_buffered == 2  # late ones wait for a run with more steps
-    assert totals.tokens_discarded["restarted"] + totals.tokens_discarded["cut"] > 0
-
-
-@pytest.mark.parametrize("rollout_timeout_s", [2.0, 3.0])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_turns_that_run_at_rollouts_time_outs_are_in_the_account(
-    tmp_path: Path, staleness: int, rollout_timeout_s: float
-) -> None:
-    plan = Plan(staleness=staleness, turns=3, env_delay_s=0.5, checkpoint_every=2)
-    simulation = run(replace(plan, rollout_timeout_s=rollout_timeout_s), tmp_path)
-    totals = simulation.ledger.totals()
-    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
-    assert totals.tokens_discarded["cut"] > 0
-    assert [record.step for record in simulation.recorder.accounts] == [2, 4, 6]
-
-
-@pytest.mark.parametrize("chance", range(4))
-def test_tokens_of_resampled_groups_that_are_restarted_are_in_the_account(
-    tmp_path: Path, chance: int
-) -> None:
-    plan = Plan(num_steps=8, window=0.67, zero_variance="resample", chance=chance, train_s=0.0)
-    simulation = run(replace(plan, reward_levels=2), tmp_path)
-    totals = simulation.ledger.totals()
-    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
-    assert totals.groups_discarded["resampled"] > 0
+    # Groups that are late at the last step wait for a run with more steps.
+    assert totals.groups_buffered == (0 if cause == "cut" else 2)
 
 
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:
@@ -269,12 +255,13 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
 @pytest.mark.parametrize(
     ("during_step", "staleness"), [("running", 0), ("running", 2), ("asleep", 0), ("asleep", 1)]
 )
-@pytest.mark.parametrize("seconds", [(0.7,), (1.5,), (4.4, 0.7), (9.9, 3.1), (14.2, 0.2, 5.0)])
+@pytest.mark.parametrize("seconds", [(0.7,), (4.4, 0.7), (14.2, 0.2, 5.0)])
 def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, seconds: tuple[float, ...], during_step: str, staleness: int
 ) -> None:
-    plan = Plan(num_steps=10, checkpoint_every=3, staleness=staleness, turns=3)
-    plan = replace(plan, during_step=during_step)
+    plan = Plan(
+        num_steps=10, checkpoint_every=3, staleness=staleness, turns=3, during_step=during_step
+    )
     for attempt, after in enumerate(seconds):
         live(plan, tmp_path / "cut", kill_after=after, resume=attempt > 0)
     resumed = run(plan, tmp_path / "cut", resume=True)
