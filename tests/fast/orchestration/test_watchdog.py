@@ -166,9 +166,7 @@ def test_equal_waits_of_two_tasks_close_each_their_own() -> None:
     assert [wait.since_s for wait in waits.open()] == [5.0]
 
 
-def test_the_deadline_ends_the_loops_and_names_a_hanging_environment_by_rollout_turn_and_call() -> (
-    None
-):
+def test_at_the_deadline_the_loops_end_and_a_hanging_environment_is_named() -> None:
     said: list[str] = []
 
     class HangingEnv(CountingEnv):
