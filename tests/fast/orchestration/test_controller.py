@@ -15,7 +15,9 @@ from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl.orchestration.producer import Producer
+from torchtitan_rl.orchestration.work_buffer import Entry
+from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 
 def reference_weights(plan: Plan, root: Path) -> int:
@@ -122,7 +124,7 @@ LOSSES = {
     "resampled": Plan(
         num_steps=8, window=0.67, zero_variance="resample", reward_levels=2, train_s=0.0
     ),
-    "cut": Plan(turns=3, env_delay_s=0.5, rollout_timeout_s=2.0),
+    "cut": Plan(staleness=1, turns=3, env_delay_s=0.5, rollout_timeout_s=2.0),
 }
 
 
@@ -174,6 +176,25 @@ def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, policy
             for group in record.groups
         ]
         assert all(len(values) > 1 for values in rewards)
+
+
+def test_a_group_that_is_restarted_in_the_moment_it_is_resampled_is_rolled_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first task has not ended yet; the newest is the one to cancel."""
+    original, restarted = Producer._sort, []
+
+    def sort(producer: Producer, entry: Entry, group: RolloutGroup) -> None:
+        original(producer, entry, group)
+        newest = [one for one in producer._buffer.entries if one.group_id == entry.group_id]
+        if newest[0].resamples > entry.resamples:
+            restarted.append(entry.group_id)
+            producer.restart([entry.group_id])
+
+    monkeypatch.setattr(Producer, "_sort", sort)
+    simulation = run(Plan(num_steps=4, reward_levels=2, zero_variance="resample"), tmp_path)
+    assert restarted
+    assert simulation.ledger.groups_trained == 12
 
 
 def test_trap_19_problems_that_are_all_solved_end_the_run_with_a_message_where_they_are_skipped(
