@@ -17,6 +17,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.work_buffer import Entry
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 
@@ -141,6 +142,22 @@ def test_every_token_that_was_sampled_is_in_the_account(
     assert totals.tokens_buffered == 0
     # Groups that are late at the last step wait for a run with more steps.
     assert totals.groups_buffered == (0 if cause == "cut" else 2)
+
+
+def test_tokens_that_the_loss_masked_are_in_the_account_as_masked(tmp_path: Path) -> None:
+    def prepare(simulation: Simulation) -> None:
+        original = simulation.trainer.train_step
+
+        async def masks_a_half(batch: TrainingBatch) -> StepOutput:
+            return replace(await original(batch), metrics={"masked_share": 0.5})
+
+        simulation.trainer.train_step = masks_a_half  # type: ignore[method-assign]
+
+    simulation, error = live(Plan(), tmp_path, prepare=prepare)
+    assert error is None
+    totals = simulation.ledger.totals()
+    require_sums(totals)
+    assert abs(totals.tokens_masked["loss_mask"] - totals.tokens_trained) <= Plan().num_steps
 
 
 def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def test_only_unfinished_rollouts_that_were_left_out_are_kept_in_memory(tmp_path
     append(journal, "g/r0", 0, FIRST, STATE)
     append(journal, "g/r1", 0, too_new, EnvState(answer=Terminal(reward=1.0)))
     append(journal, "g/r2", 0, too_new)
+    append(journal, "g/r3", 0, too_new)
+    append(journal, "g/r3", 1, SECOND, EnvState(answer=Terminal(reward=1.0)))
     append(journal, "h/r0", 0, too_new)
     assert journal.cut_off() == ["g/r2", "h/r0"]
     journal.forget("g")
