@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError, cancel_all
+from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.serving.messages import (
     Command,
@@ -32,6 +32,7 @@ from torchtitan_rl.serving.messages import (
     ToEndpoint,
 )
 from torchtitan_rl.serving.refusals import refusal_of, refused
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
