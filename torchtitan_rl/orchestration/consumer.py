@@ -71,7 +71,13 @@ class Consumer:
         self._times = _Times()
 
     async def run(self) -> None:
-        """Take all steps that are left; StopRequested between two of them."""
+        """Take all steps that are left.
+
+        Raises:
+            StopRequested: a stop was requested; no step is half done.
+            DivergedError, TrainerLostError: the trainer's state cannot be saved any more.
+            GenerationError: no replica is left.
+        """
         state, num_steps = self._state, self._settings.num_steps
         self._times = _Times()
         while state.step < num_steps:
