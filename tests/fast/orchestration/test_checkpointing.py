@@ -209,10 +209,14 @@ def test_old_journals_that_cannot_be_removed_are_reported_and_the_run_goes_on(
     assert "old checkpoints could not be removed: read-only" in said
 
 
-def test_a_finished_run_that_is_resumed_is_not_saved_again(tmp_path: Path) -> None:
-    run(PLAN, tmp_path)
-    _, error = live(PLAN, tmp_path, resume=True, prepare=fail_every_save)
+def test_a_finished_run_that_is_resumed_is_neither_evaluated_nor_saved_again(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, validate_every=3, evaluation_problems=2)
+    run(plan, tmp_path)
+    second, error = live(plan, tmp_path, resume=True, prepare=fail_every_save)
     assert error is None
+    assert second.recorder.evaluations == []
 
 
 def test_a_run_that_stops_after_a_checkpoint_saves_what_its_rollouts_have_sampled_since(
