@@ -113,6 +113,7 @@ def test_an_evaluation_has_started_only_when_it_has_its_replica(tmp_path: Path) 
             assert not starting.done()
             is_free.set()
             await starting
+            assert evaluator.is_running
         await evaluator.finish()
         return [record.step for record in simulation.recorder.evaluations]
 
