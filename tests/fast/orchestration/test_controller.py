@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fast.orchestration.runs import failing, live, run
+from tests.support.simulated_parts import SimEnv
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
@@ -17,6 +18,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.work_buffer import Entry
+from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
@@ -277,6 +279,36 @@ def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path)
         assert simulation.checkpoints.steps() == [simulation.trainer.version]
 
     run_virtually(work())
+
+
+def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed = [], []
+    reset = SimEnv.reset
+
+    async def opens(env: SimEnv) -> Observation:
+        opened.append(env)
+        return await reset(env)
+
+    async def closes(env: SimEnv) -> None:
+        await asyncio.sleep(20.0)
+        closed.append(env)
+
+    async def work() -> None:
+        simulation = Simulation(Plan(), tmp_path)
+        running = asyncio.create_task(simulation.run())
+        for _ in range(3):
+            await asyncio.sleep(2.0)
+            running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert simulation.rollouter.activities() == []
+
+    monkeypatch.setattr(SimEnv, "reset", opens)
+    monkeypatch.setattr(SimEnv, "close", closes)
+    run_virtually(work())
+    assert len(opened) == len(closed) > 0
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])

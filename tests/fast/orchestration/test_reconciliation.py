@@ -11,13 +11,12 @@ from tests.support.virtual_clock import run_virtually
 
 
 def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: Path) -> None:
-    async def work() -> tuple[list[int], list[float]]:
+    async def work() -> list[int]:
         simulation = Simulation(Plan(), tmp_path)
         state, reconciliation = simulation.controller._state, simulation.controller._reconciliation
-        original, delays, began_s = simulation.router.account, [10.0, 1.0], []
+        original, delays = simulation.router.account, [10.0, 1.0]
 
         async def slow() -> Any:
-            began_s.append(asyncio.get_running_loop().time())
             await asyncio.sleep(delays.pop(0))
             return await original()
 
@@ -27,6 +26,6 @@ def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: 
         reconciliation.start()  # no second one while the first runs
         state.step = 3
         await reconciliation.finish()
-        return [record.step for record in simulation.recorder.accounts], began_s
+        return [record.step for record in simulation.recorder.accounts]
 
-    assert run_virtually(work()) == ([0, 3], [0.0, 10.0])
+    assert run_virtually(work()) == [0, 3]
