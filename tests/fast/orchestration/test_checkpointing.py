@@ -56,19 +56,6 @@ def end_dataset(simulation: Simulation, *, after: int) -> None:
 fail_every_save = failing("save_checkpoint", 1, CheckpointError("no space"), forever=True)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("chance", range(8))
-def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
-    tmp_path: Path, staleness: int, chance: int
-) -> None:
-    plan = replace(PLAN, staleness=staleness, chance=chance)
-    first, stopped = live(plan, tmp_path, stop_after=1.0 + 1.7 * chance)
-    assert isinstance(stopped, StopRequested)
-    second = run(plan, tmp_path, resume=True)
-    rows = [record.step for record in (*first.recorder.steps, *second.recorder.steps)]
-    assert rows == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_groups_of_a_step_that_failed_are_saved(tmp_path: Path, staleness: int) -> None:
     plan = replace(PLAN, staleness=staleness, window=0.0)

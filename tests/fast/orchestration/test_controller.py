@@ -311,15 +311,19 @@ def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
     assert len(opened) == len(closed) > 0
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, seconds: float
+def test_a_stopped_and_resumed_run_takes_each_step_once_and_equals_an_uninterrupted_one(
+    tmp_path: Path, seconds: float, staleness: int
 ) -> None:
-    plan = Plan(num_steps=8, checkpoint_every=2)
-    _, error = live(plan, tmp_path / "cut", stop_after=seconds)
+    plan = Plan(num_steps=8, checkpoint_every=2, staleness=staleness)
+    stopped, error = live(plan, tmp_path / "cut", stop_after=seconds)
     assert isinstance(error, StopRequested)
     resumed = run(plan, tmp_path / "cut", resume=True)
-    assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
+    rows = [record.step for record in (*stopped.recorder.steps, *resumed.recorder.steps)]
+    assert rows == list(range(1, 9))
+    if staleness == 0:
+        assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
 
 
 @pytest.mark.parametrize(
