@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Literal
 
 from torchtitan_rl.errors import ConfigError, WeightSyncError
-from torchtitan_rl.generation.engine import Admission, Engine
+from torchtitan_rl.generation.engine import Engine
+from torchtitan_rl.types import GenerationRequest
 
 PauseMode = Literal["keep", "abort", "wait"]
 """What a pause does to running requests: they freeze with their KV, they end with the tokens they
@@ -95,13 +96,15 @@ def kv_policy_errors(
 class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
-    STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``, so that decoding continues
-    without a further decision. PAUSE and SLEEP read ``aborts_all``.
+    STEP admits ``admissions`` in order, which arrive at ``arrival_s`` (rank 0's time.time()), ends
+    ``aborts``, then runs up to ``num_steps`` engine steps. PULL reads ``version`` and
+    ``kv_policy``, and ``num_steps``, so that decoding continues without a further decision. PAUSE
+    and SLEEP read ``aborts_all``.
     """
 
     action: Action
-    admissions: tuple[Admission, ...] = ()
+    admissions: tuple[GenerationRequest, ...] = ()
+    arrival_s: float = 0.0
     aborts: tuple[str, ...] = ()
     num_steps: int = 0
     version: int = 0

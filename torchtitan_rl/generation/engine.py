@@ -21,14 +21,6 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A request, and its arrival time, which must be equal on all ranks."""
-
-    request: GenerationRequest
-    arrival_s: float  # time.time() of rank 0 when it entered the inbox
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
     """A request that ended in a step or by an abort; or, with ABORT as the finish reason, tokens of
     one that still runs. Times are time.monotonic() seconds.
@@ -58,8 +50,8 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def add_request(self, admission: Admission) -> None:
-        """Queue a request in the engine.
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
+        """Queue a request in the engine; ``arrival_s``, a time.time(), is equal on all ranks.
 
         Raises:
             InvalidRequestError: it is refused, on every rank alike, and nothing has changed.

@@ -12,6 +12,7 @@ still waits here.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
-from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
+from torchtitan_rl.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Queued:
     power: Power = Power.AWAKE
     pause: PauseMode | None = None
     is_paused: bool = False
-    admissions: tuple[Admission, ...] = ()
+    admissions: tuple[GenerationRequest, ...] = ()
     aborts: tuple[str, ...] = ()
 
     @property
@@ -97,8 +98,8 @@ def decide(
     if queued.is_held:
         # A request that is aborted is admitted all the same: the engine knows how to end it.
         aborts = frozenset(queued.aborts)
-        admitted = tuple(a for a in queued.admissions if a.request.request_id in aborts)
-        kept = tuple(a for a in queued.admissions if a.request.request_id not in aborts)
+        admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
+        kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
     step = LoopDecision(
         action=Action.STEP,
         admissions=admitted,
@@ -124,15 +125,15 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queued = Queued()
-        self._admissions: list[Admission] = []
+        self._admissions: list[GenerationRequest] = []
         self._aborts: list[str] = []
         self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
         self._readers: list[Future[Any]] = []
         self._answering: list[Future[Any]] = []  # of what the loop is doing now
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         with self._changed:
-            self._admissions.append(admission)
+            self._admissions.append(request)
             self._changed.notify()
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
@@ -236,7 +237,7 @@ class Inbox:
             count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
             self._answering = waiting[:count]
             self._waiters[decision.action] = waiting[count:]
-            return decision
+            return replace(decision, arrival_s=time.time())
 
     def _wait_in(self, futures: list[Future[Any]]) -> Future[Any]:
         future = uncancellable_future()

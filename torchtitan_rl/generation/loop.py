@@ -36,7 +36,7 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.generation.commands import EngineCommand, ReadStats, Resume
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, LoopDecision
-from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
+from torchtitan_rl.generation.engine import Engine, EngineOutput
 from torchtitan_rl.generation.futures import done_future, fail_future, failed_future
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.lockstep import LockstepChannel
@@ -135,13 +135,12 @@ class EngineLoop:
             InvalidRequestError: the engine could not serve it; nothing else is affected.
         """
         self._check_leader()
-        admission = Admission(request=request, arrival_s=time.time())
         with self._lock:
             if self._ended is not None:
                 return failed_future(self._ended)
             validate_request(request, self._limits, self._requests)
             future = self._requests.add(request.request_id, listener)
-            self._inbox.admit(admission)
+            self._inbox.admit(request)
         return future
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
@@ -243,8 +242,8 @@ class EngineLoop:
         return True
 
     def _step(self, decision: LoopDecision) -> None:
-        for admission in decision.admissions:
-            self._admit(admission)
+        for request in decision.admissions:
+            self._admit(request, decision.arrival_s)
         in_flight = self._engine.num_unfinished()
         if decision.aborts:
             self._resolve(self._engine.abort(decision.aborts), in_flight)
@@ -263,10 +262,10 @@ class EngineLoop:
             if self._channel.world_size == 1 and self._inbox.has_news():
                 break
 
-    def _admit(self, admission: Admission) -> None:
-        request_id = admission.request.request_id
+    def _admit(self, request: GenerationRequest, arrival_s: float) -> None:
+        request_id = request.request_id
         try:
-            self._engine.add_request(admission)
+            self._engine.add_request(request, arrival_s=arrival_s)
         except InvalidRequestError as error:
             # Every rank raises here alike, so the ranks stay in step.
             if self._is_leader:

@@ -161,10 +161,10 @@ def test_trap_35_an_invalid_request_fails_alone() -> None:
 
 def test_a_request_that_the_engine_refuses_fails_alone() -> None:
     class Picky(ScriptedEngine):
-        def add_request(self, admission) -> None:
-            if admission.request.request_id == "bad":
+        def add_request(self, request, *, arrival_s: float) -> None:
+            if request.request_id == "bad":
                 raise InvalidRequestError("not to my taste")
-            super().add_request(admission)
+            super().add_request(request, arrival_s=arrival_s)
 
     with running_loop(Picky()) as loop:
         bad, good = loop.submit(request("bad")), loop.submit(request("good"))
