@@ -21,10 +21,10 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
+from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.types import Completion, EngineReading, Progress, PullReport, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 

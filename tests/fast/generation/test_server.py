@@ -15,9 +15,9 @@ from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.server import EngineServer, FromReplica, Submission, ToReplica
+from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Call, End
+from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest
 
 
