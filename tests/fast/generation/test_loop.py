@@ -205,6 +205,8 @@ def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_caus
         assert "scripted failure" in str(caught.value.__cause__)
     assert ended == [loop.failure]
     loop.close(WAIT_S)
+    with pytest.raises(LoopFailedError):  # the first cause stays
+        loop.submit(request("after the close")).result(WAIT_S)
 
 
 def test_trap_2_a_failed_pull_fails_everything() -> None:
