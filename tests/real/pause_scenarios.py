@@ -35,7 +35,7 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
 
     def hear(batch: tuple[Progress, ...]) -> None:
         for progress in batch:
-            partials[progress.request_id].hear(progress)
+            partials[progress.request_id].add(progress)
 
     futures = {}
     for item in requests:

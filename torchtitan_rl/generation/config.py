@@ -48,8 +48,8 @@ class GeneratorConfig:
 class LoopConfig:
     """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
     it well below the time-out of the channel. ``version``: of the weights the engine starts with.
-    Listeners are told of progress every ``stream_interval_s`` or, where they do not stream, every
-    ``progress_interval_s`` at most.
+    Progress is reported at most every ``stream_interval_s``, and every ``progress_interval_s`` to
+    listeners that do not stream.
     """
 
     name: str = "replica"

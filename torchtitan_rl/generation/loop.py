@@ -258,7 +258,7 @@ class EngineLoop:
                 outputs = self._engine.step()
             self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
-            self._tell_progress()
+            self._report_progress()
             if self._channel.world_size == 1 and self._inbox.has_news():
                 break
 
@@ -316,7 +316,7 @@ class EngineLoop:
             self._is_asleep = False
         self._channel.barrier()
         if self._is_leader:
-            self._tell_progress(at_once=True)
+            self._report_progress(at_once=True)
             self._read_stats(is_due=True)
             self._inbox.answer(None)
 
@@ -329,7 +329,7 @@ class EngineLoop:
             if self._on_work is not None:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
-    def _tell_progress(self, *, at_once: bool = False) -> None:
+    def _report_progress(self, *, at_once: bool = False) -> None:
         """Report to listeners what is new, where their interval has passed."""
         if not self._is_leader:
             return
@@ -339,12 +339,12 @@ class EngineLoop:
             return
         outputs = self._engine.sampled_since(starts)
         with self._lock:
-            batches = self._requests.tell(outputs)
+            batches = self._requests.report(outputs)
         for sink, progress in batches:
             sink(progress)
 
     def _answer_reading(self) -> None:
-        self._tell_progress(at_once=True)
+        self._report_progress(at_once=True)
         reading = EngineReading(
             sampled_tokens=self._engine.stats().generated_tokens,
             running_tokens=sum(self._engine.generated_lengths().values()),

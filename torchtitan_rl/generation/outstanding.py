@@ -25,7 +25,7 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """What is told of a request's progress. ``streams``: within milliseconds, else about every
+    """Gets a request's progress. ``streams``: within milliseconds, else about every
     second (so that a lost replica costs few tokens)."""
 
     sink: ProgressSink
@@ -38,13 +38,14 @@ class _Request:
     submitted_s: float
     listener: Listener | None
     runs: tuple[VersionRun, ...] = ()  # empty before its admission
-    num_told: int = 0  # tokens that the listener was told
+    num_reported: int = 0  # tokens that the listener got
 
 
 class OutstandingRequests:
     """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
 
-    Listeners that stream are told every ``stream_interval_s``, all others every ``interval_s``.
+    Progress is reported every ``stream_interval_s`` to listeners that stream, else every
+    ``interval_s``.
     ``clock`` gives monotonic seconds.
     """
 
@@ -64,7 +65,7 @@ class OutstandingRequests:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._num_listeners = {True: 0, False: 0}  # of admitted requests, by `Listener.streams`
-        self._streamed_s = self._told_all_s = 0.0  # when that was done last
+        self._streamed_s = self._reported_all_s = 0.0  # the time of the last report
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -82,7 +83,7 @@ class OutstandingRequests:
         request.runs = (VersionRun(0, self._version),)
         if request.listener is not None:
             if not self._num_listeners[False]:
-                self._told_all_s = self._clock()  # the first interval begins
+                self._reported_all_s = self._clock()  # the first interval begins
             self._num_listeners[request.listener.streams] += 1
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
@@ -100,32 +101,33 @@ class OutstandingRequests:
         now_s = self._clock()
         if not any(self._num_listeners.values()):
             return {}
-        if at_once or now_s - self._told_all_s >= self._interval_s:
-            self._told_all_s = now_s
-            return self._told(streaming_only=False)
+        if at_once or now_s - self._reported_all_s >= self._interval_s:
+            self._reported_all_s = now_s
+            return self._unreported(streaming_only=False)
         if self._num_listeners[True] and now_s - self._streamed_s >= self._stream_interval_s:
-            return self._told(streaming_only=True)
+            return self._unreported(streaming_only=True)
         return {}
 
-    def tell(
+    def report(
         self, outputs: Iterable[EngineOutput]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """What each sink is to be told of ``outputs``, read from the tokens on that `due` named.
+        """The progress for each sink, from ``outputs`` that were read as `due` said.
 
-        It counts as told from here on.
+        It counts as reported from here on.
         """
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None or request.listener is None:
                 continue
-            start, request.num_told = request.num_told, request.num_told + len(output.token_ids)
+            start = request.num_reported
+            request.num_reported += len(output.token_ids)
             progress = Progress(
                 request_id=output.request_id,
                 start=start,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
-                version_runs=runs_before(request.runs, request.num_told),
+                version_runs=runs_before(request.runs, request.num_reported),
                 top_logprobs=output.top_logprobs,
             )
             batches.setdefault(request.listener.sink, []).append(progress)
@@ -169,9 +171,9 @@ class OutstandingRequests:
         self._num_listeners = {True: 0, False: 0}
         return futures
 
-    def _told(self, *, streaming_only: bool) -> dict[str, int]:
+    def _unreported(self, *, streaming_only: bool) -> dict[str, int]:
         return {
-            request_id: request.num_told
+            request_id: request.num_reported
             for request_id, request in self._requests.items()
             if request.runs
             and request.listener is not None

@@ -90,7 +90,7 @@ class EngineServer:
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request
-        listener = Listener(sink=self._hear, streams=submission.streams)
+        listener = Listener(sink=self._on_progress, streams=submission.streams)
         with self._lock:
             self._num_running += 1
         try:
@@ -108,7 +108,7 @@ class EngineServer:
     def _on_answer(self, number: CallId, future: Future[Any]) -> None:
         self._outbox.put(_end_of(number, future), is_urgent=True)
 
-    def _hear(self, progress: tuple[Progress, ...]) -> None:
+    def _on_progress(self, progress: tuple[Progress, ...]) -> None:
         self._outbox.put(*progress)
 
     def _end(self, end: End[Any, BaseException]) -> None:

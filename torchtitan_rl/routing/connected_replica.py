@@ -58,14 +58,14 @@ class _Running:
     """One call. A request is given up when its caller was cancelled, and has returned when the
     caller continues."""
 
-    def __init__(self, heard_by: Callable[[Any], None] | None) -> None:
+    def __init__(self, listener: Callable[[Any], None] | None) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.heard_by = heard_by
+        self.listener = listener
         self.is_aborted = self.is_given_up = self.has_returned = False
 
-    def hear(self, news: Any) -> None:
-        if self.heard_by is not None and not self.is_given_up:
-            self.heard_by(news)
+    def notify(self, news: Any) -> None:
+        if self.listener is not None and not self.is_given_up:
+            self.listener(news)
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -176,9 +176,9 @@ class ConnectedReplica(Generic[PeerT]):
         self,
         call_id: CallId,
         payload: Submission | EngineCommand[Any],
-        heard_by: Callable[[Any], None] | None,
+        listener: Callable[[Any], None] | None,
     ) -> _Running:
-        call = self._calls[call_id] = _Running(heard_by)
+        call = self._calls[call_id] = _Running(listener)
         self._connection.put(Call(call_id=call_id, payload=payload))
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect(), name=f"to {self.name}")
@@ -196,7 +196,7 @@ class ConnectedReplica(Generic[PeerT]):
                 case Progress(request_id=request_id):
                     if (call := self._calls.get(request_id)) is not None:
                         # In a callback of its own: an error in one does not affect the others.
-                        asyncio.get_running_loop().call_soon(call.hear, message)
+                        asyncio.get_running_loop().call_soon(call.notify, message)
                 case End(call_id=str()):
                     self._end(message)
                 case End():
@@ -227,7 +227,7 @@ class ConnectedReplica(Generic[PeerT]):
         if end.error is not None:
             call.fail(end.error)
         else:
-            call.hear(end.result)
+            call.notify(end.result)
             call.future.set_result(end.result)
 
     def _lose(self, error: BaseException) -> None:

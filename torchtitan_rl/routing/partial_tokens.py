@@ -25,7 +25,7 @@ class PartialTokens:
         self._request_id = request.request_id
         self._on_progress = on_progress
         self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
-        self._num_told = self._num_resumed = len(self._so_far.token_ids)
+        self._num_reported = self._num_resumed = len(self._so_far.token_ids)
         self._piece_id: str | None = None  # of the running piece
         self._piece: list[Progress] = []
 
@@ -54,23 +54,23 @@ class PartialTokens:
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
         self._piece_id = piece_id
-        start = self._num_told
+        start = self._num_reported
         if start < len(self._so_far.token_ids):
-            self._tell(
+            self._report(
                 self._so_far.token_ids[start:],
                 self._so_far.logprobs[start:],
                 self._so_far.version_runs,
                 self._so_far.top_logprobs[start:],
             )
 
-    def hear(self, progress: Progress) -> None:
+    def add(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
         if progress.request_id != self._piece_id:
             return
         self._piece.append(progress)
         num_before = len(self._so_far.token_ids)
         runs = join_runs(self._so_far.version_runs, progress.version_runs, length=num_before)
-        self._tell(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
+        self._report(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
 
     def end_piece(self, done: Completion) -> None:
         self._so_far = join(self._request_id, [self._so_far, done])
@@ -82,7 +82,7 @@ class PartialTokens:
         self.end_piece(reported(self._request_id, self._piece))
         return len(self._so_far.token_ids) - num_before
 
-    def _tell(
+    def _report(
         self,
         token_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
@@ -93,11 +93,11 @@ class PartialTokens:
             return
         progress = Progress(
             request_id=self._request_id,
-            start=self._num_told,
+            start=self._num_reported,
             token_ids=token_ids,
             logprobs=logprobs,
             version_runs=runs,
             top_logprobs=top_logprobs,
         )
-        self._num_told += len(token_ids)
+        self._num_reported += len(token_ids)
         self._on_progress(progress)

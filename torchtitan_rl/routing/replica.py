@@ -35,8 +35,8 @@ class Replica(Protocol):
         *,
         streams: bool = False,
     ) -> Completion:
-        """``on_progress`` is told what has been sampled meanwhile: every few milliseconds where
-        it ``streams``, else about every second.
+        """``on_progress`` gets what was sampled meanwhile: every few milliseconds where it
+        ``streams``, else about every second.
 
         Raises `InvalidRequestError` for a request that fails alone, `ReplicaError` where the
         replica itself is lost."""

@@ -246,7 +246,7 @@ class RunningRequests:
             return
         running.is_sent = True
         try:
-            done = await slot.replica.generate(piece, tokens.hear, streams=tokens.streams)
+            done = await slot.replica.generate(piece, tokens.add, streams=tokens.streams)
         except RequestGivenUpError as error:
             slot.received_tokens += len(error.completion.token_ids)
             tokens.end_piece(error.completion)

@@ -237,7 +237,7 @@ class EndpointBridge:
 
 
 def _refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error: no internals; unexpected ones are logged."""
+    """The refusal that a client gets for an error: no internals; unexpected ones are logged."""
     match error:
         case RefusedError():
             return error.refusal

@@ -166,7 +166,7 @@ def test_a_streaming_request_is_due_at_once_after_a_silence_and_then_once_per_in
     clock.now_s = 5.001
     assert requests.due() == {"a": 0}  # nothing was sampled yet
     clock.now_s = 5.002
-    requests.tell([sampled("a", 1)])
+    requests.report([sampled("a", 1)])
     clock.now_s = 5.01
     assert requests.due() == {}
     clock.now_s = 5.03
@@ -198,7 +198,7 @@ def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
     requests.pull(1, {"a": 3})
     requests.admit("b")
     assert requests.due(at_once=True) == {}
-    assert requests.tell([sampled("a", 1)]) == []
+    assert requests.report([sampled("a", 1)]) == []
     assert requests.finish(sampled("a", 1), in_flight=1) is None
     assert requests.refuse("b") is None
     assert "a" not in requests
