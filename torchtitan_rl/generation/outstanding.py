@@ -25,8 +25,8 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """Gets a request's progress. ``streams``: within milliseconds, else about every
-    second (so that a lost replica costs few tokens)."""
+    """Gets a request's progress. ``streams``: within milliseconds, else about every second, so that
+    a lost replica costs few tokens."""
 
     sink: ProgressSink
     streams: bool = False
@@ -45,8 +45,7 @@ class OutstandingRequests:
     """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
 
     Progress is reported every ``stream_interval_s`` to listeners that stream, else every
-    ``interval_s``.
-    ``clock`` gives monotonic seconds.
+    ``interval_s``. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class OutstandingRequests:
     def due(self, *, at_once: bool = False) -> dict[str, int]:
         """The requests whose progress is to be read now, and from which token on.
 
-        ``at_once``: all of them, whatever the intervals say.
+        ``at_once``: all of them, without regard to the intervals.
         """
         now_s = self._clock()
         if not any(self._num_listeners.values()):
