@@ -356,16 +356,12 @@ class EngineLoop:
         if not outputs or not self._is_leader:
             return
         with self._lock:
-            ended = [self._requests.finish(output, in_flight) for output in outputs]
-        for output, answer in zip(outputs, ended, strict=True):
-            if answer is None:
-                continue
-            future, completion = answer
-            if output.refusal:
-                message = f"request {output.request_id!r} given up: {output.refusal}"
-                fail_future(future, RequestGivenUpError(message, completion))
+            ended = self._requests.finish(outputs, in_flight)
+        for future, outcome in ended:
+            if isinstance(outcome, RequestGivenUpError):
+                fail_future(future, outcome)
             else:
-                future.set_result(completion)
+                future.set_result(outcome)
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()

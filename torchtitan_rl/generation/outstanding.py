@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.futures import uncancellable_future
 from torchtitan_rl.generation.versions import add_run, runs_before
@@ -135,14 +136,37 @@ class OutstandingRequests:
         return [(sink, tuple(batch)) for sink, batch in batches.items()]
 
     def finish(
-        self, output: EngineOutput, in_flight: int
-    ) -> tuple[Future[Completion], Completion] | None:
-        """The future and the completion to resolve it with; None for a forgotten request."""
-        request = self._requests.pop(output.request_id, None)
-        if request is None:
-            return None
-        if request.listener is not None:
-            self._num_listeners[request.listener.streams] -= 1
+        self, outputs: Iterable[EngineOutput], in_flight: int
+    ) -> list[tuple[Future[Completion], Completion | RequestGivenUpError]]:
+        """The futures of the requests that ended with ``outputs``, and how each is to be resolved.
+
+        ``in_flight``: requests that the engine held in the step that ended them.
+        """
+        ended = []
+        for output in outputs:
+            request = self._requests.pop(output.request_id, None)
+            if request is None:
+                continue
+            if request.listener is not None:
+                self._num_listeners[request.listener.streams] -= 1
+            ended.append((request.future, self._outcome(output, request, in_flight)))
+        return ended
+
+    def refuse(self, request_id: str) -> Future[Completion] | None:
+        """The future of a request that the engine did not admit; None for a forgotten one."""
+        request = self._requests.pop(request_id, None)
+        return None if request is None else request.future
+
+    def drain(self) -> list[Future[Completion]]:
+        """Forget all requests and return their futures."""
+        futures = [request.future for request in self._requests.values()]
+        self._requests.clear()
+        self._num_listeners = {True: 0, False: 0}
+        return futures
+
+    def _outcome(
+        self, output: EngineOutput, request: _Request, in_flight: int
+    ) -> Completion | RequestGivenUpError:
         completion = Completion(
             request_id=output.request_id,
             token_ids=output.token_ids,
@@ -156,19 +180,10 @@ class OutstandingRequests:
             stop_reason=output.stop_reason,
             top_logprobs=output.top_logprobs,
         )
-        return request.future, completion
-
-    def refuse(self, request_id: str) -> Future[Completion] | None:
-        """The future of a request that the engine did not admit; None for a forgotten one."""
-        request = self._requests.pop(request_id, None)
-        return None if request is None else request.future
-
-    def drain(self) -> list[Future[Completion]]:
-        """Forget all requests and return their futures."""
-        futures = [request.future for request in self._requests.values()]
-        self._requests.clear()
-        self._num_listeners = {True: 0, False: 0}
-        return futures
+        if output.refusal:
+            message = f"request {output.request_id!r} given up: {output.refusal}"
+            return RequestGivenUpError(message, completion)
+        return completion
 
     def _unreported(self, *, streaming_only: bool) -> dict[str, int]:
         return {

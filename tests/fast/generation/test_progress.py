@@ -185,10 +185,10 @@ def test_a_request_that_does_not_stream_is_due_every_second_with_all_others() ->
     assert requests.due() == {"a": 0, "slow": 0}
     clock.now_s = 6.1
     assert requests.due(at_once=True) == {"a": 0, "slow": 0}
-    requests.finish(sampled("a", 1), in_flight=2)
+    requests.finish([sampled("a", 1)], in_flight=2)
     clock.now_s = 6.2
     assert requests.due() == {}
-    requests.finish(sampled("slow", 1), in_flight=1)
+    requests.finish([sampled("slow", 1)], in_flight=1)
     assert requests.due(at_once=True) == {}
 
 
@@ -199,7 +199,7 @@ def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
     requests.admit("b")
     assert requests.due(at_once=True) == {}
     assert requests.report([sampled("a", 1)]) == []
-    assert requests.finish(sampled("a", 1), in_flight=1) is None
+    assert requests.finish([sampled("a", 1)], in_flight=1) == []
     assert requests.refuse("b") is None
     assert "a" not in requests
 
