@@ -26,7 +26,7 @@ class PartialTokens:
         self._on_progress = on_progress
         self._so_far = join(self._request_id, [request.resume_from] if request.resume_from else [])
         self._num_reported = self._num_resumed = len(self._so_far.token_ids)
-        self._piece_id: str | None = None  # of the running piece
+        self.piece_id: str | None = None  # of the running piece, on its engine
         self._piece: list[Progress] = []
 
     @property
@@ -53,7 +53,7 @@ class PartialTokens:
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
-        self._piece_id = piece_id
+        self.piece_id = piece_id
         start = self._num_reported
         if start < len(self._so_far.token_ids):
             self._report(
@@ -65,7 +65,7 @@ class PartialTokens:
 
     def add(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
-        if progress.request_id != self._piece_id:
+        if progress.request_id != self.piece_id:
             return
         self._piece.append(progress)
         num_before = len(self._so_far.token_ids)
@@ -74,7 +74,7 @@ class PartialTokens:
 
     def end_piece(self, done: Completion) -> None:
         self._so_far = join(self._request_id, [self._so_far, done])
-        self._piece_id, self._piece = None, []
+        self.piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
         """End the piece of a lost replica; returns the number of its known tokens, which stay."""

@@ -61,8 +61,8 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """``deadline_s`` is in the route's active time; ``piece_id`` is the id on ``slot``'s engine,
-    and ``sampling`` what it is sampled by, which ``is_sent`` once the replica may have it."""
+    """``deadline_s`` is in the route's active time. ``sampling`` is the task of the piece that runs
+    on ``slot``; ``is_sent`` once the replica may have the piece."""
 
     request: GenerationRequest
     route: Route
@@ -71,7 +71,6 @@ class _Running:
     tokens: PartialTokens
     attempts: int = 0
     engine_failures: int = 0
-    piece_id: str | None = None
     slot: Slot | None = None
     sampling: asyncio.Task[None] | None = None
     waiting: asyncio.Future[None] | None = None  # for a slot
@@ -211,7 +210,7 @@ class RunningRequests:
         """Have one piece sampled. However this ends, the piece has ended, too."""
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._slots.add_request(slot, num_tokens)
-        running.slot, running.piece_id, running.is_sent = slot, piece.request_id, False
+        running.slot, running.is_sent = slot, False
         # In a task of its own: what comes back is taken even where this one is cancelled just then.
         sampling = asyncio.create_task(
             self._sample(slot, piece, running), name=f"{piece.request_id} on {slot.name}"
@@ -233,7 +232,7 @@ class RunningRequests:
             await self._end_piece(running, slot, sampling)
             raise
         finally:
-            running.slot = running.piece_id = running.sampling = None
+            running.slot = running.sampling = None
             slot.work.discard(sampling)
             self._slots.release_request(slot, num_tokens)
         if sampling.cancelled() and not slot.is_live:
@@ -289,7 +288,7 @@ class RunningRequests:
 
     async def _abort_piece(self, running: _Running) -> None:
         """Abort the running piece on its replica."""
-        slot, piece_id = running.slot, running.piece_id
+        slot, piece_id = running.slot, running.tokens.piece_id
         if slot is None or piece_id is None or not running.is_sent:
             return
         abort = slot.replica.abort((piece_id,))
