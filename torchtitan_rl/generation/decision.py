@@ -16,8 +16,8 @@ from torchtitan_rl.generation.engine import Engine
 from torchtitan_rl.types import GenerationRequest
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""What a pause does to running requests: they freeze with their KV, they end with the tokens they
-have, or they finish first. New ones queue in each case."""
+"""The treatment of running requests by a pause: they freeze with their KV, end with the tokens they
+have, or finish first. New ones queue in each case."""
 
 
 class Power(StrEnum):
@@ -29,7 +29,7 @@ class Power(StrEnum):
 
 
 class Action(StrEnum):
-    """What a rank does with a decision."""
+    """The action of a decision."""
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache, then step

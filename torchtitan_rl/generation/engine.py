@@ -1,4 +1,4 @@
-"""What the engine loop needs of an inference engine; one implementation per framework.
+"""The inference engine that an engine loop steps; one implementation per framework.
 
 All methods are called from the loop's thread, between steps, in the same order on every rank.
 """
@@ -14,7 +14,7 @@ from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, To
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What a request must fit into. ``vocab_size`` bounds the token ids of a prompt."""
+    """The limits of every request. ``vocab_size`` bounds the token ids of a prompt."""
 
     max_model_len: int
     vocab_size: int

@@ -1,9 +1,9 @@
-"""Where rank 0 queues requests and commands, and how they become the next decision.
+"""The queue of rank 0 for requests and commands, and the function that makes decisions of them.
 
 Invariants: what is put in leaves exactly once, in a decision; close goes before a pull, a pull
 before a pause, a pause before admissions and aborts; at most one pull and one pause wait (the
 latest). While the inbox is held (paused, or waiting for a pause) nothing is admitted; while it is
-paused nothing is stepped; pulls and aborts go on. A sleep is a pause, too: after it nothing is
+paused nothing is stepped; pulls and aborts continue. A sleep is a pause, too: after it nothing is
 stepped or admitted before a pull that follows the wake-up, resumed or not. Waiting never spins.
 Each command has one future, which is resolved, failed by the caller of `drain` or `resume`, or
 still waits here.
@@ -33,9 +33,9 @@ from torchtitan_rl.types import GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet.
+    """The content of an inbox at one moment. ``pause`` is one that has not been decided yet.
 
-    ``powers``: the sleeps and wake-ups that have not, in order; ``power`` is what they leave from.
+    ``powers``: undecided sleeps and wake-ups, in order; ``power``: the state before them.
     """
 
     must_close: bool = False
@@ -63,7 +63,7 @@ class Queued:
         return self.pause is not None and (self.pause != "wait" or is_idle)
 
     def has_news(self, *, is_idle: bool) -> bool:
-        """Whether there is anything to decide but to go on stepping."""
+        """Whether there is anything to decide but further steps."""
         return (
             self.must_close
             or self.pull_is_due
@@ -96,7 +96,7 @@ def decide(
         return pause, replace(queued, pause=None, is_paused=True)
     admitted, kept = queued.admissions, queued.admissions[:0]
     if queued.is_held:
-        # A request that is aborted is admitted all the same: the engine knows how to end it.
+        # An aborted request is admitted in any case: the engine ends it.
         aborts = frozenset(queued.aborts)
         admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
         kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
@@ -167,14 +167,14 @@ class Inbox:
                     raise TypeError(f"no engine loop executes {command!r}")
 
     def resume(self) -> list[Future[None]]:
-        """Go on; returns the futures of pauses that were not decided yet."""
+        """End the pause; returns the futures of pauses that were not decided yet."""
         with self._changed:
             self._queued = replace(self._queued, pause=None, is_paused=False)
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
 
     def take_readings(self) -> bool:
-        """Whether readings were asked for; the next `answer` is theirs."""
+        """Whether there are readings to do; the next `answer` is theirs."""
         with self._changed:
             self._answering, self._readers = self._readers, []
             return bool(self._answering)

@@ -1,4 +1,4 @@
-"""How a decision reaches every rank of a replica.
+"""The channel that brings each decision to every rank of a replica.
 
 Invariant: the ranks of one channel receive the same bytes in the same order. The gloo channel is in
 `backends/vllm/gloo_lockstep.py`.

@@ -120,7 +120,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> LoopFailedError | None:
-        """What ended the loop, its ``__cause__`` attached; None while it runs or was closed."""
+        """The error that ended the loop, with its cause; None while it runs or was closed."""
         return self._failure
 
     def submit(

@@ -41,16 +41,15 @@ _END_TIMEOUT_S = 900.0  # until the aborted piece has ended
 _MAX_ENGINE_FAILURES = 2  # under one request
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
-"""Hears of a request that has ended: all that is known of its completion, ``resume_from`` included,
-and whether its caller is given that. Called right before the call returns or raises; must not
-raise."""
+"""Called at the end of a request with all its known tokens, ``resume_from`` included, and whether
+its caller gets them, right before the call returns or raises. Must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where a request may go. ``choose`` names a slot that may serve it now, or None: ask again
-    when ``may_go`` says so, which holds for all requests with this ``key`` alike. ``active_time``
-    is the clock of their deadlines."""
+    """The replicas that may serve a request. ``choose`` returns a slot that may serve it now, or
+    None: it is called again once ``may_go`` holds, which is the same for all requests with this
+    ``key``. ``active_time`` is the clock of their deadlines."""
 
     choose: Callable[[GenerationRequest], Slot | None]
     may_go: Callable[[], bool]
@@ -122,7 +121,8 @@ class RunningRequests:
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
     async def cut(self, slot: Slot) -> None:
-        """End the pieces on this slot of all requests but its pin's; they go on when they may."""
+        """End the pieces on this slot of all requests but its pin's, which then continue elsewhere
+        or later."""
         cut = [
             one for one in self._running.values() if one.slot is slot and not one.route.is_pinned
         ]
@@ -207,7 +207,7 @@ class RunningRequests:
         return f"its {self._timeout_s:.0f} s{pauses}"
 
     async def _call(self, slot: Slot, piece: GenerationRequest, running: _Running) -> None:
-        """Have one piece sampled. However this ends, the piece has ended, too."""
+        """Have one piece sampled. The piece has ended on every exit path."""
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._slots.add_request(slot, num_tokens)
         running.slot, running.is_sent = slot, False
