@@ -140,6 +140,14 @@ def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv(
         assert engine.cache_resets == 0
 
 
+def test_a_policy_that_shares_prefixes_across_versions_keeps_the_cache() -> None:
+    engine = ScriptedEngine()
+    policy = KvPolicy(reset_prefix_cache=False, recompute_running=False)
+    with running_loop(engine, kv_policy=policy) as loop:
+        assert loop.execute(Pull(1)).result(WAIT_S).recomputed is False
+    assert engine.cache_resets == 0
+
+
 def test_an_idle_engine_pulls_without_requests() -> None:
     with running_loop(ScriptedEngine()) as loop:
         report = loop.execute(Pull(3)).result(WAIT_S)

@@ -217,6 +217,7 @@ async def test_a_pin_whose_replica_dies_fails_its_calls_and_the_next_takes_anoth
     with pytest.raises(WeightSyncError, match="could not be brought to version 5"):
         async with router.pin(handle(5)):
             pass
+    assert router.states()["r1"] is ReplicaState.DEAD
 
 
 @on_event_loop
