@@ -23,7 +23,7 @@ from benchmarks.workload import (
     one_after_another,
     request_of,
 )
-from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
+from torchtitan_rl.generation.engine import Engine, EngineOutput
 from torchtitan_rl.types import GenerationRequest
 
 MAX_MODEL_LEN = 2304  # three turns of the longest answers
@@ -168,11 +168,11 @@ class MeasuredEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def add_request(self, admission: Admission) -> None:
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         started = time.perf_counter()
-        self._engine.add_request(admission)
+        self._engine.add_request(request, arrival_s=arrival_s)
         self._adding_s += time.perf_counter() - started
-        self._admitted += len(admission.request.prompt_token_ids)
+        self._admitted += len(request.prompt_token_ids)
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.generation.engine import Admission, EngineOutput
+from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.routing.continuation import join, remaining_request
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams, VersionRun
 
@@ -54,7 +54,7 @@ def greedy(name: str, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Gene
 
 def run_all(engine: Any, requests: list[GenerationRequest]) -> dict[str, Completion]:
     for request in requests:
-        engine.add_request(Admission(request=request, arrival_s=0.0))
+        engine.add_request(request, arrival_s=0.0)
     done = {}
     while engine.num_unfinished():
         done |= {output.request_id: _completion(output) for output in engine.step()}
@@ -117,7 +117,7 @@ def cut_everywhere(
     so_far: dict[str, Completion] = {}
     joined: dict[str, Completion] = {}
     for request in pieces.values():
-        engine.add_request(Admission(request=request, arrival_s=0.0))
+        engine.add_request(request, arrival_s=0.0)
     while engine.num_unfinished():
         lengths = engine.generated_lengths()
         due = tuple(name for name, size in lengths.items() if cuts.get(name) == size)
@@ -126,7 +126,7 @@ def cut_everywhere(
             so_far[name] = _completion(output)
             rest = remaining_request(pieces[name], so_far[name], attempt=1)
             assert rest is not None
-            engine.add_request(Admission(request=rest, arrival_s=0.0))
+            engine.add_request(rest, arrival_s=0.0)
         for output in engine.step():
             name = output.request_id.removesuffix("#1")
             joined[name] = join(name, [so_far[name], _completion(output)])
@@ -137,7 +137,7 @@ def cut_everywhere(
 
 def progress(engine: Any, request: GenerationRequest) -> dict[str, Any]:
     """A request, and what was read of it every few steps, only what was new each time."""
-    engine.add_request(Admission(request=request, arrival_s=0.0))
+    engine.add_request(request, arrival_s=0.0)
     read: list[EngineOutput] = []
     size = 0
     while True:
@@ -152,13 +152,13 @@ def progress(engine: Any, request: GenerationRequest) -> dict[str, Any]:
 def refused_alongside_a_neighbour(engine: Any) -> dict[str, Any]:
     """A neighbour's completion, and what each request that came while it ran was told."""
     neighbour = greedy("neighbour")
-    engine.add_request(Admission(request=neighbour, arrival_s=0.0))
+    engine.add_request(neighbour, arrival_s=0.0)
     told = {}
     for name, options in REFUSED.items():
         engine.step()
         try:
             bad = greedy(name, engine_options=options)
-            engine.add_request(Admission(request=bad, arrival_s=0.0))
+            engine.add_request(bad, arrival_s=0.0)
         except InvalidRequestError as error:
             told[name] = str(error)
     try:

@@ -29,10 +29,10 @@ from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import ConfigError, EndpointLostError
-from torchtitan_rl.rpc.messages import Call, End
+from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import EndpointRequest, Outputs, Refusal, RequestEnd
+from torchtitan_rl.serving.messages import Outputs, Refusal, RequestEnd
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
 
@@ -41,10 +41,10 @@ class RecordedLink:
     """A link whose controller says ``batches``."""
 
     batches: list[Outputs]
-    submitted: list[EndpointRequest] = field(default_factory=list)
+    submitted: list[Submission] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
-    def submit(self, request: EndpointRequest) -> None:
+    def submit(self, request: Submission) -> None:
         self.submitted.append(request)
 
     def abort(self, request_ids: list[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.rpc.messages import Submission
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
-    EndpointRequest,
     RequestEnd,
     SystemStatus,
     ToController,
@@ -37,8 +37,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def request(request_id: str, *, max_tokens: int = 4, streams: bool = False) -> EndpointRequest:
-    return EndpointRequest(
+def request(request_id: str, *, max_tokens: int = 4, streams: bool = False) -> Submission:
+    return Submission(
         request=GenerationRequest(
             request_id=request_id,
             prompt_token_ids=(1, 2, 3),

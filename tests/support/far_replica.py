@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import (
     EngineCommand,
@@ -19,12 +20,11 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.engine import Admission, EngineOutput
-from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
+from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.types import Completion, EngineReading, Progress, PullReport, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -187,7 +187,7 @@ class FarReplica:
             self._runs_of[request.request_id] = (VersionRun(0, engine.version),)
             self.resumed.append(request.num_resumed > 0)
             self._listening[request.request_id] = 0
-            engine.add_request(Admission(request=request, arrival_s=0.0))
+            engine.add_request(request, arrival_s=0.0)
         self._inbox = kept
 
     async def poll(self) -> tuple[FromReplica, ...]:

@@ -2,7 +2,7 @@
 
 ``torchtitan-rl generate --model DIR --input prompts.jsonl --output out.jsonl``. Under ``torchrun
 --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N tensor-parallel ranks.
-`generation/prompts_file.py` describes the lines; answers come in the order of the input. What vLLM
+`commands/prompts_file.py` describes the lines; answers come in the order of the input. What vLLM
 prints goes to ``out.jsonl.log``, of rank N to ``out.jsonl.rankN.log``.
 
 Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
@@ -26,6 +26,12 @@ from torchtitan_rl.commands.console import (
     exit_code_of,
     without_python_output,
 )
+from torchtitan_rl.commands.prompts_file import (
+    PromptLine,
+    format_completion,
+    format_error,
+    parse_line,
+)
 from torchtitan_rl.commands.signals import after_last_message
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.generator import generator_errors
@@ -35,12 +41,6 @@ from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
-from torchtitan_rl.generation.prompts_file import (
-    PromptLine,
-    format_completion,
-    format_error,
-    parse_line,
-)
 from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
 from torchtitan_rl.rollout.config import SamplingConfig
 from torchtitan_rl.types import Completion, SamplingParams

@@ -12,11 +12,12 @@ from enum import StrEnum
 from typing import Literal
 
 from torchtitan_rl.errors import ConfigError, WeightSyncError
-from torchtitan_rl.generation.engine import Admission, Engine
+from torchtitan_rl.generation.engine import Engine
+from torchtitan_rl.types import GenerationRequest
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""What a pause does to running requests: they freeze with their KV, they end with the tokens they
-have, or they finish first. New ones queue in each case."""
+"""The treatment of running requests by a pause: they freeze with their KV, end with the tokens they
+have, or finish first. New ones queue in each case."""
 
 
 class Power(StrEnum):
@@ -28,7 +29,7 @@ class Power(StrEnum):
 
 
 class Action(StrEnum):
-    """What a rank does with a decision."""
+    """The action of a decision."""
 
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, then deal with the KV cache, then step
@@ -92,13 +93,15 @@ def kv_policy_errors(*, resets: bool, recomputes: bool, drains: bool = False) ->
 class LoopDecision:
     """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
 
-    STEP admits ``admissions`` in order, ends ``aborts``, then runs up to ``num_steps`` engine
-    steps. PULL reads ``version`` and ``kv_policy``, and ``num_steps``, so that decoding continues
-    without a further decision. PAUSE and SLEEP read ``aborts_all``.
+    STEP admits ``admissions`` in order, which arrive at ``arrival_s`` (rank 0's time.time()), ends
+    ``aborts``, then runs up to ``num_steps`` engine steps. PULL reads ``version`` and
+    ``kv_policy``, and ``num_steps``, so that decoding continues without a further decision. PAUSE
+    and SLEEP read ``aborts_all``.
     """
 
     action: Action
-    admissions: tuple[Admission, ...] = ()
+    admissions: tuple[GenerationRequest, ...] = ()
+    arrival_s: float = 0.0
     aborts: tuple[str, ...] = ()
     num_steps: int = 0
     version: int = 0

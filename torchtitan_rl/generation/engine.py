@@ -1,4 +1,4 @@
-"""What the engine loop needs of an inference engine; one implementation per framework.
+"""The inference engine that an engine loop steps; one implementation per framework.
 
 All methods are called from the loop's thread, between steps, in the same order on every rank.
 """
@@ -14,18 +14,10 @@ from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, To
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What a request must fit into. ``vocab_size`` bounds the token ids of a prompt."""
+    """The limits of every request. ``vocab_size`` bounds the token ids of a prompt."""
 
     max_model_len: int
     vocab_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A request, and its arrival time, which must be equal on all ranks."""
-
-    request: GenerationRequest
-    arrival_s: float  # time.time() of rank 0 when it entered the inbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +50,8 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def add_request(self, admission: Admission) -> None:
-        """Queue a request in the engine.
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
+        """Queue a request in the engine; ``arrival_s``, a time.time(), is equal on all ranks.
 
         Raises:
             InvalidRequestError: it is refused, on every rank alike, and nothing has changed.

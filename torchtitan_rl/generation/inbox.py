@@ -1,9 +1,9 @@
-"""Where rank 0 queues requests and commands, and how they become the next decision.
+"""The queue of rank 0 for requests and commands, and the function that makes decisions of them.
 
 Invariants: what is put in leaves exactly once, in a decision; close goes before a pull, a pull
 before a pause, a pause before admissions and aborts; at most one pull and one pause wait (the
 latest). While the inbox is held (paused, or waiting for a pause) nothing is admitted; while it is
-paused nothing is stepped; pulls and aborts go on. A sleep is a pause, too: after it nothing is
+paused nothing is stepped; pulls and aborts continue. A sleep is a pause, too: after it nothing is
 stepped or admitted before a pull that follows the wake-up, resumed or not. Waiting never spins.
 Each command has one future, which is resolved, failed by the caller of `drain` or `resume`, or
 still waits here.
@@ -12,6 +12,7 @@ still waits here.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -26,13 +27,13 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
-from torchtitan_rl.generation.engine import Admission
 from torchtitan_rl.generation.futures import uncancellable_future
+from torchtitan_rl.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """What waits in an inbox at one moment. ``pause`` is one that has not been decided yet.
+    """The content of an inbox at one moment. ``pause`` is one that has not been decided yet.
 
     ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
     them.
@@ -44,7 +45,7 @@ class Queued:
     power: Power = Power.AWAKE
     pause: PauseMode | None = None
     is_paused: bool = False
-    admissions: tuple[Admission, ...] = ()
+    admissions: tuple[GenerationRequest, ...] = ()
     aborts: tuple[str, ...] = ()
 
     @property
@@ -96,10 +97,10 @@ def decide(
         return pause, replace(queued, pause=None, is_paused=True)
     admitted, kept = queued.admissions, queued.admissions[:0]
     if queued.is_held:
-        # A request that is aborted is admitted all the same: the engine knows how to end it.
+        # An aborted request is admitted in any case: the engine ends it.
         aborts = frozenset(queued.aborts)
-        admitted = tuple(a for a in queued.admissions if a.request.request_id in aborts)
-        kept = tuple(a for a in queued.admissions if a.request.request_id not in aborts)
+        admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
+        kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
     step = LoopDecision(
         action=Action.STEP,
         admissions=admitted,
@@ -125,15 +126,15 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queued = Queued()
-        self._admissions: list[Admission] = []
+        self._admissions: list[GenerationRequest] = []
         self._aborts: list[str] = []
         self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
         self._readers: list[Future[Any]] = []
         self._answering: list[Future[Any]] = []  # of what the loop is doing now
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, request: GenerationRequest) -> None:
         with self._changed:
-            self._admissions.append(admission)
+            self._admissions.append(request)
             self._changed.notify()
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
@@ -167,14 +168,14 @@ class Inbox:
                     raise TypeError(f"no engine loop executes {command!r}")
 
     def resume(self) -> list[Future[None]]:
-        """Go on; returns the futures of pauses that were not decided yet."""
+        """End the pause; returns the futures of pauses that were not decided yet."""
         with self._changed:
             self._queued = replace(self._queued, pause=None, is_paused=False)
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
 
     def take_readings(self) -> bool:
-        """Whether readings were asked for; the next `answer` is theirs."""
+        """Whether there are readings to do; the next `answer` is theirs."""
         with self._changed:
             self._answering, self._readers = self._readers, []
             return bool(self._answering)
@@ -240,7 +241,7 @@ class Inbox:
             count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
             self._answering = waiting[:count]
             self._waiters[decision.action] = waiting[count:]
-            return decision
+            return replace(decision, arrival_s=time.time())
 
     def _wait_in(self, futures: list[Future[Any]]) -> Future[Any]:
         future = uncancellable_future()

@@ -36,7 +36,7 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.generation.commands import EngineCommand, ReadStats, Resume
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, LoopDecision
-from torchtitan_rl.generation.engine import Admission, Engine, EngineOutput
+from torchtitan_rl.generation.engine import Engine, EngineOutput
 from torchtitan_rl.generation.futures import done_future, fail_future, failed_future
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.lockstep import LockstepChannel
@@ -120,7 +120,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> LoopFailedError | None:
-        """What ended the loop, its ``__cause__`` attached; None while it runs or was closed."""
+        """The error that ended the loop, with its cause; None while it runs or was closed."""
         return self._failure
 
     def submit(
@@ -135,13 +135,12 @@ class EngineLoop:
             InvalidRequestError: the engine could not serve it; nothing else is affected.
         """
         self._check_leader()
-        admission = Admission(request=request, arrival_s=time.time())
         with self._lock:
             if self._ended is not None:
                 return failed_future(self._ended)
             validate_request(request, self._limits, self._requests)
             future = self._requests.add(request.request_id, listener)
-            self._inbox.admit(admission)
+            self._inbox.admit(request)
         return future
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
@@ -243,8 +242,8 @@ class EngineLoop:
         return True
 
     def _step(self, decision: LoopDecision) -> None:
-        for admission in decision.admissions:
-            self._admit(admission)
+        for request in decision.admissions:
+            self._admit(request, decision.arrival_s)
         in_flight = self._engine.num_unfinished()
         if decision.aborts:
             self._resolve(self._engine.abort(decision.aborts), in_flight)
@@ -259,14 +258,14 @@ class EngineLoop:
                 outputs = self._engine.step()
             self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
-            self._tell_progress()
+            self._report_progress()
             if self._channel.world_size == 1 and self._inbox.needs_decision():
                 break
 
-    def _admit(self, admission: Admission) -> None:
-        request_id = admission.request.request_id
+    def _admit(self, request: GenerationRequest, arrival_s: float) -> None:
+        request_id = request.request_id
         try:
-            self._engine.add_request(admission)
+            self._engine.add_request(request, arrival_s=arrival_s)
         except InvalidRequestError as error:
             # Every rank raises here alike, so the ranks stay in step.
             if self._is_leader:
@@ -317,7 +316,7 @@ class EngineLoop:
             self._is_asleep = False
         self._channel.barrier()
         if self._is_leader:
-            self._tell_progress(at_once=True)
+            self._report_progress(at_once=True)
             self._read_stats(is_due=True)
             self._inbox.answer(None)
 
@@ -330,7 +329,7 @@ class EngineLoop:
             if self._on_work is not None:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
-    def _tell_progress(self, *, at_once: bool = False) -> None:
+    def _report_progress(self, *, at_once: bool = False) -> None:
         """Report to listeners what is new, where their interval has passed."""
         if not self._is_leader:
             return
@@ -345,7 +344,7 @@ class EngineLoop:
             sink(progress)
 
     def _answer_reading(self) -> None:
-        self._tell_progress(at_once=True)
+        self._report_progress(at_once=True)
         reading = EngineReading(
             sampled_tokens=self._engine.stats().generated_tokens,
             running_tokens=sum(self._engine.generated_lengths().values()),
@@ -357,16 +356,12 @@ class EngineLoop:
         if not outputs or not self._is_leader:
             return
         with self._lock:
-            ended = [self._requests.finish(output, in_flight) for output in outputs]
-        for output, answer in zip(outputs, ended, strict=True):
-            if answer is None:
-                continue
-            future, completion = answer
-            if output.refusal:
-                message = f"request {output.request_id!r} given up: {output.refusal}"
-                fail_future(future, RequestGivenUpError(message, completion))
+            ended = self._requests.finish(outputs, in_flight)
+        for future, outcome in ended:
+            if isinstance(outcome, RequestGivenUpError):
+                fail_future(future, outcome)
             else:
-                future.set_result(completion)
+                future.set_result(outcome)
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.futures import uncancellable_future
 from torchtitan_rl.generation.versions import add_run, runs_before
@@ -25,8 +26,8 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """What is told of a request's progress. ``streams``: within milliseconds, else about every
-    second (so that a lost replica costs few tokens)."""
+    """Gets a request's progress. ``streams``: within milliseconds, else about every second, so that
+    a lost replica costs few tokens."""
 
     sink: ProgressSink
     streams: bool = False
@@ -38,15 +39,14 @@ class _Request:
     submitted_s: float
     listener: Listener | None
     runs: tuple[VersionRun, ...] = ()  # empty before its admission
-    num_reported: int = 0  # tokens
+    num_reported: int = 0  # tokens that the listener got
 
 
 class OutstandingRequests:
     """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
 
     Progress is reported every ``stream_interval_s`` to listeners that stream, else every
-    ``interval_s``.
-    ``clock`` gives monotonic seconds.
+    ``interval_s``. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class OutstandingRequests:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._num_listeners = {True: 0, False: 0}  # of admitted requests, by `Listener.streams`
-        self._streamed_s = self._told_all_s = 0.0  # when that was done last
+        self._streamed_s = self._reported_all_s = 0.0  # the time of the last report
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -83,7 +83,7 @@ class OutstandingRequests:
         request.runs = (VersionRun(0, self._version),)
         if request.listener is not None:
             if not self._num_listeners[False]:
-                self._told_all_s = self._clock()  # the first interval begins
+                self._reported_all_s = self._clock()  # the first interval begins
             self._num_listeners[request.listener.streams] += 1
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
@@ -96,33 +96,32 @@ class OutstandingRequests:
     def due(self, *, at_once: bool = False) -> dict[str, int]:
         """The requests whose progress is to be read now, and from which token on.
 
-        ``at_once``: all of them, whatever the intervals say.
+        ``at_once``: all of them, without regard to the intervals.
         """
         now_s = self._clock()
         if not any(self._num_listeners.values()):
             return {}
-        if at_once or now_s - self._told_all_s >= self._interval_s:
-            self._told_all_s = now_s
-            return self._told(streaming_only=False)
+        if at_once or now_s - self._reported_all_s >= self._interval_s:
+            self._reported_all_s = now_s
+            return self._unreported(streaming_only=False)
         if self._num_listeners[True] and now_s - self._streamed_s >= self._stream_interval_s:
-            return self._told(streaming_only=True)
+            return self._unreported(streaming_only=True)
         return {}
 
     def report(
         self, outputs: Iterable[EngineOutput]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """The progress to pass to each sink, of ``outputs`` from the tokens on that `due` named. It
-        counts as reported from here on.
+        """The progress for each sink, from ``outputs`` that were read as `due` said.
+
+        It counts as reported from here on.
         """
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None or request.listener is None:
                 continue
-            start, request.num_reported = (
-                request.num_reported,
-                request.num_reported + len(output.token_ids),
-            )
+            start = request.num_reported
+            request.num_reported += len(output.token_ids)
             progress = Progress(
                 request_id=output.request_id,
                 start=start,
@@ -137,28 +136,21 @@ class OutstandingRequests:
         return [(sink, tuple(batch)) for sink, batch in batches.items()]
 
     def finish(
-        self, output: EngineOutput, in_flight: int
-    ) -> tuple[Future[Completion], Completion] | None:
-        """The future and the completion to resolve it with; None for a forgotten request."""
-        request = self._requests.pop(output.request_id, None)
-        if request is None:
-            return None
-        if request.listener is not None:
-            self._num_listeners[request.listener.streams] -= 1
-        completion = Completion(
-            request_id=output.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            version_runs=runs_before(request.runs, len(output.token_ids)),
-            finish_reason=output.finish_reason,
-            metrics=completion_metrics(
-                output, submitted_s=request.submitted_s, now_s=self._clock(), in_flight=in_flight
-            ),
-            replica=self._replica,
-            stop_reason=output.stop_reason,
-            top_logprobs=output.top_logprobs,
-        )
-        return request.future, completion
+        self, outputs: Iterable[EngineOutput], in_flight: int
+    ) -> list[tuple[Future[Completion], Completion | RequestGivenUpError]]:
+        """The futures of the requests that ended with ``outputs``, and how each is to be resolved.
+
+        ``in_flight``: requests that the engine held in the step that ended them.
+        """
+        ended = []
+        for output in outputs:
+            request = self._requests.pop(output.request_id, None)
+            if request is None:
+                continue
+            if request.listener is not None:
+                self._num_listeners[request.listener.streams] -= 1
+            ended.append((request.future, self._outcome(output, request, in_flight)))
+        return ended
 
     def refuse(self, request_id: str) -> Future[Completion] | None:
         """The future of a request that the engine did not admit; None for a forgotten one."""
@@ -172,7 +164,28 @@ class OutstandingRequests:
         self._num_listeners = {True: 0, False: 0}
         return futures
 
-    def _told(self, *, streaming_only: bool) -> dict[str, int]:
+    def _outcome(
+        self, output: EngineOutput, request: _Request, in_flight: int
+    ) -> Completion | RequestGivenUpError:
+        completion = Completion(
+            request_id=output.request_id,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            version_runs=runs_before(request.runs, len(output.token_ids)),
+            finish_reason=output.finish_reason,
+            metrics=completion_metrics(
+                output, submitted_s=request.submitted_s, now_s=self._clock(), in_flight=in_flight
+            ),
+            replica=self._replica,
+            stop_reason=output.stop_reason,
+            top_logprobs=output.top_logprobs,
+        )
+        if output.refusal:
+            message = f"request {output.request_id!r} given up: {output.refusal}"
+            return RequestGivenUpError(message, completion)
+        return completion
+
+    def _unreported(self, *, streaming_only: bool) -> dict[str, int]:
         return {
             request_id: request.num_reported
             for request_id, request in self._requests.items()

@@ -12,7 +12,6 @@ import asyncio
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,19 +20,11 @@ from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.outstanding import Listener
 from torchtitan_rl.generation.stall import StallWatch
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.rpc.outbox import Outbox
-from torchtitan_rl.types import GenerationRequest, Progress
+from torchtitan_rl.types import Progress
 
 IDLE_S = 30.0  # a poll without messages returns after this time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """``streams``: its progress is reported within milliseconds, else about every second."""
-
-    request: GenerationRequest
-    streams: bool = False
 
 
 ToReplica = Call[Submission | EngineCommand[Any]] | Abort

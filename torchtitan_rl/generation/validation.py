@@ -83,7 +83,7 @@ def _length_errors(request: GenerationRequest, limits: EngineLimits) -> list[str
 
 
 def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
-    """What is wrong with the sampling parameters alone, one message per field."""
+    """Errors in the sampling parameters alone, one message per field."""
     temperature, seed = sampling.temperature, sampling.seed
     errors = []
     if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):

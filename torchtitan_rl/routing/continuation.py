@@ -63,7 +63,7 @@ def check_resumable(request: GenerationRequest) -> None:
 def remaining_request(
     request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
 ) -> GenerationRequest | None:
-    """What a replica is to sample after ``so_far``; None where nothing is left.
+    """The request for the tokens after ``so_far``; None where none are left to sample.
 
     ``attempt`` counts the earlier pieces; each has an id of its own on the engine. Nothing is left
     once a piece ended by itself or the budget is used up.

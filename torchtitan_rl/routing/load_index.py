@@ -45,7 +45,7 @@ class LoadIndex:
         self._leaves: list[tuple[float, int] | None] = [None] * count  # (load, version)
 
     def update(self, index: int, *, load: int, version: int, is_eligible: bool) -> None:
-        """What a replica is now."""
+        """Set the state of a replica."""
         before = self._leaves[index]
         if before is not None and not (is_eligible and before[1] == version):
             self._trees[before[1]].set(index, _NO_CALLER)

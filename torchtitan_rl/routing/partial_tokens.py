@@ -27,7 +27,7 @@ class PartialTokens:
         self._on_progress = on_progress
         self._ended = join(self._request_id, [request.resume_from] if request.resume_from else [])
         self._num_reported = self._num_resumed = len(self._ended.token_ids)
-        self._piece_id: str | None = None  # of the running piece
+        self.piece_id: str | None = None  # of the running piece, on its engine
         self._piece: list[Progress] = []
 
     @property
@@ -54,7 +54,7 @@ class PartialTokens:
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
-        self._piece_id = piece_id
+        self.piece_id = piece_id
         start = self._num_reported
         if start < len(self._ended.token_ids):
             self._report(
@@ -66,7 +66,7 @@ class PartialTokens:
 
     def add_progress(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
-        if progress.request_id != self._piece_id:
+        if progress.request_id != self.piece_id:
             return
         self._piece.append(progress)
         num_before = len(self._ended.token_ids)
@@ -75,7 +75,7 @@ class PartialTokens:
 
     def end_piece(self, done: Completion) -> None:
         self._ended = join(self._request_id, [self._ended, done])
-        self._piece_id, self._piece = None, []
+        self.piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
         """End the piece of a lost replica, keeping its reported tokens; returns their number."""

@@ -1,4 +1,4 @@
-"""Stops replicas between two steps, puts them to sleep, and lets them go on.
+"""Stops replicas between two steps, puts them to sleep, and resumes them.
 
 Invariants: from the start of a pause no request is given to a replica that it stops, and only those
 of its pin to one that it leaves to a pin; requests in transit to a stopped one queue in the
@@ -20,7 +20,7 @@ _RESUME_TIMEOUT_S = 60.0
 _WAIT_GRACE_S = 60.0
 
 Cut = Callable[[Slot], Awaitable[None]]
-"""Takes from a slot all requests but those of its pin, which go on when they can."""
+"""Takes all requests but those of its pin from a slot; they continue when they can."""
 
 
 async def pause_replicas(
@@ -96,7 +96,7 @@ async def wake_up(slots: Slots, *, timeout_s: float) -> None:
 
 
 def _stop(slots: Slots, stopped: list[Slot], *, stops_clock: bool = True) -> None:
-    """Give them no more requests; the clock goes on while those that they have go on."""
+    """Give them no more requests. The clock runs on where their running requests may finish."""
     slots.is_paused = True
     for slot in stopped:
         slot.is_stopped = True

@@ -37,7 +37,7 @@ class PinnedReplica:
 
     @property
     def version(self) -> int:
-        """What every token is sampled under."""
+        """The version that every token is sampled under."""
         return self._version
 
     @property

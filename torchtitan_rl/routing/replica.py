@@ -1,4 +1,4 @@
-"""What the router needs of a replica, and the states it keeps for each."""
+"""A replica as the router sees it, and its states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Replica(Protocol):
         ...
 
     async def stage(self, handle: WeightHandle) -> None:
-        """Fetch published weights on every rank while decoding goes on."""
+        """Fetch published weights on every rank, alongside decoding."""
         ...
 
     async def execute(

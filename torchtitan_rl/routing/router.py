@@ -173,7 +173,7 @@ class GeneratorRouter:
     ) -> SyncReport:
         """Bring every live replica to ``handle.version`` or newer.
 
-        Weights are staged while decoding goes on. `drain` then lets running requests finish
+        Weights are staged alongside decoding. `drain` then lets running requests finish
         first, new ones waiting meanwhile; `hot_swap` swaps underneath them. Returns once all
         replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: no limit
         but the pullers' own); those that lag go on in the background. A replica that cannot
@@ -213,12 +213,12 @@ class GeneratorRouter:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that a sync was asked for, 0 before the first."""
+        """The newest version that `sync_weights` was called with, 0 before the first."""
         newest = self._weights.newest
         return 0 if newest is None else newest.version
 
     def versions(self) -> dict[str, int]:
-        """What each live replica holds, by name."""
+        """The version of each live replica, by name."""
         return {slot.name: slot.version for slot in self._slots.live()}
 
     async def wait_for_version(self, version: int, *, timeout_s: float | None = None) -> None:

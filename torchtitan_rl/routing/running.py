@@ -48,9 +48,9 @@ raises; must not raise."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where a request may go. ``choose`` names a slot that may serve it now, or None: ask again
-    when ``may_go`` says so, which holds for all requests with this ``key`` alike. ``active_time``
-    is the clock of their deadlines."""
+    """The replicas that may serve a request. ``choose`` returns a slot that may serve it now, or
+    None: it is called again once ``may_go`` holds, which is the same for all requests with this
+    ``key``. ``active_time`` is the clock of their deadlines."""
 
     choose: Callable[[GenerationRequest], Slot | None]
     may_go: Callable[[], bool]
@@ -61,9 +61,9 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class _Routed:
-    """One request. ``deadline_s`` is in the route's active time. ``piece_id`` is the id of the
-    running piece on ``slot``'s engine, and ``sampling`` the task that waits for it; ``is_sent`` is
-    True once the replica may have received it."""
+    """One request. ``deadline_s`` is in the route's active time. ``sampling`` is the task that
+    waits for the piece that runs on ``slot``; ``is_sent`` is True once the replica may have
+    received it."""
 
     request: GenerationRequest
     route: Route
@@ -72,7 +72,6 @@ class _Routed:
     tokens: PartialTokens
     attempts: int = 0
     engine_failures: int = 0
-    piece_id: str | None = None
     slot: Slot | None = None
     sampling: asyncio.Task[None] | None = None
     waiting: asyncio.Future[None] | None = None  # for a slot
@@ -124,7 +123,8 @@ class RunningRequests:
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
     async def cut(self, slot: Slot) -> None:
-        """End the pieces on this slot of all requests but its pin's; they go on when they may."""
+        """End the pieces on this slot of all requests but its pin's, which then continue elsewhere
+        or later."""
         cut = [
             one for one in self._running.values() if one.slot is slot and not one.route.is_pinned
         ]
@@ -212,7 +212,7 @@ class RunningRequests:
         """Have one piece sampled. When this returns or raises, the piece no longer runs."""
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._slots.add_request(slot, num_tokens)
-        running.slot, running.piece_id, running.is_sent = slot, piece.request_id, False
+        running.slot, running.is_sent = slot, False
         # In a task of its own, so that its result is recorded even if this one is cancelled.
         sampling = asyncio.create_task(
             self._sample(slot, piece, running), name=f"{piece.request_id} on {slot.name}"
@@ -234,7 +234,7 @@ class RunningRequests:
             await self._end_piece(running, slot, sampling)
             raise
         finally:
-            running.slot = running.piece_id = running.sampling = None
+            running.slot = running.sampling = None
             slot.work.discard(sampling)
             self._slots.release_request(slot, num_tokens)
         if sampling.cancelled() and not slot.is_live:
@@ -290,7 +290,7 @@ class RunningRequests:
 
     async def _abort_piece(self, running: _Routed) -> None:
         """Abort the running piece on its replica."""
-        slot, piece_id = running.slot, running.piece_id
+        slot, piece_id = running.slot, running.tokens.piece_id
         if slot is None or piece_id is None or not running.is_sent:
             return
         abort = slot.replica.abort((piece_id,))

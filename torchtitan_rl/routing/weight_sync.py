@@ -24,12 +24,12 @@ SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]
 
 LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
-"""What a fetch or a swap raises where its replica is to be marked dead."""
+"""The errors of a fetch or a swap after which the replica is marked dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What a weight sync did until it returned. ``stage_s`` and ``pull_s`` are the slowest's.
+    """The result of a weight sync when it returned. ``stage_s`` and ``pull_s`` are the slowest's.
 
     ``pulls`` may be empty where ``lagging`` or ``held`` is not.
     """
@@ -166,7 +166,7 @@ class WeightSync:
         )
 
     def _wanted(self, slot: Slot) -> WeightHandle | None:
-        """What the slot has to pull next."""
+        """The weights that the slot has to pull next."""
         handle = self._newest
         if handle is None or slot.is_pinned or slot.is_reserved or not slot.is_live:
             return None
@@ -196,7 +196,7 @@ class WeightSync:
                 self._slots.mark_dead(slot, error)
 
     async def _stage(self, slot: Slot, handle: WeightHandle) -> float:
-        """Fetch while decoding goes on; returns the seconds it took."""
+        """Fetch alongside decoding; returns the seconds it took."""
         started = _now()
         async with deadline(self._timeout_s):
             await self._slots.answer(slot, slot.replica.stage(handle))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torchtitan_rl.types import GenerationRequest
+
 P = TypeVar("P")
 R = TypeVar("R")
 E = TypeVar("E")
@@ -22,6 +24,15 @@ class Call(Generic[P]):
 
     call_id: CallId
     payload: P
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """The payload of a call that completes a request. ``streams``: its progress is reported within
+    milliseconds; else a replica reports it about every second, and the controller never."""
+
+    request: GenerationRequest
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where the endpoint listens, and the keys that protect it."""
+"""The address that the endpoint listens on, and the keys that protect it."""
 
 from __future__ import annotations
 

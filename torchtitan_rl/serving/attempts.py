@@ -19,7 +19,7 @@ _MAX_KEY_BYTES = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What makes two requests the same request.
+    """The keys by which a repeated request is recognized.
 
     ``keys`` hold for every request that has one of them, ``retry_key`` only for requests whose
     client says that it retries. Both include session, method, path and query.

@@ -24,12 +24,11 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
 )
 from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.serving.messages import (
     Command,
     CommandName,
     Endpoint,
-    EndpointRequest,
     Handler,
     Refusal,
     RefusedError,
@@ -163,14 +162,14 @@ class EndpointBridge:
     async def _handle(self, messages: tuple[ToController, ...]) -> None:
         for message in messages:
             match message:
-                case Call(payload=EndpointRequest() as request):
+                case Call(payload=Submission() as request):
                     self._start(request)
                 case Call(call_id=number, payload=Command() as command):
                     self._start_command(number, command)
                 case Abort(call_id=request_id):
                     self._abort(request_id)
 
-    def _start(self, request: EndpointRequest) -> None:
+    def _start(self, request: Submission) -> None:
         self.counts.polled += 1
         request_id = request.request.request_id
         task = asyncio.create_task(self._run_request(request), name=f"endpoint {request_id}")
@@ -184,7 +183,7 @@ class EndpointBridge:
             self.counts.aborted += 1
             task.cancel()
 
-    async def _run_request(self, request: EndpointRequest) -> Completion:
+    async def _run_request(self, request: Submission) -> Completion:
         request_id = request.request.request_id
 
         def on_progress(progress: Progress) -> None:
@@ -239,7 +238,7 @@ class EndpointBridge:
 
 
 def _refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error: no internals; unexpected ones are logged."""
+    """The refusal that a client gets for an error: no internals; unexpected ones are logged."""
     match error:
         case RefusedError():
             return error.refusal

@@ -87,7 +87,7 @@ class OpenAIErrors:
 
 
 class _Answer:
-    """What the application sends, passed on. A 500 is held back and replaced."""
+    """Passes on what the application sends, but replaces a 500."""
 
     def __init__(self, scope: Scope, receive: Any, send: Send, *, replaces_500: bool) -> None:
         self._scope = scope

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.rpc.outbox import Outbox
 from torchtitan_rl.serving.messages import (
     GAUGE_PREFIX,
     Command,
     CommandEnd,
     CommandName,
-    EndpointRequest,
     Outputs,
     Refusal,
     RefusedError,
@@ -85,7 +84,7 @@ class ControllerLink:
             self._loop = asyncio.get_running_loop()
         self._look_for_controller()
 
-    def submit(self, request: EndpointRequest) -> None:
+    def submit(self, request: Submission) -> None:
         """Pass a request on; never raises. `next_outputs` gives its progress and its end."""
         request_id = request.request.request_id
         self._pending.add(request_id)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.rpc.messages import Abort, Call, End
-from torchtitan_rl.types import Completion, GenerationRequest, Progress
+from torchtitan_rl.rpc.messages import Abort, Call, End, Submission
+from torchtitan_rl.types import Completion, Progress
 
 CommandName = Literal[
     "session.open",  # {"session_id"?} -> {"session_id"}
@@ -28,14 +28,6 @@ Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Answers commands of one name, from arguments to the body; it may raise `RefusedError`."""
 
 GAUGE_PREFIX = "torchtitan_rl_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointRequest:
-    """One completion for a client. ``streams``: with progress."""
-
-    request: GenerationRequest
-    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +76,7 @@ class SystemStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
-ToController = Call[EndpointRequest] | Call[Command] | Abort
+ToController = Call[Submission] | Call[Command] | Abort
 """Requests are called by their own ids, commands by numbers."""
 
 ToEndpoint = Progress | End[Any, Refusal] | SystemStatus

@@ -52,7 +52,7 @@ def most_tokens(request: GenerationRequest) -> int:
 
 
 class TokenBudget:
-    """How many tokens all open sessions may hold together."""
+    """Limits the tokens of all open sessions together."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens

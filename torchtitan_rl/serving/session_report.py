@@ -29,7 +29,7 @@ _TEXT_OPTIONS = frozenset({"skip_special_tokens", "spaces_between_special_tokens
 
 
 class SessionEnding(StrEnum):
-    """How a session ended, exactly once. Only a rewarded session is trained on."""
+    """The end of a session, of which it has exactly one. Only a rewarded one is trained on."""
 
     REWARDED = "rewarded"  # closed with a reward
     UNREWARDED = "unrewarded"  # closed without one

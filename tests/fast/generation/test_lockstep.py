@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import (
     LoopFailedError,
 )
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.lockstep import make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -24,9 +24,9 @@ def test_all_ranks_apply_the_same_decisions_in_the_same_order(world_size: int) -
             super().__init__(vocab_size=50, eos_token_id=7, max_running=4)
             self.journal: list[object] = []
 
-        def add_request(self, admission) -> None:
-            self.journal.append((admission.request.request_id, admission.arrival_s))
-            super().add_request(admission)
+        def add_request(self, request, *, arrival_s: float) -> None:
+            self.journal.append((request.request_id, arrival_s))
+            super().add_request(request, arrival_s=arrival_s)
 
         def abort(self, request_ids):
             self.journal.append(request_ids)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.scripted_engine import ScriptedEngine, scripted_token
 from tests.support.stepped_engine import WAIT_S, GivingUpEngine, SteppedEngine, request
 from torchtitan_rl.errors import (
     InvalidRequestError,
@@ -20,7 +21,6 @@ from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
 from torchtitan_rl.types import FinishReason, VersionRun
 
 
@@ -140,6 +140,14 @@ def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv(
         assert engine.cache_resets == 0
 
 
+def test_a_policy_that_shares_prefixes_across_versions_keeps_the_cache() -> None:
+    engine = ScriptedEngine()
+    policy = KvPolicy(reset_prefix_cache=False, recompute_running=False)
+    with running_loop(engine, kv_policy=policy) as loop:
+        assert loop.execute(Pull(1)).result(WAIT_S).recomputed is False
+    assert engine.cache_resets == 0
+
+
 def test_an_idle_engine_pulls_without_requests() -> None:
     with running_loop(ScriptedEngine()) as loop:
         report = loop.execute(Pull(3)).result(WAIT_S)
@@ -161,10 +169,10 @@ def test_trap_35_an_invalid_request_fails_alone() -> None:
 
 def test_a_request_that_the_engine_refuses_fails_alone() -> None:
     class Picky(ScriptedEngine):
-        def add_request(self, admission) -> None:
-            if admission.request.request_id == "bad":
+        def add_request(self, request, *, arrival_s: float) -> None:
+            if request.request_id == "bad":
                 raise InvalidRequestError("not to my taste")
-            super().add_request(admission)
+            super().add_request(request, arrival_s=arrival_s)
 
     with running_loop(Picky()) as loop:
         bad, good = loop.submit(request("bad")), loop.submit(request("good"))
@@ -205,6 +213,8 @@ def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_caus
         assert "scripted failure" in str(caught.value.__cause__)
     assert ended == [loop.failure]
     loop.close(WAIT_S)
+    with pytest.raises(LoopFailedError):  # the first cause stays
+        loop.submit(request("after the close")).result(WAIT_S)
 
 
 def test_trap_2_a_failed_pull_fails_everything() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
 from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
-from torchtitan_rl.generation.engine import Admission, EngineLimits
+from torchtitan_rl.generation.engine import EngineLimits
 from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.types import (
@@ -29,10 +29,9 @@ LIMITS = EngineLimits(max_model_len=32, vocab_size=100)
 POLICY = KvPolicy()
 
 
-def admission(name: str, **sampling: object) -> Admission:
+def asked(name: str, **sampling: object) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": 4, **sampling})
-    request = GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
-    return Admission(request=request, arrival_s=0.0)
+    return GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
 
 
 def take(inbox: Inbox) -> LoopDecision:
@@ -46,7 +45,7 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
     waiting_pull, futures = None, []
     for put, action in enumerate(actions):
         if action == "admit":
-            inbox.admit(admission(str(put)))
+            inbox.admit(asked(str(put)))
             expected["admit"].append(str(put))
         elif action == "abort":
             inbox.abort((str(put),))
@@ -65,17 +64,17 @@ def test_what_is_put_in_an_inbox_leaves_exactly_once_and_in_order(actions: list[
                 waiting_pull = None
     assert inbox.drain() == [future for future in futures if not future.done()]
     decisions.append(take(inbox))
-    assert [a.request.request_id for d in decisions for a in d.admissions] == expected["admit"]
+    assert [one.request_id for d in decisions for one in d.admissions] == expected["admit"]
     assert [name for d in decisions for name in d.aborts] == expected["abort"]
     assert not inbox.needs_decision()
 
 
 def test_close_goes_before_a_pull_and_a_pull_before_admissions() -> None:
     inbox = Inbox()
-    inbox.admit(admission("a"))
+    inbox.admit(asked("a"))
     inbox.ask(Pull(3))
     assert take(inbox).action is Action.PULL
-    assert take(inbox).admissions == (admission("a"),)
+    assert take(inbox).admissions == (asked("a"),)
     inbox.ask(Pull(4))
     inbox.close()
     assert take(inbox).action is Action.CLOSE
@@ -103,7 +102,7 @@ def test_sleeps_and_wake_ups_are_decided_and_answered_one_by_one() -> None:
 
 def test_a_decision_survives_its_bytes() -> None:
     decision = LoopDecision(
-        action=Action.STEP, admissions=(admission("a", seed=3),), aborts=("b",), num_steps=2
+        action=Action.STEP, admissions=(asked("a", seed=3),), aborts=("b",), num_steps=2
     )
     assert LoopDecision.from_bytes(decision.to_bytes()) == decision
 
@@ -163,7 +162,7 @@ def test_a_pull_before_the_first_token_replaces_the_version() -> None:
     ],
 )
 def test_a_request_the_engine_could_not_serve_is_refused(changes: dict, message: str) -> None:
-    request = admission("a").request
+    request = asked("a")
     validate_request(request, LIMITS, {"taken"})
     own = {name: value for name, value in changes.items() if hasattr(request, name)}
     sampling = {name: value for name, value in changes.items() if name not in own}
@@ -173,7 +172,7 @@ def test_a_request_the_engine_could_not_serve_is_refused(changes: dict, message:
 
 
 def test_every_error_of_a_request_is_named_at_once() -> None:
-    bad = admission("a", temperature=-1.0, top_p=2.0).request
+    bad = asked("a", temperature=-1.0, top_p=2.0)
     with pytest.raises(InvalidRequestError, match=r"temperature = -1.0.*top_p = 2.0"):
         validate_request(bad, LIMITS, ())
 
@@ -196,7 +195,7 @@ def test_a_scripted_request_resumed_from_its_tokens_samples_what_it_would_have()
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=5),
         )
-        engine.add_request(Admission(request=request, arrival_s=0.0))
+        engine.add_request(request, arrival_s=0.0)
         while not (outputs := engine.step()):
             pass
         return outputs[0].token_ids
@@ -207,7 +206,7 @@ def test_a_scripted_request_resumed_from_its_tokens_samples_what_it_would_have()
 
 def test_a_scripted_request_stops_at_a_stop_token_and_keeps_it() -> None:
     engine = ScriptedEngine(vocab_size=4, eos_token_id=0)
-    engine.add_request(admission("a", max_tokens=400, stop_token_ids=(1,)))
+    engine.add_request(asked("a", max_tokens=400, stop_token_ids=(1,)), arrival_s=0.0)
     while not (outputs := engine.step()):
         pass
     assert outputs[0].finish_reason is FinishReason.STOP

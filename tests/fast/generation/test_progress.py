@@ -14,10 +14,10 @@ import pytest
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
 from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
+from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.types import FinishReason, Progress
 
 
@@ -185,10 +185,10 @@ def test_a_request_that_does_not_stream_is_due_every_second_with_all_others() ->
     assert requests.due() == {"a": 0, "slow": 0}
     clock.now_s = 6.1
     assert requests.due(at_once=True) == {"a": 0, "slow": 0}
-    requests.finish(sampled("a", 1), in_flight=2)
+    requests.finish([sampled("a", 1)], in_flight=2)
     clock.now_s = 6.2
     assert requests.due() == {}
-    requests.finish(sampled("slow", 1), in_flight=1)
+    requests.finish([sampled("slow", 1)], in_flight=1)
     assert requests.due(at_once=True) == {}
 
 
@@ -199,7 +199,7 @@ def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
     requests.admit("b")
     assert requests.due(at_once=True) == {}
     assert requests.report([sampled("a", 1)]) == []
-    assert requests.finish(sampled("a", 1), in_flight=1) is None
+    assert requests.finish([sampled("a", 1)], in_flight=1) == []
     assert requests.refuse("b") is None
     assert "a" not in requests
 

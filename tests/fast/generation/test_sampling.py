@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripted_engine import ScriptedEngine, scripted_text
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text
+from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import FinishReason, GenerationRequest, SamplingParams
 
@@ -28,7 +28,7 @@ def request(num_resumed: int = 0, **sampling: Any) -> GenerationRequest:
 def engine_with(*requests: GenerationRequest) -> ScriptedEngine:
     engine = ScriptedEngine()
     for one in requests:
-        engine.add_request(Admission(request=one, arrival_s=0.0))
+        engine.add_request(one, arrival_s=0.0)
     return engine
 
 

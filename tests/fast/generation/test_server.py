@@ -11,14 +11,14 @@ from tests.fast.generation.test_loop import running_loop
 from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
+from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.scripted import ScriptedEngine
-from torchtitan_rl.generation.server import EngineServer, FromReplica, Submission, ToReplica
+from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Call, End
-from torchtitan_rl.types import Completion, FinishReason, GenerationRequest
+from torchtitan_rl.rpc.messages import Call, End, Submission
+from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, Progress
 
 
 def called(item: GenerationRequest) -> ToReplica:
@@ -135,3 +135,15 @@ async def test_the_end_of_the_last_request_waits_for_no_interval() -> None:
                 (end,) = await server.poll()
             assert isinstance(end, End)
             assert end.result is not None
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@on_event_loop
+async def test_only_a_request_that_streams_is_reported_every_stream_interval(streams: bool) -> None:
+    intervals = {"stream_interval_s": 0.0, "progress_interval_s": 1e9}
+    with running_loop(ScriptedEngine(), **intervals) as loop:
+        replica = over_pickles(loop, interval_s=0.0)
+        reported: list[Progress] = []
+        await replica.generate(request("a", max_tokens=30), reported.append, streams=streams)
+        assert bool(reported) is streams
+        await replica.close()

@@ -13,6 +13,7 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.scripted_engine import scripted_token
 from tests.support.stepped_engine import GivingUpEngine
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
@@ -21,7 +22,6 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
@@ -200,14 +200,15 @@ def test_of_a_killed_replica_the_account_says_what_was_lost_with_it() -> None:
         dying = replicas[0]
         call = asyncio.create_task(router.generate(request("a", max_tokens=12)))
         await asyncio.sleep(0.31)
-        await router.account()
+        counted = (await router.account())[dying.name].sampled
         await asyncio.sleep(0.2)
         dying.kill()
         done = await call
         account = (await router.account())[dying.name]
         assert not account.is_live
         assert account.unaccounted is None
-        assert account.received > 0  # what was heard of goes on elsewhere
+        assert account.sampled == counted > 0  # its last count
+        assert account.received > 0  # the reported tokens were continued elsewhere
         assert account.lost_tokens == max(0, account.sampled - account.received)
         assert len(done.token_ids) == 12
         assert ended.names == ["a"]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica
+from tests.support.scripted_engine import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
-from torchtitan_rl.generation.engine import Admission
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
@@ -52,7 +51,7 @@ class CutReplica(GatedReplica):
         if cut is not None and cut < 0:
             raise ReplicaError(f"{self.name} died")
         engine = ScriptedEngine(vocab_size=VOCAB, eos_token_id=EOS, version=self.version)
-        engine.add_request(Admission(request=request, arrival_s=0.0))
+        engine.add_request(request, arrival_s=0.0)
         ended = []
         while not ended:
             if cut == 0:

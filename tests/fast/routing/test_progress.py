@@ -20,6 +20,7 @@ from torchtitan_rl.types import (
     GenerationRequest,
     OnProgress,
     Progress,
+    TopLogprobs,
     VersionRun,
 )
 
@@ -59,6 +60,7 @@ class TellingReplica(GatedReplica):
                     token_ids=tokens[start : start + self.every],
                     logprobs=tuple(-float(t) for t in tokens[start : start + self.every]),
                     version_runs=runs(tokens[: start + self.every]),
+                    top_logprobs=tops(tokens[start : start + self.every]),
                 )
             )
         if cut is not None and cut < 0:
@@ -70,7 +72,12 @@ class TellingReplica(GatedReplica):
             version_runs=runs(tokens),
             finish_reason=FinishReason.ABORT if count < budget else FinishReason.LENGTH,
             replica=self.name,
+            top_logprobs=tops(tokens),
         )
+
+
+def tops(tokens: tuple[int, ...]) -> tuple[TopLogprobs, ...]:
+    return tuple(((token, -float(token)),) for token in tokens)
 
 
 def runs(tokens: tuple[int, ...]) -> tuple[VersionRun, ...]:
@@ -107,6 +114,7 @@ def test_progress_is_a_beginning_of_the_completion_however_it_was_cut(
     done, heard = complete(replicas, request("a", prompt_len=4, max_tokens=30))
     assert done.token_ids == tuple(range(4, 34))
     assert done.version_runs == runs(done.token_ids)
+    assert done.top_logprobs == tops(done.token_ids)
     told: list[int] = []
     for progress in heard:
         assert progress.request_id == "a"
@@ -115,6 +123,7 @@ def test_progress_is_a_beginning_of_the_completion_however_it_was_cut(
         told += progress.token_ids
         assert progress.logprobs == tuple(-float(t) for t in progress.token_ids)
         assert progress.version_runs == runs(tuple(told))
+        assert progress.top_logprobs == tops(progress.token_ids)
     assert tuple(told) == done.token_ids[: len(told)]
     assert len(told) > 30 - every
 

@@ -19,13 +19,13 @@ from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.rpc.messages import End
+from torchtitan_rl.rpc.messages import End, Submission
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.context import close_at_end, session_id
 from torchtitan_rl.serving.link import FAILED, ControllerLink
-from torchtitan_rl.serving.messages import EndpointRequest, RequestEnd
+from torchtitan_rl.serving.messages import RequestEnd
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import (
@@ -142,7 +142,7 @@ class FrontEnd:
             sampling=SamplingParams(max_tokens=MAX_TOKENS),
             session_id=session_id.get(),
         )
-        self.link.submit(EndpointRequest(request=request, streams=streams))
+        self.link.submit(Submission(request=request, streams=streams))
         try:
             while True:
                 event = await events.get()

@@ -38,9 +38,9 @@ from torchtitan_rl.backends.vllm.resume import (
 from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_params
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
-from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
+from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
-from torchtitan_rl.types import EngineStats, FinishReason
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
 
 # Why vLLM ends a request with an error: its grammar rejects every token.
 _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
@@ -97,10 +97,9 @@ class VllmEngine:
     def limits(self) -> EngineLimits:
         return self._limits
 
-    def add_request(self, admission: Admission) -> None:
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         from vllm.inputs.engine import tokens_input
 
-        request = admission.request
         is_shared = not self._spec.weight_sync.reset_prefix_cache_on_pull
         prompt = tokens_input(
             list(request.prompt_token_ids),
@@ -114,7 +113,7 @@ class VllmEngine:
                 prompt,
                 params,
                 supported_tasks=self._engine.get_supported_tasks(),
-                arrival_time=admission.arrival_s,
+                arrival_time=arrival_s,
             )
             self._engine.input_processor.assign_request_id(engine_request)
             engine_request.reasoning_ended, engine_request.reasoning_parser_kwargs = reasoning_of(

@@ -36,10 +36,11 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
+from torchtitan_rl.rpc.messages import Submission
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import EndpointRequest, Outputs, Refusal, RequestEnd
+from torchtitan_rl.serving.messages import Outputs, Refusal, RequestEnd
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -195,7 +196,7 @@ class RouterCore(EngineCoreClient):
         # A client that does not stream needs no progress.
         streams = params.output_kind != RequestOutputKind.FINAL_ONLY
         sent = generation_request(request, model_reasons=self._model_reasons)
-        self._link.submit(EndpointRequest(request=sent, streams=streams))
+        self._link.submit(Submission(request=sent, streams=streams))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.abort(request_ids)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
+from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, TopLogprobs
 
@@ -109,8 +109,7 @@ class ScriptedEngine:
     def limits(self) -> EngineLimits:
         return self._limits
 
-    def add_request(self, admission: Admission) -> None:
-        request = admission.request
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         self._requests[request.request_id] = _Request(request, _digest(request.prompt_token_ids))
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from torchtitan_rl.generation.prompts_file import format_completion, format_error, parse_line
+from torchtitan_rl.commands.prompts_file import format_completion, format_error, parse_line
 from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
