@@ -4,7 +4,6 @@ did the same work. Nothing here looks at a time."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,6 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
     bench(
         "generation",
         *("--rollouts", "16", "--turns", "2", "--max-running", "4", "--repeats", "1"),
-        *("--cores", *map(str, sorted(os.sched_getaffinity(0))[:2])),
         *("--distributions", "lognormal", "--output", str(path)),
     )
     workloads = report_of(path)["workloads"]
