@@ -111,8 +111,8 @@ class OutstandingRequests:
     def report(
         self, outputs: Iterable[EngineOutput]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """The progress to pass to each sink, of ``outputs`` read from the tokens on that `due` named.
-        It counts as reported from here on.
+        """The progress for each sink, of ``outputs`` read from the tokens on that `due` named. It
+        counts as reported from here on.
         """
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
