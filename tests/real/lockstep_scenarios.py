@@ -12,10 +12,10 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
 WAIT_S = 200.0

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import (
     EngineCommand,
@@ -20,7 +21,6 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.engine import Admission, EngineOutput
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
 from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.routing.connected_replica import ConnectedReplica

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support.scripted import scripted_token
 from tests.support.simulated_faults import Fate, Undisturbed
 from torchtitan_rl.errors import DeadlineError, InvalidRequestError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import (
@@ -26,7 +27,6 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.types import (
     Completion,
     EngineReading,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from torchtitan_rl.generation.scripted import ScriptedEngine
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 WAIT_S = 20.0

@@ -119,10 +119,8 @@ class OutstandingRequests:
             request = self._requests.get(output.request_id)
             if request is None or request.listener is None:
                 continue
-            start, request.num_reported = (
-                request.num_reported,
-                request.num_reported + len(output.token_ids),
-            )
+            start = request.num_reported
+            request.num_reported += len(output.token_ids)
             progress = Progress(
                 request_id=output.request_id,
                 start=start,

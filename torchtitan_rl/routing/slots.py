@@ -10,7 +10,7 @@ Besides its `ReplicaState` a slot has flags:
 | flag | set when | cleared when | meanwhile the replica |
 |---|---|---|---|
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
-| ``is_stopped`` | a pause or sleep begins | `resume`; `leave_to_pin` for its pin | gets no request |
+| ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
 | ``is_emptied`` | it executed that pause or sleep | with ``is_stopped`` | has no request |
 | ``is_asleep`` | a sleep begins | it executed the wake-up | begins no swap |
 | ``is_lagging`` | a sync returns without it | its next swap | still follows that sync |
@@ -23,7 +23,7 @@ Which combinations occur:
   No request reaches it then before it has weights again, because its version is NO_WEIGHTS.
 - ``is_asleep`` in state SYNCING only until a swap that began before the sleep has ended: the sleep
   waits for it. A DRAINING replica may sleep: it swaps after the wake-up.
-- ``is_pinned`` in state SYNCING or DRAINING only while the pin gets its version, at its beginning or
+- ``is_pinned`` in state SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
 - ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
 - ``is_pinned`` with ``is_lagging`` only where every replica was pinned when the sync returned.

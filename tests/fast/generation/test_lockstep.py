@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.scripted import ScriptedEngine
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import (
     LoopFailedError,
 )
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.lockstep import make_threaded_channels
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

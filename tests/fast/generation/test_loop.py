@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.scripted import ScriptedEngine, scripted_token
 from tests.support.stepped_engine import WAIT_S, GivingUpEngine, SteppedEngine, request
 from torchtitan_rl.errors import (
     InvalidRequestError,
@@ -20,7 +21,6 @@ from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
 from torchtitan_rl.types import FinishReason, VersionRun
 
 

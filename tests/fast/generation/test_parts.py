@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
 from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
 from torchtitan_rl.generation.engine import Admission, EngineLimits
 from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.types import (

@@ -10,11 +10,12 @@ import pytest
 from tests.fast.generation.test_loop import SteppedEngine, request, running_loop
 from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
+from tests.support.scripted import ScriptedEngine
+from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
-from torchtitan_rl.generation.lockstep import SoloChannel, make_threaded_channels
+from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason, VersionRun
 

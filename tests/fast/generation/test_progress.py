@@ -14,10 +14,10 @@ import pytest
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
 from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.types import FinishReason, Progress
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripted import ScriptedEngine, scripted_text
 from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.generation.engine import Admission, EngineLimits, EngineOutput
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import FinishReason, GenerationRequest, SamplingParams
 

@@ -11,10 +11,10 @@ from tests.fast.generation.test_loop import running_loop
 from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.server import EngineServer, FromReplica, Submission, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.rpc.messages import Call, End

@@ -14,6 +14,8 @@ from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, settle
 from tests.support.replicas import request as routed
+from tests.support.scripted import ScriptedEngine
+from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import (
     EngineCommand,
@@ -24,9 +26,8 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.lockstep import SoloChannel, make_threaded_channels
+from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason

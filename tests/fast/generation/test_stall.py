@@ -12,12 +12,12 @@ from tests.fast.generation.test_loop import running_loop
 from tests.support.async_tests import on_virtual_clock
 from tests.support.loop_replica import LoopPeer, loop_replica
 from tests.support.replicas import GatedReplica
+from tests.support.scripted import ScriptedEngine
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
 from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
 from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.generation.stall import Pulse, StallWatch
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.routing.replica import ReplicaState

@@ -3,10 +3,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fast.generation.test_loop import WAIT_S, request
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.observability.engine_trace import EngineTrace
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 

@@ -13,6 +13,7 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.scripted import scripted_token
 from tests.support.stepped_engine import GivingUpEngine
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
@@ -21,7 +22,6 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.scripted import scripted_token
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest

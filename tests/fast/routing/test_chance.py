@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import handle, request, settle
+from tests.support.scripted import ScriptedEngine, scripted_token
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import DeadlineError, GenerationError, LoopStalledError, WeightSyncError
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_token
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
 

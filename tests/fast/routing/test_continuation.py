@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica
+from tests.support.scripted import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.generation.engine import Admission
-from torchtitan_rl.generation.scripted import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (

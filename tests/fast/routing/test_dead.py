@@ -10,8 +10,8 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import handle, request
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.generation.commands import ReadStats, ReadTokens
-from torchtitan_rl.generation.scripted import ScriptedEngine
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import request
-from torchtitan_rl.generation.scripted import ScriptedEngine
+from tests.support.scripted import ScriptedEngine
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
