@@ -3,11 +3,16 @@
     python -m benchmarks.async_training [--steps 24] [--output-dir DIR] [--json FILE]
 
 The *split* arms pin one replica to one core and the trainer to the other, at staleness 0, 1, 2, 4.
-Their ideal is the longer of the two phases, as the split arm at staleness 0 measures them: nothing
-can be faster on this split. The *both* arm is synchronous too, but gives both cores to each phase
-(two replicas, two trainer threads): what a user of two cores would otherwise run. All arms run the
-same job from the same seed, alternating, twice. Figures are medians over the steps of each run,
-without the first two and without the last ones, during which nothing is generated any more.
+Their ideal is the longer of the two phases, as the split arm at staleness 0 measures them. The
+*both* arms pin nothing (two replicas, two trainer threads): what a user of two cores would run,
+synchronously and at staleness 1. All arms run the same job from the same seed, alternating, twice.
+Figures are medians over the steps of each run, without the first two and without the last ones,
+during which nothing is generated any more.
+
+What an arm takes longer than the ideal is either *waiting* (its busier part, trainer or replica,
+had nothing to do) or *slower work* (that part was busy for longer than in the synchronous arm: the
+controller has no core of its own and takes time from both, and prompts that are running during a
+pull are computed again).
 """
 
 from __future__ import annotations
@@ -36,21 +41,20 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    both = Arm(name="both S=0", options=(*BOTH, "--schedule.staleness", "0"))
-    split = [
-        Arm(name=f"split S={s}", options=(*SPLIT, "--schedule.staleness", str(s)))
-        for s in STALENESS
+    return [
+        Arm(name=f"{name} S={s}", options=(*options, "--schedule.staleness", str(s)))
+        for name, options, of_arm in (("both", BOTH, STALENESS[:2]), ("split", SPLIT, STALENESS))
+        for s in of_arm
     ]
-    return [both, *split]
 
 
-def step_seconds(runs: list[FinishedRun], steps: int) -> list[float]:
-    """Of each step. Nothing is generated during the last S + 1 any more; they are left out."""
-    seconds = []
+def steady(runs: list[FinishedRun], name: str) -> list[float]:
+    """A metric of each measured step. Nothing is generated during the last S + 1 steps."""
+    values = []
     for run in runs:
-        column = run.column("time/step_s", first_step=FIRST_STEP)
-        seconds += column[: len(column) - max(STALENESS) - 1]
-    return seconds
+        column = run.column(name, first_step=FIRST_STEP)
+        values += column[: len(column) - max(STALENESS) - 1]
+    return values
 
 
 def main() -> None:
@@ -76,38 +80,45 @@ def main() -> None:
             runs[arm.name].append(run)
             print(f"{name}: {median(run.column('time/step_s', first_step=FIRST_STEP)):.2f} s/step")
     settings = {name: str(value) for name, value in vars(given).items()}
-    report(runs, given.steps, facts, settings, given.json)
+    report(runs, facts, settings, given.json)
+
+
+def lost_seconds(runs: list[FinishedRun], *, ideal_s: float) -> dict[str, float]:
+    """Seconds of a step beyond the ideal, by cause; see the module."""
+    names = ("time/step_s", "overlap/trainer_idle_share", "overlap/generator_idle_share")
+    steps = list(zip(*(steady(runs, name) for name in names), strict=True))
+    waiting_s = median(step_s * min(idle) for step_s, *idle in steps)
+    beyond_s = median(step_s for step_s, *_ in steps) - ideal_s
+    return {"waiting_s": waiting_s, "slower_work_s": beyond_s - waiting_s}
 
 
 def report(
     runs: dict[str, list[FinishedRun]],
-    steps: int,
     facts: dict[str, object],
     settings: dict[str, str],
     path: Path,
 ) -> None:
     split = runs["split S=0"]
-
-    def phase(name: str) -> float:
-        return median(v for run in split for v in run.column(name, first_step=FIRST_STEP))
-
-    training = phase("time/train_s") + phase("sync/publish_s")
-    generation = median(step_seconds(split, steps)) - training
+    training = median(steady(split, "time/train_s")) + median(steady(split, "sync/publish_s"))
+    generation = median(steady(split, "time/step_s")) - training
     ideal = max(generation, training)
-    seconds = {name: median(step_seconds(of_arm, steps)) for name, of_arm in runs.items()}
+    seconds = {name: median(steady(of_arm, "time/step_s")) for name, of_arm in runs.items()}
     best_sync = min(seconds["both S=0"], seconds["split S=0"])
+    lost = {
+        name: lost_seconds(of_arm, ideal_s=ideal)
+        for name, of_arm in runs.items()
+        if name.startswith("split")
+    }
     print(f"\nsplit: generation {generation:.2f} s, training {training:.2f} s, ideal {ideal:.2f} s")
-    rows = [
-        [
-            name,
-            f"{value:.2f}",
-            f"{ideal / value:.0%}" if name.startswith("split") else "",
-            f"{best_sync / value:.2f}x",
-            f"{median(staleness(runs[name])):.1f}",
-        ]
-        for name, value in seconds.items()
-    ]
-    print_table(["arm", "s/step", "of ideal", "best sync / arm", "mean age"], rows)
+    rows = []
+    for name, value in seconds.items():
+        of_ideal = [""] * 3
+        if name in lost:
+            of_ideal = [f"{ideal / value:.0%}", *(f"{part:.2f}" for part in lost[name].values())]
+        age = median(steady(runs[name], "policy/staleness_mean"))
+        rows.append([name, f"{value:.2f}", *of_ideal, f"{best_sync / value:.2f}x", f"{age:.1f}"])
+    header = ["arm", "s/step", "of ideal", "waiting s", "slower work s"]
+    print_table([*header, "best sync / arm", "mean age"], rows)
     bars(path.with_suffix(".png"), seconds, title="Optimizer step", label="seconds, median")
     write_report(
         path,
@@ -118,9 +129,8 @@ def report(
             "training_s": training,
             "ideal_s": ideal,
             "seconds_per_step": seconds,
-            "share_of_ideal": {
-                name: ideal / value for name, value in seconds.items() if name.startswith("split")
-            },
+            "share_of_ideal": {name: ideal / seconds[name] for name in lost},
+            "lost": lost,
             "best_synchronous_over_arm": {
                 name: best_sync / value for name, value in seconds.items()
             },
@@ -129,10 +139,6 @@ def report(
             },
         },
     )
-
-
-def staleness(runs: list[FinishedRun]) -> list[float]:
-    return [v for run in runs for v in run.column("policy/staleness_mean", first_step=FIRST_STEP)]
 
 
 if __name__ == "__main__":

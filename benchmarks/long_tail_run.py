@@ -82,7 +82,7 @@ async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchRe
                 name=replica_name(index),
                 ranks=1,
                 threads=1,
-                devices=(index,) if setting.device == "cuda" else (),
+                devices=(str(index),) if setting.device == "cuda" else (),
                 cores=setting.cores[index : index + 1],
             )
             spec = GeneratorSpec(

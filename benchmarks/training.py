@@ -1,28 +1,31 @@
-"""Tokens per second of an optimizer step: packed episodes against a bare torchtitan loop.
+"""Seconds of an optimizer step: shared prefixes, unshared rows, and the least that it can cost.
 
-    python -m benchmarks.training [--episodes 128] [--row-len 1024] [--repeats 5] [--policy DIR]
+    python -m benchmarks.training [--row-lens 512 1024 2048] [--repeats 5] [--policy DIR]
+    python -m benchmarks.training --device cuda --shape qwen3-0.6b
 
-Sides, alternating (each repeat begins with another one), on the same episodes (log-normal lengths,
-two thirds of the tokens trained):
+Sides, alternating (each repeat begins with another one), on the same episodes of each workload of
+`training_work`:
 
-- ours: `PolicyTrainer.train_step` on packed rows: policy loss, metrics, divergence check;
-- bare: forward, cross entropy, backward, clipping and AdamW of the same torchtitan model, on the
-  same rows, with the same attention inside documents and logits of the same tokens;
-- bare, all logits: the same, with the logits of every token, as pretraining computes them;
-- padded: `PolicyTrainer.train_step` with one row for each episode.
+- shared: `PolicyTrainer.train_step`: policy loss, metrics, divergence check;
+- unshared: the same with ``trainer.share_prefixes`` off;
+- ideal: a bare torchtitan loop (forward, cross entropy, backward, clipping, AdamW) on the distinct
+  tokens alone, with as many logits, in rows as long as the longest episode under torchtitan's plain
+  causal attention: what the step would cost if sharing and our loss cost nothing;
+- bare: the same loop on the tokens of all episodes, which unshared rows are to be judged by.
 
-Tokens per second exclude padding. Memory is the peak of the process above what it holds before the
-step (CPU: resident pages; CUDA: allocated). On CUDA the table also has the share of the device's
-peak FLOP/s, from torchtitan's table, that `training_work.step_flops` amounts to.
+A microbatch has at most ``--rows`` x the row length tokens on every side. Memory is the peak of
+the process above what it holds before the step (CPU: resident pages; CUDA: allocated). On CUDA the
+table also has the share of the device's peak FLOP/s that `training_work.step_flops` amounts to.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,109 +34,119 @@ import torch
 
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
-from benchmarks.training_work import (
-    draw_episodes,
-    one_row_each,
-    pack,
-    padding_shares,
-    step_flops,
-)
+from benchmarks.training_bare import BareLoop
+from benchmarks.training_work import WORKLOADS, num_visible_pairs, pack, step_flops
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.batch import TrainingBatch, trained_mask
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.splitting import microbatches, trained_mask
+from torchtitan_rl.training.splitting import Share, rank_share
 
-PADDING_SIZES = (16, 64, 128, 512, 1024, 2048)
-PADDING_DRAWS = 20
+SHAPES = {
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+}
 
 
 def main() -> None:
     options = _options()
     facts = machine()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: there is no CUDA device")
+    if options.device == "cpu" and torch.cuda.is_available():
+        raise SystemExit("--device cpu: hide the CUDA devices (CUDA_VISIBLE_DEVICES=)")
+    with tempfile.TemporaryDirectory() as folder:
+        policy = options.policy
+        if options.shape is not None:
+            policy = _random_policy(Path(folder), **SHAPES[options.shape])
+        results = {
+            name: {
+                str(row_len): result
+                for row_len in options.row_lens
+                if (result := _compare(name, row_len, policy, options)) is not None
+            }
+            for name in options.workloads or WORKLOADS
+        }
+    _report(options, facts, results)
+
+
+def _compare(
+    name: str, row_len: int, policy: Path, options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """One workload in rows of one length; None where its episodes are longer."""
     rng = np.random.default_rng(0)
-    episodes = draw_episodes(rng, options.episodes, options.row_len, options.vocab_size)
-    packed, padded = pack(episodes, options.row_len), one_row_each(episodes, options.row_len)
-    config = TrainerConfig(
-        row_len=options.row_len, rows_per_microbatch=options.rows, threads=options.threads
-    )
-    trainer = PolicyTrainer(options.policy, config, seed=0, max_steps=1000)
-    bare = BareLoop(options.policy, config)
-
-    def ours(batch: TrainingBatch) -> int:
-        return int(trainer.train_step(batch).metrics["trained_tokens"])
-
-    sides: dict[str, Callable[[], int]] = {
-        "ours": lambda: ours(packed),
-        "bare": lambda: bare.step(packed, all_logits=False),
-        "bare, all logits": lambda: bare.step(packed, all_logits=True),
-        "padded": lambda: ours(padded),
+    batch = pack(WORKLOADS[name](rng, options.vocab_size))
+    if int(batch.episode_lengths.max()) > row_len:
+        return None
+    shared, unshared = (_share(batch, row_len, options.rows, on=on) for on in (True, False))
+    trainers = {
+        on: PolicyTrainer(policy, _config(row_len, options, on=on), seed=0, max_steps=1000)
+        for on in (True, False)
     }
-    measured = measure(sides, repeats=options.repeats)
-    flops = bare.flops([len(episode.token_ids) for episode in episodes], packed)
-    report(options, facts, packed, measured, flops=flops)
-    trainer.close()
+    bare = BareLoop(policy, _config(row_len, options, on=True))
+    longest = int(batch.episode_lengths.max())
+    logits = [sum(len(set(p.predecessors_E)) for p in s.parts) for s in (shared, unshared)]
 
+    def ours(on: bool) -> Callable[[], None]:
+        return lambda: (trainers[on].train_step(batch), None)[1]
 
-class BareLoop:
-    """What a user of torchtitan writes to train on rows: no policy loss, no metrics, no checks."""
-
-    def __init__(self, policy: Path, config: TrainerConfig) -> None:
-        from torchtitan_rl.backends.titan import setup as titan_setup
-        from torchtitan_rl.backends.titan.hf import load_hf
-        from torchtitan_rl.backends.titan.model import build_policy
-        from torchtitan_rl.backends.titan.optim import PolicyOptimizer
-        from torchtitan_rl.config.hf_model import read_architecture
-
-        layout = titan_setup.set_up(config)
-        dtype = "float32" if layout.device.type == "cpu" else "bfloat16"
-        self._device = layout.device
-        self._rows = config.rows_per_microbatch
-        self._architecture = read_architecture(policy)
-        self._model = build_policy(self._architecture, config, layout, dtype=dtype)
-        load_hf(self._model, policy)
-        self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=1000)
-
-    def step(self, batch: TrainingBatch, *, all_logits: bool) -> int:
-        """One optimizer step; returns how many tokens it was trained on."""
-        mask = trained_mask(batch)
-        num_trained = int(mask.sum())
-        for part in microbatches(replace(batch, loss_mask=mask), self._rows):
-            tokens_BL = torch.from_numpy(part.token_ids).to(self._device)
-            positions_BL = torch.from_numpy(part.position_ids).to(self._device)
-            wanted_S = torch.from_numpy(part.loss_mask).to(self._device).flatten().nonzero()[:, 0]
-            before_S = (wanted_S - 1).clamp_min(0)
-            every_S = torch.arange(tokens_BL.numel(), device=self._device)
-            masks = self._model.get_attention_masks(positions_BL)
-            selected_S = every_S if all_logits else before_S
-            logits_SV = self._model(tokens_BL, positions_BL, masks, selected_S)[0]
-            if all_logits:
-                logits_SV = logits_SV[before_S]
-            targets_S = tokens_BL.flatten()[wanted_S]
-            loss = torch.nn.functional.cross_entropy(logits_SV.float(), targets_S, reduction="sum")
-            (loss / num_trained).backward()
-        self._optimizer.clip()
-        self._optimizer.step()
-        return num_trained
-
-    def flops(self, lengths: Sequence[int], batch: TrainingBatch) -> float:
-        """Of a step on episodes of these lengths, with the logits of trained tokens."""
-        sizes = self._architecture
-        return step_flops(
-            lengths,
-            int(trained_mask(batch).sum()),
-            num_layer_parameters=sum(p.numel() for p in self._model.layers.parameters()),
-            num_head_parameters=sizes.vocab_size * sizes.dim,
-            attention_width=sizes.num_layers * sizes.num_heads * sizes.head_dim,
+    def plain(share: Share, num_logits: int) -> Callable[[], None]:
+        return lambda: bare.step(
+            num_tokens=share.num_computed,
+            num_logits=num_logits,
+            row_len=longest,
+            max_tokens=row_len * options.rows,
         )
+
+    measured = measure(
+        {
+            "shared": ours(True),
+            "unshared": ours(False),
+            "ideal": plain(shared, logits[0]),
+            "bare": plain(unshared, logits[1]),
+        },
+        repeats=options.repeats,
+    )
+    for trainer in trainers.values():
+        trainer.close()
+    return _summary(batch, shared, unshared, measured, bare.sizes, logits[0])
+
+
+def _config(row_len: int, options: argparse.Namespace, *, on: bool) -> TrainerConfig:
+    return TrainerConfig(
+        row_len=row_len,
+        rows_per_microbatch=options.rows,
+        threads=options.threads,
+        share_prefixes=on,
+    )
+
+
+def _share(batch: TrainingBatch, row_len: int, rows: int, *, on: bool) -> Share:
+    return rank_share(
+        batch,
+        trained_mask(batch),
+        max_tokens=row_len * rows,
+        padding_multiple=1,
+        share_prefixes=on,
+        rank=0,
+        num_ranks=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``memory_bytes``: the largest of all repeats. ``trained_tokens``: of each repeat."""
+    """``memory_bytes``: the largest of all repeats."""
 
     seconds: tuple[float, ...]
-    trained_tokens: int
     memory_bytes: int
 
     @property
@@ -141,104 +154,104 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def measure(sides: Mapping[str, Callable[[], int]], *, repeats: int) -> dict[str, Measured]:
-    """Each side once per repeat, in turns; one unmeasured round first.
-
-    Raises:
-        SystemExit: two steps were not trained on equally many tokens.
-    """
+def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, Measured]:
+    """Each side once per repeat, in turns; one unmeasured round first."""
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     memory: dict[str, int] = dict.fromkeys(names, 0)
-    trained: set[int] = set()
     for number in range(repeats + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             before = _start_memory_peak()
             started = time.perf_counter()
-            trained.add(sides[name]())
+            sides[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             elapsed = time.perf_counter() - started
             if number > 0:
                 seconds[name].append(elapsed)
                 memory[name] = max(memory[name], _memory_peak() - before)
-    if len(trained) > 1:
-        raise SystemExit(f"the sides were trained on {sorted(trained)} tokens, not equally many")
     return {
-        name: Measured(
-            seconds=tuple(seconds[name]), trained_tokens=max(trained), memory_bytes=memory[name]
-        )
-        for name in names
+        name: Measured(seconds=tuple(seconds[name]), memory_bytes=memory[name]) for name in names
     }
 
 
-def report(
+def _summary(
+    batch: TrainingBatch,
+    shared: Share,
+    unshared: Share,
+    measured: Mapping[str, Measured],
+    sizes: Mapping[str, int],
+    num_logits: int,
+) -> dict[str, Any]:
+    ours = measured["shared"].seconds
+    flops = step_flops(shared.num_computed, num_logits, num_visible_pairs(shared.parts), **sizes)
+    peak = _peak_flops()
+    return {
+        "episodes": batch.num_episodes,
+        "tokens": batch.num_tokens,
+        "trained_tokens": int(trained_mask(batch).sum()),
+        "computed_tokens": shared.num_computed,
+        "unshared_tokens": unshared.num_computed,
+        "microbatches": {"shared": len(shared.parts), "unshared": len(unshared.parts)},
+        "seconds": {name: side.seconds for name, side in measured.items()},
+        "median_s": {name: side.median_s for name, side in measured.items()},
+        "peak_memory_bytes": {name: side.memory_bytes for name, side in measured.items()},
+        "ratios": {
+            "unshared / shared": _median_ratio(measured["unshared"].seconds, ours),
+            "ideal / shared": _median_ratio(measured["ideal"].seconds, ours),
+            "bare / unshared": _median_ratio(
+                measured["bare"].seconds, measured["unshared"].seconds
+            ),
+        },
+        "flops": flops,
+        "mfu": flops / measured["shared"].median_s / peak if peak else None,
+    }
+
+
+def _report(
     options: argparse.Namespace,
     facts: Mapping[str, Any],
-    packed: TrainingBatch,
-    measured: Mapping[str, Measured],
-    *,
-    flops: float,
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]],
 ) -> None:
-    tokens, peak, ours = packed.num_tokens, _peak_flops(), measured["ours"]
-    sides = {
-        name: {
-            "seconds": side.seconds,
-            "median_s": side.median_s,
-            "tokens": tokens,
-            "trained_tokens": side.trained_tokens,
-            "tokens_per_second": tokens / side.median_s,
-            "peak_memory_bytes": side.memory_bytes,
-            "mfu": flops / side.median_s / peak if peak else None,
-        }
-        for name, side in measured.items()
-    }
-    ratios = {name: _median_ratio(side.seconds, ours.seconds) for name, side in measured.items()}
-    padding = {
-        size: padding_shares(size, options.row_len, draws=PADDING_DRAWS) for size in PADDING_SIZES
-    }
-    print(
-        f"{packed.num_episodes} episodes, {tokens} tokens, {len(packed.token_ids)} rows of "
-        f"{options.row_len}, padding {packed.padding_share:.1%}"
-    )
-    print_table(
-        ["side", "s/step", "tokens/s", "ours / it", "peak MiB", "MFU"],
-        [
+    for name, of_lengths in results.items():
+        if not of_lengths:
+            print(f"{name}: longer than every row")
+            continue
+        first = next(iter(of_lengths.values()))
+        print(f"{name}: {first['tokens']:,} tokens, {first['computed_tokens']:,} computed")
+        print_table(
             [
-                name,
-                f"{side['median_s']:.2f}",
-                f"{side['tokens_per_second']:,.0f}",
-                f"{ratios[name]:.3f}",
-                f"{side['peak_memory_bytes'] / 2**20:,.0f}",
-                "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
-            ]
-            for name, side in sides.items()
-        ],
-    )
-    print_table(
-        ["episodes a step", "padding", "at most"],
-        [
-            [f"{size:,}", f"{statistics.median(shares):.1%}", f"{max(shares):.1%}"]
-            for size, shares in padding.items()
-        ],
-    )
+                *("row", "shared s", "unshared", "ideal", "bare"),
+                *("unshared / shared", "ideal / shared", "bare / unshared", "peak MiB", "MFU"),
+            ],
+            [
+                [
+                    row_len,
+                    *(f"{seconds:.3f}" for seconds in result["median_s"].values()),
+                    *(f"{ratio:.2f}" for ratio in result["ratios"].values()),
+                    f"{result['peak_memory_bytes']['shared'] / 2**20:,.0f}",
+                    "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
+                ]
+                for row_len, result in of_lengths.items()
+            ],
+        )
     bars(
         options.output.with_suffix(".png"),
-        {name: side["tokens_per_second"] for name, side in sides.items()},
-        title=f"Optimizer step, {packed.num_episodes} episodes in rows of {options.row_len}",
-        label="tokens/s",
+        {
+            f"{name}\nrows of {row_len}": result["ratios"]["unshared / shared"]
+            for name, of_lengths in results.items()
+            for row_len, result in of_lengths.items()
+        },
+        title="Optimizer step with shared prefixes",
+        label="times as fast as unshared rows",
     )
     write_report(
         options.output,
         {
             "machine": facts,
             "options": {name: str(value) for name, value in vars(options).items()},
-            "padding_share": packed.padding_share,
-            "padding_by_episodes": {str(size): shares for size, shares in padding.items()},
-            "flops": flops,
-            "sides": sides,
-            "ratios": {f"ours / {name}": ratio for name, ratio in ratios.items()},
+            "workloads": results,
         },
     )
 
@@ -278,13 +291,24 @@ def _peak_flops() -> float | None:
     return float(get_peak_flops(torch.cuda.get_device_name()))
 
 
+def _random_policy(path: Path, **shape: Any) -> Path:
+    """A Qwen3 with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--policy", type=Path, default=POLICY_DIR)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights instead")
     parser.add_argument("--vocab-size", type=int, default=256, help="token ids are drawn below it")
-    parser.add_argument("--episodes", type=int, default=128)
-    parser.add_argument("--row-len", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=4, help="rows of a microbatch")
+    parser.add_argument("--workloads", nargs="*", choices=sorted(WORKLOADS), metavar="NAME")
+    parser.add_argument("--row-lens", type=int, nargs="*", default=[512, 1024, 2048])
+    parser.add_argument("--rows", type=int, default=8, help="rows of a microbatch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/training.json"))

@@ -2,97 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from torchtitan_rl.training.batch import TrainingBatch
-from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.types import Episode
 
 MEDIAN_LENGTH, SIGMA = 148, 0.7  # of the log-normal lengths, in tokens and in nats
-_SHORTEST = 8
+_SHORTEST, _LONGEST = 8, 512
 
 
-def draw_lengths(rng: np.random.Generator, count: int, row_len: int) -> list[int]:
-    """Log-normal, 8 to ``row_len`` tokens."""
-    lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), SIGMA, count)).astype(int)
-    drawn: list[int] = lengths.clip(_SHORTEST, row_len).tolist()
-    return drawn
-
-
-def draw_episodes(
-    rng: np.random.Generator, count: int, row_len: int, vocab_size: int
+def siblings(
+    rng: np.random.Generator, vocab_size: int, *, groups: int, size: int, prompt: int, answer: int
 ) -> list[Episode]:
-    """Episodes of such lengths; all but the first third of each is trained on."""
+    """Groups of answers to one prompt each."""
     episodes = []
-    for index, length in enumerate(draw_lengths(rng, count, row_len)):
-        mask = tuple(i >= length // 3 for i in range(length))
-        episodes.append(
-            Episode(
-                rollout_id=f"g/r{index}",
-                group_id="g",
-                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
-                loss_mask=mask,
-                logprobs=tuple(-5.0 if on else 0.0 for on in mask),
-                advantages=tuple(float(index % 2) - 0.5 if on else 0.0 for on in mask),
-                versions=tuple(0 if on else -1 for on in mask),
-            )
-        )
+    for _ in range(groups):
+        stem = _tokens(rng, prompt, vocab_size)
+        for _ in range(size):
+            tokens = [*stem, *_tokens(rng, answer, vocab_size)]
+            episodes.append(_episode(rng, tokens, [False] * prompt + [True] * answer))
     return episodes
 
 
-def pack(episodes: Sequence[Episode], row_len: int) -> TrainingBatch:
-    batch = pack_episodes(episodes, row_len=row_len, temperature=1.0).batch
-    if batch is None:
-        raise SystemExit("no episode fits a row")
+def branches(rng: np.random.Generator, vocab_size: int) -> list[Episode]:
+    """2 groups of 8 rollouts: a prompt of 205, 4 turns of 40 sampled tokens and 20 of reply, then 3
+    branches, each with 3 more tokens and 48 sampled ones. A turn has loss in one of the branches.
+    """
+    episodes = []
+    turn = [True] * 40 + [False] * 20
+    for _ in range(2):
+        prompt = _tokens(rng, 205, vocab_size)
+        for _ in range(8):
+            history = [*prompt, *_tokens(rng, 4 * 60, vocab_size)]
+            for branch in range(3):
+                tokens = [*history, *_tokens(rng, 3 + 48, vocab_size)]
+                before = [False] * 205 + (turn * 4 if branch == 0 else [False] * (4 * 60))
+                episodes.append(_episode(rng, tokens, [*before, *[False] * 3, *[True] * 48]))
+    return episodes
+
+
+def alone(rng: np.random.Generator, vocab_size: int) -> list[Episode]:
+    """128 episodes that share nothing, of log-normal lengths; a third of each is its prompt."""
+    lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), SIGMA, 128)).astype(int)
+    return [
+        _episode(rng, _tokens(rng, length, vocab_size), [i >= length // 3 for i in range(length)])
+        for length in lengths.clip(_SHORTEST, _LONGEST).tolist()
+    ]
+
+
+WORKLOADS: Mapping[str, Callable[[np.random.Generator, int], list[Episode]]] = {
+    "8 x 8 answers of 48 to prompts of 205": lambda rng, vocab_size: siblings(
+        rng, vocab_size, groups=8, size=8, prompt=205, answer=48
+    ),
+    "16 answers of 100 to a prompt of 1,000": lambda rng, vocab_size: siblings(
+        rng, vocab_size, groups=1, size=16, prompt=1000, answer=100
+    ),
+    "3 branches of 16 rollouts of 4 turns": branches,
+    "128 episodes that share nothing": alone,
+}
+
+
+def _tokens(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
+    drawn: list[int] = rng.integers(0, vocab_size, count).tolist()
+    return drawn
+
+
+def _episode(rng: np.random.Generator, tokens: Sequence[int], mask: Sequence[bool]) -> Episode:
+    advantage = float(rng.normal())
+    return Episode(
+        rollout_id="rollout",
+        group_id="group",
+        token_ids=tuple(tokens),
+        loss_mask=tuple(mask),
+        logprobs=tuple(-5.0 if on else 0.0 for on in mask),
+        advantages=tuple(advantage if on else 0.0 for on in mask),
+        versions=tuple(0 if on else -1 for on in mask),
+    )
+
+
+def pack(episodes: Sequence[Episode]) -> TrainingBatch:
+    longest = max(len(episode.token_ids) for episode in episodes)
+    batch = pack_episodes(episodes, row_len=longest, temperature=1.0).batch
+    assert batch is not None
     return batch
 
 
-def one_row_each(episodes: Sequence[Episode], row_len: int) -> TrainingBatch:
-    """The batch without packing: a row for each episode, the rest of it padding."""
-    rows = [pack([episode], row_len) for episode in episodes]
-    fields: dict[str, Any] = {
-        name: np.concatenate([getattr(row, name) for row in rows])
-        for name in (
-            "token_ids",
-            "position_ids",
-            "document_ids",
-            "loss_mask",
-            "logprobs",
-            "advantages",
-            "versions",
-        )
-    }
-    return replace(rows[0], num_episodes=len(rows), **fields)
-
-
-def padding_shares(count: int, row_len: int, *, draws: int) -> list[float]:
-    """Padding of a step of ``count`` episodes, packed, for each of ``draws`` seeds."""
-    shares = []
-    for seed in range(draws):
-        lengths = draw_lengths(np.random.default_rng(seed), count, row_len)
-        rows = first_fit_decreasing(lengths, row_len)
-        shares.append(1.0 - sum(lengths) / (len(rows) * row_len))
-    return shares
+def num_visible_pairs(parts: Sequence[Microbatch]) -> int:
+    """Query-key pairs that attention has to compute."""
+    return sum(
+        int((part.subtree_end_T - np.arange(len(part.subtree_end_T))).sum()) for part in parts
+    )
 
 
 def step_flops(
-    lengths: Sequence[int],
-    num_selected: int,
+    num_tokens: int,
+    num_logits: int,
+    num_pairs: int,
     *,
     num_layer_parameters: int,
     num_head_parameters: int,
     attention_width: int,
 ) -> float:
-    """What an optimizer step on documents of these lengths has to compute, whoever does it.
+    """What an optimizer step has to compute, whoever does it.
 
     6 FLOPs for each weight and token that passes it (Kaplan et al. 2020, 2001.08361), for the head
-    only the ``num_selected`` tokens; attention's two products, three times for the backward pass,
-    over the causal half of each document. ``attention_width`` is layers x heads x head dimension.
+    only the ``num_logits`` tokens whose logits are read; attention's two products, three times for
+    the backward pass. ``attention_width`` is layers x heads x head dimension.
     """
-    weights = sum(lengths) * num_layer_parameters + num_selected * num_head_parameters
-    attention = attention_width * sum(length**2 for length in lengths)
-    return 6.0 * weights + 6.0 * attention
+    weights = num_tokens * num_layer_parameters + num_logits * num_head_parameters
+    return 6.0 * weights + 12.0 * attention_width * num_pairs

@@ -213,13 +213,13 @@ async def _processes(
         name="replica0",
         ranks=generators,
         threads=setting.threads,
-        devices=tuple(range(generators)) if on_cuda else (),
+        devices=tuple(map(str, range(generators))) if on_cuda else (),
     )
     trainer_group = ProcessGroup(
         name="trainer",
         ranks=trainers,
         threads=setting.threads,
-        devices=tuple(range(generators, generators + trainers)) if on_cuda else (),
+        devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
     )
     replica = await spawn_replica(generator_group, _generator_spec(setting, work_dir, trace_dir))
     try:

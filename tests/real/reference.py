@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 
 
 def float64_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:
-    """[R, L]: of each token but the first of a document; each document alone."""
+    """[N]: of each token but the first of an episode; each episode alone."""
     config = json.loads((checkpoint / "config.json").read_text())
     weights = {k: v.double() for k, v in load_file(checkpoint / "model.safetensors").items()}
-    result = np.zeros(batch.token_ids.shape)
-    for row, documents in enumerate(batch.document_ids):
-        for document in set(documents[documents >= 0].tolist()):
-            where = np.nonzero(documents == document)[0]
-            tokens_L = torch.from_numpy(batch.token_ids[row, where]).long()
-            logits_LV = _logits(config, weights, tokens_L) / batch.temperature
-            chosen_L1 = logits_LV.log_softmax(-1)[:-1].gather(1, tokens_L[1:, None])
-            result[row, where[1:]] = chosen_L1[:, 0].numpy()
+    result = np.zeros(batch.num_tokens)
+    for start, length in zip(batch.episode_starts, batch.episode_lengths, strict=True):
+        tokens_L = torch.from_numpy(batch.token_ids[start : start + length])
+        logits_LV = _logits(config, weights, tokens_L) / batch.temperature
+        chosen_L1 = logits_LV.log_softmax(-1)[:-1].gather(1, tokens_L[1:, None])
+        result[start + 1 : start + length] = chosen_L1[:, 0].numpy()
     return result
 
 

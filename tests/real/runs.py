@@ -101,9 +101,11 @@ class Run:
         return found
 
     def process_of(self, rank: str) -> psutil.Process:
-        """The process of ``rank`` (such as "trainer-rank0")."""
+        """The process of ``rank`` (such as "trainer-rank0"), not a helper that it started: ours
+        lead a process group."""
         for process in self.processes():
-            if printing_to(process) == f"{rank}.log":
+            leads = os.getpgid(process.pid) == process.pid
+            if leads and printing_to(process) == f"{rank}.log":
                 return process
         raise LookupError(f"no process of the run prints to {rank}.log")
 

@@ -6,14 +6,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.peers_setup import peers_python, requirements
+from benchmarks.peers_work import WORKLOADS
 from tests.real.conftest import NUM_STEPS
-from tests.real.runs import run_module
+from tests.real.runs import ROOT, run_module
 
+PEERS_STEPS = 6
 MODES = ("synchronous", "over-admit restart", "over-admit aborted", "async S=1")
 
 
@@ -132,7 +136,7 @@ def test_end_to_end_makes_its_own_runs(tmp_path):
 
 
 def test_async_training_compares_the_runs_that_are_there(whole, tmp_path):
-    arms = ("both-S=0", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
+    arms = ("both-S=0", "both-S=1", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
     for arm in arms:
         copy_of_run(tmp_path / f"{arm}-0", of=whole)
     path = tmp_path / "async_training.json"
@@ -147,6 +151,62 @@ def test_async_training_compares_the_runs_that_are_there(whole, tmp_path):
     # The same run under all names.
     assert set(report["best_synchronous_over_arm"].values()) == {1.0}
     assert len(set(report["seconds_per_step"].values())) == 1
+
+
+def peers(tmp_path: Path, *options: str) -> dict[str, Any]:
+    """The comparison with TRL at its smallest."""
+    path = tmp_path / "peers.json"
+    bench(
+        "peers",
+        *("--repeats", "1", "--steps", str(PEERS_STEPS), "--groups", "2", "--group-size", "4"),
+        *("--output-dir", str(tmp_path), "--output", str(path), *options),
+    )
+    return report_of(path)
+
+
+def test_peers_generates_the_fixed_lengths_on_our_side(tmp_path):
+    """Our asynchronous side runs; the other two are runs that are there."""
+    workload = replace(WORKLOADS["heavy tail"], groups=2, group_size=4, median=4)
+    generated = [sum(workload.step_lengths(step)) for step in range(PEERS_STEPS)]
+    place = tmp_path / "heavy-tail" / "0"
+    (place / "ours-s0").mkdir(parents=True)
+    (place / "ours-s0" / "benchmark.json").write_text('{"seconds": 9.0}')
+    with (place / "ours-s0" / "metrics.jsonl").open("w") as metrics:
+        for step, tokens in enumerate(generated, start=1):
+            row = {"step": step, "time/step_s": 2.0, "time/rollout_s": 1.0}
+            row |= {"tokens/generated": tokens, "train/reward_mean": 0.5}
+            metrics.write(json.dumps(row) + "\n")
+    recorded = {"seconds": [4.0] * PEERS_STEPS, "rollout_s": [2.0] * PEERS_STEPS}
+    (place / "trl.json").write_text(
+        json.dumps({**recorded, "generated": generated, "command_s": 60.0, "packages": {}})
+    )
+    report = peers(tmp_path, "--workloads", "heavy tail", "--median", "4")
+    result = report["workloads"]["heavy tail"]
+    assert set(result["sides"]) == {"TRL", "ours, S=0", "ours, S=1"}
+    (run,) = result["repeats"]["ours, S=1"]
+    assert run["generated"] == generated
+    assert result["ratios"]["ours, S=0"] == {"steps": 2.0, "processed": 2.0, "generated": 2.0}
+
+
+@pytest.mark.soak
+def test_peers_compares_trl_with_us_on_the_same_work(tmp_path):
+    """Installs TRL into an environment of its own, where it is not there yet."""
+    environment = ROOT / "outputs" / "peers-venv"
+    try:
+        peers_python(environment, requirements())
+    except SystemExit as error:
+        pytest.skip(f"TRL cannot be installed: {error}")
+    report = peers(
+        tmp_path,
+        *("--workloads", "short prompt", "heavy tail", "--max-tokens", "8", "--median", "4"),
+        *("--environment", str(environment)),
+    )
+    assert report["TRL_packages"]["trl"] == "1.16.0"
+    assert set(report["workloads"]) == {"short prompt", "heavy tail"}
+    for result in report["workloads"].values():
+        assert set(result["ratios"]) == {"ours, S=0", "ours, S=1"}
+        assert {len(runs[0]["seconds"]) for runs in result["repeats"].values()} == {PEERS_STEPS}
+    assert report["workloads"]["heavy tail"]["is_same_work"]
 
 
 def test_learning_curves_are_those_of_the_runs_that_are_there(whole, tmp_path):

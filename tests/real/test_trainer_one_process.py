@@ -87,7 +87,9 @@ def test_a_policy_step_reports_how_far_trainer_and_generator_are_apart(checkpoin
     assert metrics["logprob_diff_max"] == pytest.approx(np.abs(difference).max(), rel=1e-5)
     assert metrics["ratio_mean"] == pytest.approx(np.exp(difference).mean(), rel=1e-4)
     assert metrics["trained_tokens"] == batch.loss_mask.sum()
-    assert metrics["padding_share"] == batch.padding_share
+    assert metrics["padding_share"] == 0.0
+    assert metrics["computed_tokens"] == batch.num_tokens - batch.num_episodes
+    assert metrics["shared_share"] == 0.0
     assert 0.0 < metrics["clip_share"] < 1.0
     assert 0.0 < metrics["entropy"] < np.log(288)
 
@@ -153,9 +155,9 @@ def test_a_step_that_diverges_raises_and_leaves_no_trace(
 ) -> None:
     """Trap 29: nothing non-finite ever reaches the weights, and a run ends by it."""
     good, bad = random_batch(), random_batch(seed=1)
-    row, token = (index[0] for index in np.nonzero(bad.loss_mask))
-    bad.advantages[row, token] = advantage
-    bad.logprobs[row, token] = 0.0  # a small ratio, which is not clipped
+    token = np.nonzero(bad.loss_mask)[0][0]
+    bad.advantages[token] = advantage
+    bad.logprobs[token] = 0.0  # a small ratio, which is not clipped
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.train_step(good)
         policy_trainer.train_step(good)
@@ -206,9 +208,9 @@ def test_nonfinite_behaviour_logprobs_are_left_out_of_the_step_and_counted(
 ) -> None:
     """Trap 15: the step is the one without those tokens."""
     broken, masked = random_batch(), random_batch()
-    row, token = (index[0] for index in np.nonzero(broken.loss_mask))
-    broken.logprobs[row, token] = np.nan
-    masked.loss_mask[row, token] = False
+    token = np.nonzero(broken.loss_mask)[0][0]
+    broken.logprobs[token] = np.nan
+    masked.loss_mask[token] = False
     with trainer(checkpoint) as policy_trainer:
         found = policy_trainer.train_step(broken).metrics
     with trainer(checkpoint) as policy_trainer:
@@ -218,9 +220,15 @@ def test_nonfinite_behaviour_logprobs_are_left_out_of_the_step_and_counted(
     assert (found["loss"], found["grad_norm"]) == (expected["loss"], expected["grad_norm"])
 
 
-def test_a_batch_without_trained_tokens_or_with_longer_rows_is_refused(checkpoint: Path) -> None:
+def test_a_batch_without_trained_tokens_or_with_longer_episodes_is_refused(
+    checkpoint: Path,
+) -> None:
     batch = random_batch()
-    with trainer(checkpoint, row_len=16) as policy_trainer, pytest.raises(ValueError, match="48"):
+    longest = f"an episode of {batch.episode_lengths.max()} tokens"
+    with (
+        trainer(checkpoint, row_len=16) as policy_trainer,
+        pytest.raises(ValueError, match=longest),
+    ):
         policy_trainer.train_step(batch)
     batch.loss_mask[:] = False
     with trainer(checkpoint) as policy_trainer, pytest.raises(ValueError, match="no token"):

@@ -53,17 +53,13 @@ METRICS = (
     "logprob_diff_mean",
     "logprob_diff_max",
     "trained_tokens",
-    "padding_share",
+    "shared_share",
 )
 
 
 def batches() -> list[TrainingBatch]:
-    """The second has an odd number of rows, so that ranks need a row of padding."""
-    result = [random_batch(seed=1, num_episodes=9), random_batch(seed=2, num_episodes=7)]
-    assert [len(batch.token_ids) % 2 for batch in result] == [0, 1], [
-        len(batch.token_ids) for batch in result
-    ]
-    return result
+    """More episodes than one microbatch holds."""
+    return [random_batch(seed=1, num_episodes=9), random_batch(seed=2, num_episodes=7)]
 
 
 def batches_of_many_versions() -> list[TrainingBatch]:
@@ -71,8 +67,7 @@ def batches_of_many_versions() -> list[TrainingBatch]:
     from the policy."""
     result = []
     for batch in batches():
-        rows = np.arange(len(batch.token_ids))[:, None]
-        versions = np.where(batch.loss_mask, -((rows + batch.document_ids) % 5), -1)
+        versions = np.where(batch.loss_mask, -(batch.episode_ids % 5), -1)
         result.append(replace(batch, versions=versions, logprobs=batch.logprobs - 1.5))
     return result
 
@@ -102,7 +97,7 @@ def run_steps(
         parts = policy_trainer.hf_parts()
         written = None if parts is None else written_together(parts)
         bad = batches()[1]
-        bad.advantages[0, np.nonzero(bad.loss_mask[0])[0][0]] = np.nan  # a row of rank 0
+        bad.advantages[np.nonzero(bad.loss_mask)[0][0]] = np.nan  # on one of the ranks
         with pytest.raises(DivergedError, match="after version 2"):
             policy_trainer.train_step(bad)
         policy_trainer.export_hf(folder / "exported")

@@ -36,7 +36,7 @@ CONFIG = TrainerConfig(
 def random_batch(
     *, vocab_size: int = 288, seed: int = 0, num_episodes: int = 9, temperature: float = 0.7
 ) -> TrainingBatch:
-    """Several documents a row; about two thirds of the tokens are sampled, near -5 nats each."""
+    """Several episodes a row; about two thirds of the tokens are sampled, near -5 nats each."""
     rng = np.random.default_rng(seed)
     episodes = []
     for index, length in enumerate(rng.integers(5, 30, num_episodes)):
@@ -60,7 +60,6 @@ def random_batch(
         )
     batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=temperature).batch
     assert batch is not None
-    assert batch.document_ids.max() >= 1  # rows of several documents, or masks are not tested
     return batch
 
 
@@ -115,17 +114,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def hf_packed_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:
-    """[R, L]: each document on its own through `transformers` in float32."""
+    """[N]: each episode on its own through `transformers` in float32; 0 on first tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    result = np.zeros(batch.token_ids.shape, dtype=np.float32)
-    for r, ids in enumerate(batch.document_ids):
-        for document in set(ids[ids >= 0].tolist()):
-            where = np.nonzero(ids == document)[0]
-            tokens = torch.from_numpy(batch.token_ids[r, where])
-            with torch.inference_mode():
-                logits = model(tokens[None]).logits[0] / batch.temperature
-            chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-            result[r, where[1:]] = chosen.numpy()
+    result = np.zeros(batch.num_tokens, dtype=np.float32)
+    for start, length in zip(batch.episode_starts, batch.episode_lengths, strict=True):
+        tokens = torch.from_numpy(batch.token_ids[start : start + length])
+        with torch.inference_mode():
+            logits = model(tokens[None]).logits[0] / batch.temperature
+        chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        result[start + 1 : start + length] = chosen.numpy()
     return result

@@ -102,6 +102,7 @@ class Simulation:
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=[self.replicas[-1].name] if plan.reserves else [],
+            keeps_requests=True,
         )
         self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
@@ -152,17 +153,12 @@ class Simulation:
         return [name for replica in self.replicas for name in replica.requested]
 
 
-class SimTask(Task):
-    def success_reward(self) -> float:
-        return 1.0
-
-
 def run_config(plan: Plan) -> RunConfig:
     """What a user would write. It is not checked."""
     is_colocated = plan.during_step == "asleep"
     return RunConfig(
         policy=PolicyConfig(checkpoint="simulated"),
-        task=SimTask(),
+        task=Task(),
         seed=plan.seed,
         num_steps=plan.num_steps,
         placement="colocated" if is_colocated else "separate",

@@ -7,13 +7,13 @@ be resumed from its newest checkpoint and its journal.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from torchtitan_rl.agents.agent import AgentHost
 from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.observability.background import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.bridge import BridgeCounts
@@ -41,17 +41,8 @@ class RunEndpoint:
         Raises:
             EndpointLostError: its process is gone; ``work`` was cancelled.
         """
-        doing = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._service.run_until_lost())
-        try:
-            await asyncio.wait([doing, watching], return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                watching.result()
-            return await doing
-        finally:
-            doing.cancel()
-            watching.cancel()
-            await asyncio.wait([doing, watching])
+        result: _T = await first_of(work, self._service.run_until_lost())
+        return result
 
     def take(self) -> dict[str, float]:
         """Metrics of the time since the last call, which starts the next period."""

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
+from torchtitan_rl.observability.background import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
@@ -91,19 +91,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         stopped = asyncio.Event()
         signals.stop_cleanly = stopped.set
         print(processes.endpoint.base_url, flush=True)
-        await _first_of(stopped.wait(), service.run_until_lost(), wait_until_no_replica(router))
-
-
-async def _first_of(*waits: Any) -> None:
-    """Until one has ended; raises what it raised."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
+        await first_of(stopped.wait(), service.run_until_lost(), wait_until_no_replica(router))
 
 
 async def wait_until_no_replica(router: GeneratorRouter) -> None:

@@ -166,6 +166,7 @@ def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> 
         request_timeout_s=config.request_timeout_s,
         sync_timeout_s=config.weight_sync.timeout_s,
         reserved=reserved_replicas(config),
+        keeps_requests=True,
     )
 
 

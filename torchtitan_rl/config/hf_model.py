@@ -107,15 +107,6 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     )
 
 
-def architecture_errors(checkpoint_dir: Path) -> list[str]:
-    """Why the model in a directory cannot be trained, one message each."""
-    try:
-        read_architecture(checkpoint_dir)
-    except ConfigError as error:
-        return error.errors
-    return []
-
-
 def read_policy_facts(directory: Path) -> PolicyFacts:
     """Of any model that vLLM knows, trainable or not.
 

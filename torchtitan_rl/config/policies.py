@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from torchtitan_rl.config.hf_model import PolicyFacts, read_architecture, read_policy_facts
 from torchtitan_rl.errors import ConfigError
 
 _SCHEME = "package:"
@@ -70,6 +71,27 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
                 "give another place by TORCHTITAN_RL_CACHE"
             ) from error
     return target
+
+
+def find_policy(
+    checkpoint: str, *, field: str = "policy.checkpoint", is_trained: bool = False
+) -> tuple[Path, PolicyFacts]:
+    """The directory of a checkpoint, as `resolve_checkpoint`, and what is in it.
+
+    Raises:
+        ConfigError: no such checkpoint, one that is not complete, or one that is to be trained and
+            cannot be.
+    """
+    directory = resolve_checkpoint(checkpoint, field=field)
+    if is_trained:
+        read_architecture(directory)
+    try:
+        return directory, read_policy_facts(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{field} is {checkpoint}: no usable Hugging Face checkpoint ({error}); give a "
+            "directory with config.json, tokenizer.json and *.safetensors"
+        ) from error
 
 
 def _is_file(path: Path) -> bool:

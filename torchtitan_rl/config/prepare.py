@@ -28,9 +28,9 @@ from torchtitan_rl.config.checks.resume import (
     step_errors,
 )
 from torchtitan_rl.config.checks.run import find_errors
-from torchtitan_rl.config.hf_model import PolicyFacts, architecture_errors, read_policy_facts
+from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.run_folder import (
     ResumePoint,
@@ -74,11 +74,21 @@ class PreparedRun:
                 f"rollouts: at most {max_rollouts(self.config)} at once, "
                 f"{self.config.request_timeout_s:g} s for a request, "
                 f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
+                f"training: {self._describe_training()}",
                 f"weights: at most {num_published_versions(self.config)} versions published at "
                 "a time",
                 f"start: {self._describe_start()}",
                 *self.notes,
             ]
+        )
+
+    def _describe_training(self) -> str:
+        trainer = self.config.trainer
+        tokens = trainer.row_len * trainer.rows_per_microbatch
+        shared = "once" if trainer.share_prefixes else "in each (trainer.share_prefixes is off)"
+        return (
+            f"at most {tokens:,} tokens in a forward pass of a rank; tokens that several episodes "
+            f"begin with are computed {shared}"
         )
 
     def _describe_start(self) -> str:
@@ -103,7 +113,10 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
     policy: PolicyFacts | None = None
     errors: list[str] = []
     if "policy.checkpoint" not in wrong:
-        policy_dir, policy, errors = _find_policy(config.policy.checkpoint)
+        try:
+            policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
+        except ConfigError as error:
+            errors = error.errors
     errors += find_errors(config, policy, machine, keys)
     sound = with_defaults_for(config, wrong)
     problems: tuple[Problem, ...] = ()
@@ -156,27 +169,6 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
         except OSError as error:
             raise unwritable(run_dir, error) from error
         yield
-
-
-def _find_policy(checkpoint: str) -> tuple[Path | None, PolicyFacts | None, list[str]]:
-    """The policy's directory and facts, and what is wrong with it."""
-    try:
-        policy_dir = resolve_checkpoint(checkpoint)
-    except ConfigError as error:
-        return None, None, error.errors
-    if errors := architecture_errors(policy_dir):
-        return policy_dir, None, errors
-    try:
-        return policy_dir, read_policy_facts(policy_dir), []
-    except (OSError, ValueError) as error:
-        return (
-            policy_dir,
-            None,
-            [
-                f"policy.checkpoint is {checkpoint}: no usable Hugging Face checkpoint ({error}); "
-                "give a directory with config.json, tokenizer.json and *.safetensors"
-            ],
-        )
 
 
 def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:

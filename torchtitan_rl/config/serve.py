@@ -15,9 +15,8 @@ from torchtitan_rl.config.checks.generator import generator_errors
 from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
 from torchtitan_rl.config.checks.paths import cannot_write, output_file_errors
 from torchtitan_rl.config.checks.rules import MAX_SECONDS, RULES, Bounds
-from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.plan import ProcessPlan, plan_serving
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.address import Keys
@@ -83,14 +82,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
     if "model" in wrong:
         raise ConfigError(list(wrong.values()))
-    policy_dir = resolve_checkpoint(config.model, field="MODEL")
-    try:
-        policy = read_policy_facts(policy_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"MODEL is {config.model}: no usable Hugging Face checkpoint ({error}); give a "
-            "directory with config.json, tokenizer.json and *.safetensors"
-        ) from error
+    policy_dir, policy = find_policy(config.model, field="MODEL")
     machine, keys = machine_facts(), Keys.of()
     sound = with_defaults_for(config, wrong)
     errors = [

@@ -147,30 +147,35 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         OSError: a file cannot be read.
         ValueError: a line that is whole is no JSON object; the message says which.
     """
-    pending = _read_tail(path)
+    for where, line in _lines(path):
+        try:
+            row = _parse(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        yield where, row
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    cut_file, cut, tail = _read_tail(path) or ("", 0, b"")
     for file in [*rotated(path), path]:
         offset = 0
-        if not file.exists():
-            continue
-        is_cut = pending is not None and pending[0] == file.name
-        for number, line in enumerate(whole_lines(file), start=1):
-            if is_cut and pending is not None and offset >= pending[1]:
+        for number, line in enumerate(whole_lines(file) if file.exists() else (), start=1):
+            if file.name == cut_file and offset >= cut:
                 break
             offset += len(line)
-            yield f"{file.name}, line {number}", _object(file.name, number, line)
-        if is_cut and pending is not None:
-            for line in pending[2].splitlines():
-                yield f"{file.name}, its tail", _object(f"{path.name}{_TAIL_SUFFIX}", 1, line)
+            yield f"{file.name}, line {number}", line
+        if file.name == cut_file and file.exists():
+            yield from ((f"{file.name}, its tail", line) for line in tail.splitlines())
             return
 
 
-def _object(name: str, number: int, line: bytes) -> Row:
+def _parse(line: bytes) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{name}, line {number}: not JSON ({error})") from error
+        raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{name}, line {number}: not a JSON object")
+        raise ValueError("not a JSON object")
     return row
 
 
@@ -181,14 +186,12 @@ def _row(file: Path, start: int, line: bytes) -> Row:
         OutputError: it is none.
     """
     try:
-        row = json.loads(line)
+        row = _parse(line)
+        if isinstance(row.get("step"), int):
+            return row
+        message = "not an object with a step"
     except ValueError as error:
-        message: str | None = f"not JSON ({error})"
-    else:
-        is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
-        message = None if is_row else "not an object with a step"
-    if message is None:
-        return dict(row)
+        message = str(error)
     with file.open("rb") as opened:
         number, at = 1, 0
         for before in opened:
@@ -202,34 +205,25 @@ def _cut_back(path: Path, step: int, is_step: Callable[[Mapping[str, Any]], bool
     late: list[bytes] = []  # lines that stay, though they come after some that do not
     files = [*rotated(path), path] if path.exists() else rotated(path)
     for file in reversed(files):
+        kept: list[tuple[int, bytes]] = []  # from the last one on
         with open_for_append(file) as opened:
-            size = opened.tell()
-            cut = size
+            size = cut = opened.tell()
             for start, line in lines_from_the_end(opened, size):
                 row = _row(file, start, line)
                 if row["step"] > step:
                     cut = start
-                elif is_step(row):
+                    continue
+                kept.append((start, line))
+                if is_step(row):
                     if cut < size or late or file != path:
-                        tail = _kept_behind(file, opened, cut, size, step) + late
-                        _write_tail(path, file, cut, b"".join(tail))
+                        tail = [line for start, line in reversed(kept) if start > cut]
+                        _write_tail(path, file, cut, b"".join(tail + late))
                         _redo_tail(path)
                     return
-            # Nothing of it stays in its place.
-            late = _kept_behind(file, opened, 0, size, step) + late
+        late = [line for _, line in reversed(kept)] + late  # nothing of it stays in its place
     if files:
         _write_tail(path, files[0], 0, b"".join(late))
         _redo_tail(path)
-
-
-def _kept_behind(path: Path, file: FileIO, start: int, end: int, step: int) -> list[bytes]:
-    kept: list[bytes] = []
-    for offset, line in lines_from_the_end(file, end):
-        if offset < start:
-            break
-        if _row(path, offset, line)["step"] <= step:
-            kept.append(line)
-    return kept[::-1]
 
 
 def _write_tail(path: Path, file: Path, offset: int, data: bytes) -> None:

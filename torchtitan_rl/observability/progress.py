@@ -95,38 +95,23 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-class NoProgress:
-    """Shows messages only, on stderr."""
+class LineProgress:
+    """One line for each step, evaluation and message; without a ``state``, messages only."""
 
-    def update(self, line: str = "") -> None: ...
-
-    def say(self, message: str) -> None:
-        _print(message, sys.stderr)
-
-    def close(self) -> None: ...
-
-
-class PlainProgress:
-    """One line for each step, evaluation and message."""
-
-    def __init__(self, state: ProgressState, stream: TextIO) -> None:
-        self._state = state
+    def __init__(self, stream: TextIO, state: ProgressState | None = None) -> None:
         self._stream = stream
+        self._state = state
 
     def update(self, line: str = "") -> None:
-        if line:
+        if line and self._state is not None:
             self.say(line)
 
     def say(self, message: str) -> None:
-        _print(f"[{format_seconds(self._state.elapsed_s)}] {message}", self._stream)
+        time = "" if self._state is None else f"[{format_seconds(self._state.elapsed_s)}] "
+        with suppress(OSError):  # on a full disk the line may be lost, and the run goes on
+            print(f"{time}{message}", file=self._stream, flush=True)
 
     def close(self) -> None: ...
-
-
-def _print(line: str, stream: TextIO) -> None:
-    """A stream that goes to a file on a full disk must not end the run; the line may be lost."""
-    with suppress(OSError):
-        print(line, file=stream, flush=True)
 
 
 class RichProgress:
@@ -180,10 +165,10 @@ def make_progress(
     """The renderer of the configuration's choice; ``auto`` is rich on a terminal, else plain."""
     stream = stream or sys.stdout
     if choice == "none":
-        return NoProgress()
+        return LineProgress(sys.stderr)
     if choice == "rich" or (choice == "auto" and stream.isatty()):
         return RichProgress(state, stream)
-    return PlainProgress(state, stream)
+    return LineProgress(stream, state)
 
 
 def describe_step(state: ProgressState) -> str:

@@ -11,9 +11,8 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
-from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.training.splitting import num_masked_nonfinite, trained_mask
 from torchtitan_rl.types import Episode, RolloutGroup
 
 

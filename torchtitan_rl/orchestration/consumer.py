@@ -126,7 +126,7 @@ class Consumer:
                 state.waits.track("the trainer publishes"),
             ):
                 handle = await self._parts.trainer.publish(self._feed.needed_versions)
-        self._feed.put(FinishedStep(step=state.step, handle=handle))
+        self._feed.put(FinishedStep(step=state.step, version=state.version, handle=handle))
         state.notify()
 
     async def _train_on(

@@ -103,6 +103,7 @@ class Controller:
             asyncio.create_task(self._feed.run(), name="weight feed"),
             asyncio.create_task(producer.run(), name="producer"),
             asyncio.create_task(self._watchdog().run(), name="watchdog"),
+            asyncio.create_task(self._parts.router.wait_until_lost(), name="replicas"),
         ]
         try:
             await asyncio.wait({training, *others}, return_when=asyncio.FIRST_COMPLETED)

@@ -41,14 +41,14 @@ class Evaluator:
     def is_running(self) -> bool:
         return self._running.is_running
 
-    async def start(self, step: int) -> None:
-        """Pin a replica and evaluate its version, the newest that was synced, in the background.
+    async def start(self, step: int, version: int) -> None:
+        """Pin a replica that holds ``version``, that of the step, and evaluate in the background.
 
         Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
         """
         await self.finish()
         self._is_pinned = False
-        task = self._running.start(f"evaluation {step}", self._run, step)
+        task = self._running.start(f"evaluation {step}", self._run, step, version)
         task.add_done_callback(lambda _: self._state.notify())
         await self._state.wait_until(
             lambda: self._is_pinned or task.done(),
@@ -66,21 +66,19 @@ class Evaluator:
         """Cancel the running evaluation."""
         await self._running.close()
 
-    async def _run(self, step: int) -> None:
+    async def _run(self, step: int, version: int) -> None:
         """Evaluate until a replica lives through it; each repetition costs a replica."""
         recorder = self._state.recorder
-        version: int | None = None
         while True:
             num_lost = self._num_lost()
             try:
-                async with self._state.parts.router.pin() as pin:
-                    if version is not None and pin.version != version:
+                async with self._state.parts.router.pin(version) as pin:
+                    if pin.version != version:
                         recorder.say(
                             f"NO EVALUATION after step {step}: no replica holds version {version} "
                             "any more"
                         )
                         return
-                    version = pin.version
                     self._is_pinned = True
                     self._state.notify()
                     started_s = time.monotonic()

@@ -7,7 +7,7 @@ newer one is queued already and no evaluation needs it; it is then released at o
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.evaluation import Evaluator
@@ -19,9 +19,11 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedStep:
-    """``handle`` is None where the step had nothing to train on."""
+    """``version`` is that of the weights after the step, and ``handle`` leads to them; None where
+    the step had nothing to train on, so that the weights are those of the step before."""
 
     step: int
+    version: int
     handle: WeightHandle | None
 
 
@@ -44,7 +46,7 @@ class WeightFeed:
         self._num_open = 1  # queued and running steps, and the evaluation before the first
         self._has_failed = False
         self._lost_replicas: set[str] = set()
-        self._needed: set[int] = set()
+        self._needed: dict[int, FinishedStep] = {}  # by version: the last step that needs it
         self._initial: FinishedStep | None = None  # of a resumed run
         self._newest: FinishedStep | None = None  # the newest with a handle, until its sync begins
         self._syncs: list[SyncReport] = []
@@ -71,8 +73,10 @@ class WeightFeed:
     def put(self, step: FinishedStep) -> None:
         """Queue a step whose weights, if any, have just been published."""
         self._num_open += 1
+        if step.handle is None and self._newest is not None and self.needs_evaluation(step.step):
+            step = replace(step, handle=self._newest.handle)  # it has not been synced yet
         if step.handle is not None:
-            self._needed.add(step.handle.version)
+            self._needed[step.handle.version] = step
             if self._newest is not None and not self.needs_evaluation(self._newest.step):
                 self._release(self._newest)
             self._newest = step
@@ -83,8 +87,8 @@ class WeightFeed:
 
         They stay readable until the evaluation of their step, if it is due, has its replica.
         """
-        self._needed.add(handle.version)
-        self._initial = FinishedStep(step=self._state.step, handle=handle)
+        self._initial = FinishedStep(step=self._state.step, version=handle.version, handle=handle)
+        self._needed[handle.version] = self._initial
         await self._sync(handle)
 
     async def run(self) -> None:
@@ -95,7 +99,7 @@ class WeightFeed:
         """
         try:
             if self._evaluator.is_due(self._state.step):
-                await self._evaluator.start(self._state.step)
+                await self._evaluator.start(self._state.step, self._state.version)
             if self._initial is not None:
                 self._release(self._initial)
             while True:
@@ -124,12 +128,11 @@ class WeightFeed:
                 self._newest = None
             self._syncs.append(await self._sync(finished.handle))
         if needs_evaluation:
-            await self._evaluator.start(finished.step)
+            await self._evaluator.start(finished.step, finished.version)
         self._release(finished)
 
     def _release(self, finished: FinishedStep) -> None:
-        if finished.handle is not None:
-            self._needed.discard(finished.handle.version)
+        self._needed = {v: step for v, step in self._needed.items() if step is not finished}
 
     async def _sync(self, handle: WeightHandle) -> SyncReport:
         # On shared devices a lagging replica would be put to sleep with half-pulled weights.

@@ -73,10 +73,11 @@ async def pin_replica(
     weights: WeightSync,
     complete_on: CompleteOn,
     *,
+    version: int | None,
     timeout_s: float,
 ) -> AsyncIterator[PinnedReplica]:
     """See `GeneratorRouter.pin`."""
-    slot = await _take(slots, timeout_s)
+    slot = await _take(slots, version, timeout_s)
     pin: PinnedReplica | None = None
     try:
         await leave_to_pin(slots, slot)
@@ -91,14 +92,14 @@ async def pin_replica(
         weights.follow(slot)
 
 
-async def _take(slots: Slots, timeout_s: float) -> Slot:
+async def _take(slots: Slots, version: int | None, timeout_s: float) -> Slot:
     """Mark a free slot as pinned, once there is one."""
     free: Slot | None = None
 
     def find() -> bool:
         nonlocal free
         slots.require_unreserved()
-        free = _free_slot(slots)
+        free = _free_slot(slots, version)
         return free is not None
 
     if not await slots.wait_until(find, timeout_s=timeout_s) or free is None:
@@ -110,8 +111,9 @@ async def _take(slots: Slots, timeout_s: float) -> Slot:
     return free
 
 
-def _free_slot(slots: Slots) -> Slot | None:
-    """The reserved replica while one lives, else of the newest replicas the least loaded."""
+def _free_slot(slots: Slots, version: int | None) -> Slot | None:
+    """The reserved replica while one lives; else, of those with ``version`` or the next newer one
+    (None: with the newest), the least loaded."""
     free = [
         slot
         for slot in slots.reserved() or slots.live_unreserved()
@@ -119,7 +121,10 @@ def _free_slot(slots: Slots) -> Slot | None:
         and slot.state is ReplicaState.SERVING
         and (slot.is_reserved or slot.version != NO_WEIGHTS)
     ]
-    return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
+    if version is None:
+        return min(free, key=lambda s: (-s.version, s.outstanding_tokens, s.index), default=None)
+    free = [slot for slot in free if slot.is_reserved or slot.version >= version]
+    return min(free, key=lambda s: (s.version, s.outstanding_tokens, s.index), default=None)
 
 
 async def _prepare(slots: Slots, weights: WeightSync, slot: Slot) -> None:

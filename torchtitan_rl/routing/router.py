@@ -45,7 +45,9 @@ class GeneratorRouter:
     ``reserved`` names replicas that only pins use. ``request_timeout_s`` is the deadline of one
     request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
     swap, of weights by one replica. ``on_ended`` is called at the end of each request that was not
-    refused here, those of pins included.
+    refused here, those of pins included. ``keeps_requests``: where no replica is left, requests
+    wait instead of failing, so that `partials` still has their tokens; whatever runs
+    `wait_until_lost` has to end them.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class GeneratorRouter:
         sync_timeout_s: float = 300.0,
         reserved: Collection[str] = (),
         on_ended: OnEnded | None = None,
+        keeps_requests: bool = False,
     ) -> None:
+        self._keeps_requests = keeps_requests
         self._slots = Slots(replicas, reserved)
         self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
         self._strategy = strategy or StickyLeastLoaded()
@@ -84,7 +88,7 @@ class GeneratorRouter:
         Raises:
             InvalidRequestError: the replica refused it; other requests are not affected.
             GenerationTimeoutError: it took longer than the request time-out.
-            GenerationError: no replica is left.
+            GenerationError: no replica is left, without ``keeps_requests``.
         """
         return await self._requests.complete(request, self._route(request), on_progress)
 
@@ -180,12 +184,13 @@ class GeneratorRouter:
         """
         return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
 
-    def pin(self) -> AbstractAsyncContextManager[PinnedReplica]:
+    def pin(self, version: int | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
         """``async with router.pin() as pin``: a live replica that is kept out of pulls.
 
         It is a reserved replica while one lives, which is first brought to the newest synced
         weights; else the least loaded of those with the newest weights, which goes on serving
-        others.
+        others. Given a ``version``, it is one with this version, or the next newer one that a
+        replica holds; it waits for a replica that lags behind.
 
         Raises (on entering):
             GenerationError: no replica is left.
@@ -196,6 +201,7 @@ class GeneratorRouter:
             self._slots,
             self._weights,
             self._complete_on,
+            version=version,
             timeout_s=self._request_timeout_s,
         )
 
@@ -252,6 +258,19 @@ class GeneratorRouter:
         """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
         self._slots.require_unreserved()
 
+    async def wait_until_lost(self) -> None:
+        """Never return.
+
+        Raises:
+            GenerationError: no replica takes requests any more; with every replica's cause.
+        """
+
+        def never() -> bool:
+            self.require_unreserved()
+            return False
+
+        await self._slots.wait_until(never, key="lost")
+
     def states(self) -> dict[str, ReplicaState]:
         return {slot.name: slot.state for slot in self._slots.all}
 
@@ -295,7 +314,9 @@ class GeneratorRouter:
         def may_go() -> bool:
             if slots.is_paused:
                 return False
-            return slots.index.least(version) is not None or not slots.live_unreserved()
+            if slots.index.least(version) is not None:
+                return True
+            return not self._keeps_requests and not slots.live_unreserved()
 
         return Route(
             choose=self._choose,
@@ -311,7 +332,8 @@ class GeneratorRouter:
             self._slots.index, self._home(request.session_id), request.min_version
         )
         if index is None:
-            self._slots.require_unreserved()
+            if not self._keeps_requests:
+                self._slots.require_unreserved()
             return None
         self._remember(request.session_id, index)
         return self._slots.all[index]

@@ -1,6 +1,7 @@
-"""Packed rows of episodes: what the controller sends to the trainer, in numpy, and its answer.
+"""The episodes of one optimizer step: what the controller sends to the trainer, in numpy, and its
+answer. How they are computed (`training/trees.py`, `training/splitting.py`) is the trainer's part.
 
-Shapes: R rows, L tokens per row. The tokens of a row are documents (episodes), one after another.
+Shapes: N tokens of all episodes, one episode after another.
 """
 
 from __future__ import annotations
@@ -13,50 +14,57 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One optimizer step. Entry ``[r, i]`` describes token i of row r; its loss reads the logits at
-    ``i - 1``, so a document's first token is never trained on.
+    """One optimizer step. Entry i of an array describes token i.
 
-    ``document_ids`` are 0, 1, ... within a row and -1 on padding; ``position_ids`` restart at 0
-    with each document. ``loss_mask`` is True on sampled tokens; ``logprobs`` are the behaviour
-    policy's. Logprobs, advantages and versions are valid only where ``loss_mask`` is True.
+    ``loss_mask`` is True on sampled tokens; ``logprobs`` are the behaviour policy's. Logprobs,
+    advantages and versions are valid only where ``loss_mask`` is True. An episode's first token has
+    no distribution, so it is never trained on.
     """
 
-    token_ids: npt.NDArray[np.int64]  # [R, L]
-    position_ids: npt.NDArray[np.int64]  # [R, L]
-    document_ids: npt.NDArray[np.int64]  # [R, L]
-    loss_mask: npt.NDArray[np.bool_]  # [R, L]
-    logprobs: npt.NDArray[np.float32]  # [R, L]
-    advantages: npt.NDArray[np.float32]  # [R, L]
-    versions: npt.NDArray[np.int64]  # [R, L]
+    episode_lengths: npt.NDArray[np.int64]  # of each episode, at least 1
+    token_ids: npt.NDArray[np.int64]  # [N]
+    loss_mask: npt.NDArray[np.bool_]  # [N]
+    logprobs: npt.NDArray[np.float32]  # [N]
+    advantages: npt.NDArray[np.float32]  # [N]
+    versions: npt.NDArray[np.int64]  # [N]
     temperature: float  # of sampling
-    num_episodes: int
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.episode_lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are not padding."""
-        return int((self.document_ids >= 0).sum())
+        """Number of tokens of all episodes, those that episodes share counted in each."""
+        return len(self.token_ids)
 
     @property
-    def padding_share(self) -> float:
-        return 1.0 - self.num_tokens / self.token_ids.size
+    def episode_starts(self) -> npt.NDArray[np.int64]:
+        """Index of each episode's first token."""
+        return np.cumsum(self.episode_lengths) - self.episode_lengths
+
+    @property
+    def episode_ids(self) -> npt.NDArray[np.int64]:
+        """[N]: the number of each token's episode: 0, 1, ..."""
+        return np.repeat(np.arange(self.num_episodes), self.episode_lengths)
 
 
-def empty_rows(
-    num_rows: int, row_len: int, *, temperature: float, num_episodes: int = 0
-) -> TrainingBatch:
-    """Rows of padding. To attention, padding is one more document: its positions start at 0."""
-    shape = (num_rows, row_len)
-    return TrainingBatch(
-        token_ids=np.zeros(shape, dtype=np.int64),
-        position_ids=np.tile(np.arange(row_len, dtype=np.int64), (num_rows, 1)),
-        document_ids=np.full(shape, -1, dtype=np.int64),
-        loss_mask=np.zeros(shape, dtype=np.bool_),
-        logprobs=np.zeros(shape, dtype=np.float32),
-        advantages=np.zeros(shape, dtype=np.float32),
-        versions=np.full(shape, -1, dtype=np.int64),
-        temperature=temperature,
-        num_episodes=num_episodes,
-    )
+def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
+    """[N], True on tokens that follow another token of their episode."""
+    mask = np.ones(batch.num_tokens, dtype=np.bool_)
+    mask[batch.episode_starts] = False
+    return mask
+
+
+def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
+    """[N], True on tokens that the policy loss reads: sampled, with a finite logprob."""
+    finite: npt.NDArray[np.bool_] = np.isfinite(batch.logprobs)
+    return finite & batch.loss_mask & predicted_mask(batch)
+
+
+def num_masked_nonfinite(batch: TrainingBatch) -> int:
+    """Number of sampled tokens without loss because their behaviour logprob is not finite."""
+    return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,9 +94,13 @@ class TrainerConfig:
     tensor_parallel: int = 1
     """Ranks that each layer is split over."""
     row_len: int = 512
-    """Number of tokens of a packed row; at least that of the longest episode."""
+    """Number of tokens of a row; at least that of the longest episode."""
     rows_per_microbatch: int = 8
-    """Rows of one forward and backward pass on each rank. Lower it when memory runs out."""
+    """Rows of one forward and backward pass on each rank, which computes at most this many times
+    ``row_len`` tokens. Lower it when memory runs out."""
+    share_prefixes: bool = True
+    """Compute tokens that several episodes begin with once: the prompt of siblings, the history of
+    branches, a common system prompt. Loss and gradient are the same up to rounding."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False

@@ -1,13 +1,16 @@
 """Logprobs of given tokens under logits, without a float32 copy of all logits.
 
-Forward and backward pass work on chunks of tokens, in float32 whatever the type of the logits, and
+Forward and backward pass work on chunks of rows, in float32 whatever the type of the logits, and
 on a vocabulary that may be split over the ranks of a group (tensor parallelism).
 
-Shapes: T tokens, C tokens of a chunk, V vocabulary entries of this rank.
+Shapes: S rows of logits, E targets, V vocabulary entries of this rank; C rows of a chunk and their
+F targets.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,91 +20,115 @@ _CHUNK_ELEMENTS = 1 << 24  # 64 MB of float32 at a time
 
 
 def selected_logprobs(
-    logits_TV: torch.Tensor,
-    targets_T: torch.Tensor,
+    logits_SV: torch.Tensor,
+    targets_E: torch.Tensor,
+    rows_E: torch.Tensor,
     *,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target under softmax(logits / temperature), and that softmax's entropy.
+    """Logprob of each target under softmax(logits / temperature) of its row, and the entropy there.
 
-    The ranks of ``group`` split the vocabulary: this one holds V entries from ``vocab_start`` on;
-    ``targets_T`` are indices into the whole. Every rank gets the whole result, and, given the same
-    upstream gradient on all, the exact gradient of its logits. The entropy has no gradient.
+    ``rows_E`` is ascending; several targets may have the same row. The ranks of ``group`` split the
+    vocabulary: this one holds V entries from ``vocab_start`` on; ``targets_E`` are indices into the
+    whole. Every rank gets the whole result, and, given the same upstream gradient on all, the exact
+    gradient of its logits. The entropy has no gradient.
 
     Returns:
-        (logprobs [T], entropy [T]), float32.
+        (logprobs [E], entropy [E]), float32.
     """
-    logprobs_T, entropy_T = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_TV, targets_T, temperature, group, vocab_start
+    logprobs_E, entropy_E = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits_SV, targets_E, rows_E, temperature, group, vocab_start
     )
-    return logprobs_T, entropy_T
+    return logprobs_E, entropy_E
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    rows: slice
+    targets: slice
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Saves the logits and their log-normalizer [T]; backward recomputes the softmax."""
+    """Saves the logits and their log-normalizer [S]; backward recomputes the softmax."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits_TV: torch.Tensor,
-        targets_T: torch.Tensor,
+        logits_SV: torch.Tensor,
+        targets_E: torch.Tensor,
+        rows_E: torch.Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_start: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = _chunks(logits_SV, rows_E)
+        targets_E = targets_E - vocab_start
         parts = [
-            _forward_chunk(logits_CV, targets_C - vocab_start, temperature, group)
-            for logits_CV, targets_C in _chunks(logits_TV, targets_T)
+            _forward_chunk(
+                logits_SV[chunk.rows],
+                targets_E[chunk.targets],
+                rows_E[chunk.targets] - chunk.rows.start,
+                temperature,
+                group,
+            )
+            for chunk in chunks
         ]
-        logprobs_T, entropy_T, normalizer_T = (
+        logprobs_E, entropy_E, normalizer_S = (
             torch.cat(column) for column in zip(*parts, strict=True)
         )
-        ctx.save_for_backward(logits_TV, targets_T - vocab_start, normalizer_T)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        ctx.save_for_backward(logits_SV, targets_E, rows_E, normalizer_S)
+        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.mark_non_differentiable(entropy_E)
+        return logprobs_E, entropy_E
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits_TV, local_targets_T, normalizer_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        start = 0
-        for logits_CV, targets_C in _chunks(logits_TV, local_targets_T):
-            chunk = slice(start, start + len(targets_C))
-            start = chunk.stop
-            # d logprob / d logits = (onehot(target) - softmax) / temperature
-            scale_C = grads[0][chunk] / ctx.temperature
-            scaled_CV = logits_CV.float() / ctx.temperature
-            grad_CV = (scaled_CV - normalizer_T[chunk, None]).exp_().mul_(-scale_C[:, None])
-            index_C1, held_C = _held(targets_C, logits_CV.shape[1])
-            grad_CV.scatter_add_(1, index_C1, (scale_C * held_C)[:, None])
-            grad_TV[chunk] = grad_CV
-        return grad_TV, None, None, None, None
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        logits_SV, targets_E, rows_E, normalizer_S = ctx.saved_tensors
+        grad_SV = torch.empty_like(logits_SV)
+        # d logprob / d logits = (onehot(target) - softmax) / temperature
+        scale_E = grads[0] / ctx.temperature
+        scale_S = torch.zeros_like(normalizer_S).index_add_(0, rows_E, scale_E)
+        for chunk in ctx.chunks:
+            logits_CV = logits_SV[chunk.rows].float() / ctx.temperature
+            grad_CV = (logits_CV - normalizer_S[chunk.rows, None]).exp_()
+            grad_CV.mul_(-scale_S[chunk.rows, None])
+            index_F, held_F = _held(
+                targets_E[chunk.targets], rows_E[chunk.targets] - chunk.rows.start, grad_CV
+            )
+            grad_CV.view(-1).index_add_(0, index_F, scale_E[chunk.targets] * held_F)
+            grad_SV[chunk.rows] = grad_CV
+        return grad_SV, None, None, None, None, None
 
 
 def _forward_chunk(
     logits_CV: torch.Tensor,
-    targets_C: torch.Tensor,
+    targets_F: torch.Tensor,
+    rows_F: torch.Tensor,
     temperature: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy of the chunk's targets, the normalizer of its rows."""
     scaled_CV = logits_CV.float() / temperature
-    index_C1, held_C = _held(targets_C, scaled_CV.shape[1])
-    target_C = scaled_CV.gather(1, index_C1)[:, 0] * held_C
+    index_F, held_F = _held(targets_F, rows_F, scaled_CV)
+    target_F = scaled_CV.view(-1)[index_F] * held_F
     if group is None:
         normalizer_C = scaled_CV.logsumexp(dim=1)
         mean_C = _expected(scaled_CV, normalizer_C)
-        return target_C - normalizer_C, normalizer_C - mean_C, normalizer_C
-    top_C = scaled_CV.amax(dim=1)
-    dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
-    total_C = (scaled_CV - top_C[:, None]).exp_().sum(dim=1)
-    dist.all_reduce(total_C, group=group)
-    normalizer_C = top_C + total_C.log()
-    sums_2C = torch.stack([target_C, _expected(scaled_CV, normalizer_C)])
-    dist.all_reduce(sums_2C, group=group)
-    return sums_2C[0] - normalizer_C, normalizer_C - sums_2C[1], normalizer_C
+    else:
+        top_C = scaled_CV.amax(dim=1)
+        dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+        total_C = (scaled_CV - top_C[:, None]).exp_().sum(dim=1)
+        dist.all_reduce(total_C, group=group)
+        normalizer_C = top_C + total_C.log()
+        sums = torch.cat([target_F, _expected(scaled_CV, normalizer_C)])
+        dist.all_reduce(sums, group=group)
+        target_F, mean_C = torch.split(sums, [len(target_F), len(normalizer_C)])
+    entropy_C = normalizer_C - mean_C
+    return target_F - normalizer_C[rows_F], entropy_C[rows_F], normalizer_C
 
 
 def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
@@ -111,14 +138,20 @@ def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tens
     return probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
 
 
-def _held(targets_C: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index [C, 1] into this rank's entries, and [C] whether it holds the target."""
-    held_C = (targets_C >= 0) & (targets_C < size)
-    return targets_C.clamp(0, size - 1)[:, None], held_C
+def _held(
+    targets_F: torch.Tensor, rows_F: torch.Tensor, values_CV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index [F] of each target into the flattened values, and [F] whether this rank holds it."""
+    size = values_CV.shape[1]
+    held_F = (targets_F >= 0) & (targets_F < size)
+    return rows_F * size + targets_F.clamp(0, size - 1), held_F
 
 
-def _chunks(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    size = max(1, _CHUNK_ELEMENTS // max(1, logits_TV.shape[1]))
-    return list(zip(torch.split(logits_TV, size), torch.split(targets_T, size), strict=True))
+def _chunks(logits_SV: torch.Tensor, rows_E: torch.Tensor) -> list[_Chunk]:
+    num_rows, size = logits_SV.shape[0], max(1, _CHUNK_ELEMENTS // max(1, logits_SV.shape[1]))
+    starts = [*range(0, num_rows, size), num_rows]
+    targets = torch.searchsorted(rows_E, rows_E.new_tensor(starts)).tolist()
+    return [
+        _Chunk(rows=slice(*rows), targets=slice(*entries))
+        for rows, entries in zip(pairwise(starts), pairwise(targets), strict=True)
+    ]

@@ -1,7 +1,6 @@
-"""Packing of episodes into rows of one length, first-fit-decreasing.
+"""Episodes put into one batch; first-fit-decreasing packing of sizes.
 
-Invariants: every episode is in exactly one row or in `Packing.oversized`, and none is cut; the
-result depends only on the order and lengths of the episodes.
+Invariant: every episode is whole in the batch or listed in `Packing.oversized`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_rl.training.batch import TrainingBatch, empty_rows
+from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.types import Episode
 
 
@@ -24,26 +23,28 @@ class Packing:
     oversized: tuple[int, ...]
 
 
-def pack_episodes(
-    episodes: Sequence[Episode], *, row_len: int, temperature: float, rows_multiple: int = 1
-) -> Packing:
-    """Pack episodes into rows of ``row_len`` tokens, with rows of padding up to a multiple of
-    ``rows_multiple``.
+def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: float) -> Packing:
+    """One batch of all episodes of at most ``row_len`` tokens, in their order.
 
     Raises:
         ValueError: an episode has no tokens, or fields of different lengths.
     """
     for index, episode in enumerate(episodes):
         _check(index, episode)
-    lengths = [len(episode.token_ids) for episode in episodes]
-    oversized = tuple(i for i, length in enumerate(lengths) if length > row_len)
-    fitting = [i for i, length in enumerate(lengths) if length <= row_len]
+    oversized = tuple(i for i, one in enumerate(episodes) if len(one.token_ids) > row_len)
+    fitting = [one for one in episodes if len(one.token_ids) <= row_len]
     if not fitting:
         return Packing(batch=None, oversized=oversized)
-    rows = first_fit_decreasing([lengths[i] for i in fitting], row_len)
-    laid_out = [[episodes[fitting[i]] for i in row] for row in rows]
-    laid_out += [[] for _ in range(-len(rows) % rows_multiple)]
-    return Packing(batch=_lay_out(laid_out, row_len, temperature), oversized=oversized)
+    batch = TrainingBatch(
+        episode_lengths=np.array([len(one.token_ids) for one in fitting]),
+        token_ids=np.concatenate([np.array(one.token_ids, dtype=np.int64) for one in fitting]),
+        loss_mask=np.concatenate([np.array(one.loss_mask, dtype=np.bool_) for one in fitting]),
+        logprobs=np.concatenate([np.array(one.logprobs, dtype=np.float32) for one in fitting]),
+        advantages=np.concatenate([np.array(one.advantages, dtype=np.float32) for one in fitting]),
+        versions=np.concatenate([np.array(one.versions, dtype=np.int64) for one in fitting]),
+        temperature=temperature,
+    )
+    return Packing(batch=batch, oversized=oversized)
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -83,23 +84,3 @@ def _check(index: int, episode: Episode) -> None:
             f"episode {index} of rollout {episode.rollout_id}: its fields must have one length, "
             f"above 0, not {sorted(sizes)}"
         )
-
-
-def _lay_out(rows: list[list[Episode]], row_len: int, temperature: float) -> TrainingBatch:
-    batch = empty_rows(
-        len(rows), row_len, temperature=temperature, num_episodes=sum(len(row) for row in rows)
-    )
-    for r, row in enumerate(rows):
-        start = 0
-        for document, episode in enumerate(row):
-            span = slice(start, start + len(episode.token_ids))
-            batch.token_ids[r, span] = episode.token_ids
-            batch.document_ids[r, span] = document
-            batch.position_ids[r, span] = np.arange(len(episode.token_ids))
-            batch.loss_mask[r, span] = episode.loss_mask
-            batch.logprobs[r, span] = episode.logprobs
-            batch.advantages[r, span] = episode.advantages
-            batch.versions[r, span] = episode.versions
-            start = span.stop
-        batch.position_ids[r, start:] = np.arange(row_len - start)
-    return batch

@@ -1,86 +1,128 @@
-"""One batch split over data-parallel ranks and microbatches; which of its tokens are trained on.
+"""One batch split over data-parallel ranks and microbatches.
 
-All ranks get the same number of rows and the same sizes of microbatches, since each forward and
-backward pass is a collective; rows of padding fill up. A row's loss does not depend on where it is.
+All ranks get the same number of microbatches, since each forward and backward pass is a collective;
+some may be empty. An episode is whole in one microbatch. A microbatch computes at most a given
+number of tokens; a tree that is larger is cut, and each part repeats the tokens that its episodes
+share with other parts (their loss counts once: it belongs to the episodes).
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.training.batch import TrainingBatch, empty_rows
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.packing import first_fit_decreasing
+from torchtitan_rl.training.trees import (
+    Microbatch,
+    SortedEpisodes,
+    lay_out,
+    num_padding,
+    padded,
+    sort_episodes,
+)
+
+_BALANCING_ROUNDS = 8
 
 
-def pad_rows(batch: TrainingBatch, multiple: int) -> TrainingBatch:
-    """Append rows of padding until their number is a multiple of ``multiple``."""
-    num_rows, row_len = batch.token_ids.shape
-    missing = -num_rows % multiple
-    if missing == 0:
-        return batch
-    padding = _row_fields(empty_rows(missing, row_len, temperature=batch.temperature))
-    padded: dict[str, Any] = {
-        name: np.concatenate([rows, padding[name]]) for name, rows in _row_fields(batch).items()
-    }
-    return replace(batch, **padded)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's microbatches, padding included; the numbers are of all ranks."""
+
+    parts: tuple[Microbatch, ...]
+    num_needed: int  # tokens that entries need, those of several episodes counted in each
+    num_computed: int  # of them, after sharing; without padding
+    num_padding: int
+
+    @property
+    def shared_share(self) -> float:
+        """Share of the needed tokens that are computed together with another episode's."""
+        return 1.0 - self.num_computed / self.num_needed
+
+    @property
+    def padding_share(self) -> float:
+        return self.num_padding / (self.num_computed + self.num_padding)
 
 
-def rank_share(batch: TrainingBatch, rank: int, num_ranks: int) -> TrainingBatch:
-    """Rows ``rank, rank + num_ranks, ...``: the first rows are the fullest, so ranks interleave.
-
-    Raises:
-        ValueError: the rows do not divide evenly.
+def rank_share(
+    batch: TrainingBatch,
+    selected_N: npt.NDArray[np.bool_],
+    *,
+    max_tokens: int,
+    padding_multiple: int,
+    share_prefixes: bool,
+    rank: int,
+    num_ranks: int,
+) -> Share:
+    """The microbatches of ``rank``, whose entries are the tokens in ``selected_N`` (never an
+    episode's first). Each computes at most ``max_tokens``, and is padded to ``padding_multiple``.
     """
-    if len(batch.token_ids) % num_ranks:
-        raise ValueError(f"{len(batch.token_ids)} rows do not divide among {num_ranks} ranks")
-    return _rows(batch, slice(rank, None, num_ranks))
+    episodes = sort_episodes(batch, selected_N, share_prefixes=share_prefixes)
+    bins = split_evenly(episodes, max_tokens, num_ranks)
+    sizes = [episodes.num_computed(members) for members in bins]
+    parts = [lay_out(batch, selected_N, episodes, members) for members in bins[rank::num_ranks]]
+    return Share(
+        parts=tuple(padded(part, padding_multiple) for part in parts),
+        num_needed=sum(episodes.lengths),
+        num_computed=sum(sizes),
+        num_padding=sum(num_padding(size, padding_multiple) for size in sizes),
+    )
 
 
-def microbatches(batch: TrainingBatch, rows_per_microbatch: int) -> list[TrainingBatch]:
-    """Consecutive rows; the last microbatch may have fewer."""
+def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """Bins of members (positions in ``episodes``), the largest first, a multiple of ``num_ranks``
+    and at least one for each, each of at most ``max_tokens`` computed tokens; rank r takes the bins
+    ``r, r + num_ranks, ...``.
+
+    One rank gets as few and as full bins as first-fit-decreasing finds; for several ranks the limit
+    is lowered as far as their number stays the same, which evens them out.
+    """
+    bins = _bins(episodes, max_tokens)
+    num_bins = max(len(bins) + -len(bins) % num_ranks, num_ranks)
+    if num_ranks > 1 and bins:
+        total = episodes.num_computed(range(len(episodes.lengths)))
+        low, high = max(*episodes.lengths, -(-total // num_bins)) - 1, max_tokens
+        for _ in range(_BALANCING_ROUNDS):
+            limit = (low + high + 1) // 2
+            tried = _bins(episodes, limit)
+            if len(tried) > num_bins:
+                low = limit
+            else:
+                bins, high = tried, limit
+    bins.sort(key=episodes.num_computed, reverse=True)
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
+    """Pieces of trees packed first-fit-decreasing into bins of at most ``limit`` tokens."""
+    pieces = cut(episodes, limit)
+    sizes = [episodes.num_computed(piece) for piece in pieces]
     return [
-        _rows(batch, slice(start, start + rows_per_microbatch))
-        for start in range(0, len(batch.token_ids), rows_per_microbatch)
+        sorted(member for piece in chosen for member in pieces[piece])
+        for chosen in first_fit_decreasing(sizes, limit)
     ]
 
 
-def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
-    """[R, L], True on tokens that follow another token of their document."""
-    mask: npt.NDArray[np.bool_] = (batch.document_ids >= 0) & (batch.position_ids > 0)
-    return mask
-
-
-def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
-    """[R, L], True on tokens that the policy loss reads: sampled, with a finite logprob."""
-    finite: npt.NDArray[np.bool_] = np.isfinite(batch.logprobs)
-    return finite & batch.loss_mask & predicted_mask(batch)
-
-
-def num_masked_nonfinite(batch: TrainingBatch) -> int:
-    """Number of sampled tokens without loss because their behaviour logprob is not finite."""
-    return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
-
-
-def sequence_ids(batch: TrainingBatch) -> npt.NDArray[np.int64]:
-    """[R, L]: a number that is unique to each document of the batch; -1 on padding."""
-    num_rows, row_len = batch.document_ids.shape
-    first = row_len * np.arange(num_rows, dtype=np.int64)[:, None]
-    return np.where(batch.document_ids >= 0, first + batch.document_ids, -1)
-
-
-def num_sequences(batch: TrainingBatch) -> int:
-    """Number of documents with at least one token in ``loss_mask``."""
-    return len(np.unique(sequence_ids(batch)[batch.loss_mask]))
-
-
-def _rows(batch: TrainingBatch, which: slice) -> TrainingBatch:
-    chosen: dict[str, Any] = {name: rows[which] for name, rows in _row_fields(batch).items()}
-    return replace(batch, **chosen)
-
-
-def _row_fields(batch: TrainingBatch) -> dict[str, npt.NDArray[Any]]:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
+    """Consecutive members that compute at most ``limit`` tokens together; whole trees where they
+    fit. A larger tree is cut where the rest repeats the fewest tokens for each one before the cut.
+    """
+    pieces = []
+    start, num_members = 0, len(episodes.lengths)
+    while start < num_members:
+        size, end, least = episodes.lengths[start], start + 1, math.inf
+        for i in range(start + 1, num_members + 1):
+            repeated = episodes.shared[i] if i < num_members else 0
+            if repeated <= least * size:
+                end, least = i, repeated / size
+            if repeated == 0:
+                break
+            size += episodes.lengths[i] - repeated
+            if size > limit:
+                break
+        pieces.append(range(start, end))
+        start = end
+    return pieces

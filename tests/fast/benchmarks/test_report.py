@@ -9,7 +9,7 @@ import platform
 import pytest
 
 from benchmarks.async_training import CONFIG as TINY
-from benchmarks.async_training import arms
+from benchmarks.async_training import arms, lost_seconds
 from benchmarks.end_to_end import column, figures, train_words
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_runs import FinishedRun
@@ -100,9 +100,27 @@ def test_the_command_line_sets_the_whole_run_and_further_options_win():
 
 
 def test_the_arms_of_the_asynchronous_benchmark_share_two_cores():
-    both, *split = [load_config(TINY, arm.options) for arm in arms()]
-    assert (both.generator.replicas, both.trainer.threads, both.schedule.staleness) == (2, 2, 0)
-    assert [config.schedule.staleness for config in split] == [0, 1, 2, 4]
-    for config in split:
-        assert (config.generator.replicas, config.trainer.threads) == (1, 1)
-        assert config.pin_cores
+    configs = {arm.name: load_config(TINY, arm.options) for arm in arms()}
+    assert list(configs) == [
+        "both S=0", "both S=1", "split S=0", "split S=1", "split S=2", "split S=4",
+    ]  # fmt: skip
+    for name, config in configs.items():
+        assert name.endswith(f"S={config.schedule.staleness}")
+        is_split = name.startswith("split")
+        share = 1 if is_split else 2
+        assert (config.generator.replicas, config.trainer.threads) == (share, share)
+        assert config.pin_cores is is_split
+
+
+def test_the_time_beyond_the_ideal_is_waiting_or_slower_work():
+    """A step takes 2.0 s instead of 1.5 s; the trainer waits for 0.2 s, the replica longer."""
+    row = {
+        "train/reward_mean": 0.5,
+        "time/step_s": 2.0,
+        "overlap/trainer_idle_share": 0.1,
+        "overlap/generator_idle_share": 0.4,
+    }
+    run = FinishedRun(rows=tuple(row | {"step": step} for step in range(1, 12)), seconds=30.0)
+    assert lost_seconds([run], ideal_s=1.5) == pytest.approx(
+        {"waiting_s": 0.2, "slower_work_s": 0.3}
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.hf_model import architecture_errors, read_architecture
+from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -21,6 +21,14 @@ QWEN3: dict[str, Any] = json.loads((Path(TINY.policy.checkpoint) / "config.json"
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
     return folder
+
+
+def architecture_errors(folder: Path) -> list[str]:
+    try:
+        read_architecture(folder)
+    except ConfigError as error:
+        return error.errors
+    return []
 
 
 def test_the_embedded_policy_is_supported(tmp_path: Path) -> None:

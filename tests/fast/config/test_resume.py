@@ -233,6 +233,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_ends_with_one_line_before_it
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtitan_rl.commands.train.stay_on_cores", lambda cores: None)
+    monkeypatch.delitem(sys.modules, "torchtitan_rl.backends.monarch.run", raising=False)
     config = started(tmp_path)
     for step in (4, 8):
         (checkpoint(config, step, identity=identity(config)) / "data").write_bytes(b"tens")

@@ -11,7 +11,7 @@ import pytest
 from tests.fast.observability.test_recorder import make_config
 from tests.fast.test_line_files import files_of_at_most
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability.progress import NoProgress, PlainProgress, ProgressState
+from torchtitan_rl.observability.progress import LineProgress, ProgressState
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.observability.sinks import MetricsLog
 
@@ -89,12 +89,9 @@ def test_no_phase_of_a_run_fails_and_its_merge_is_left_out_on_a_full_disk(
     assert "are not merged: [Errno 27]" in said[1]
 
 
-def test_a_line_of_progress_that_a_full_disk_refuses_does_not_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_of_progress_that_a_full_disk_refuses_does_not_end_the_run() -> None:
     full = TextIOWrapper(BufferedWriter(FileIO("/dev/full", "w")))
-    PlainProgress(ProgressState(3), full).say("step 1")
-    monkeypatch.setattr("sys.stderr", full)
-    NoProgress().say("step 1")
+    LineProgress(full, ProgressState(3)).say("step 1")
+    LineProgress(full).say("step 1")
     with pytest.raises(OSError, match="No space left"):
         full.close()

@@ -101,7 +101,7 @@ def test_a_file_of_somebody_elses_is_refused_by_name(tmp_path: Path) -> None:
     [
         (b'{"step":3,"is_step":true\xff}\n', "not JSON"),
         (b"\x00\x00\x00\n", "not JSON"),
-        (b"[3]\n", "not an object with a step"),
+        (b"[3]\n", "not a JSON object"),
         (b'{"is_step":true}\n', "not an object with a step"),
     ],
 )

@@ -5,8 +5,7 @@ import pytest
 
 from torchtitan_rl.observability.asynchrony import Overlap
 from torchtitan_rl.observability.progress import (
-    NoProgress,
-    PlainProgress,
+    LineProgress,
     ProgressState,
     RichProgress,
     describe_evaluation,
@@ -61,7 +60,7 @@ def test_a_resumed_run_counts_only_the_steps_that_are_left() -> None:
 def test_plain_progress_is_one_line_a_step_a_evaluation_and_a_message() -> None:
     clock, stream = Clock(), io.StringIO()
     state = ProgressState(50, clock=clock)
-    progress = PlainProgress(state, stream)
+    progress = LineProgress(stream, state)
     state.start_steps()
     state.end_evaluation(0, 0.25)
     progress.say(describe_evaluation(state))
@@ -120,7 +119,7 @@ def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
     clock.now += 100
     state.end_step(400, reward=0.512, tokens_per_second=1234.5, **ASYNCHRONOUS)
     plain, rich = io.StringIO(), Terminal()
-    PlainProgress(state, plain).update(describe_step(state))
+    LineProgress(plain, state).update(describe_step(state))
     assert len(plain.getvalue().rstrip()) <= 110
     monkeypatch.setenv("COLUMNS", "110")
     progress = RichProgress(state, rich)
@@ -133,9 +132,8 @@ def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(
 
 def test_auto_is_plain_where_there_is_no_terminal() -> None:
     state, stream = ProgressState(1), io.StringIO()
-    assert isinstance(make_progress("auto", state, stream), PlainProgress)
-    assert isinstance(make_progress("plain", state, stream), PlainProgress)
-    assert isinstance(make_progress("none", state, stream), NoProgress)
+    assert isinstance(make_progress("auto", state, stream), LineProgress)
+    assert isinstance(make_progress("plain", state, stream), LineProgress)
     rich = make_progress("rich", state, stream)
     assert isinstance(rich, RichProgress)
     rich.close()
@@ -150,8 +148,10 @@ def test_auto_is_rich_on_a_terminal() -> None:
 def test_without_a_display_messages_still_reach_the_user(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make_progress("none", ProgressState(1)).say("replica 1 is lost")
-    assert capsys.readouterr().err == "replica 1 is lost\n"
+    progress = make_progress("none", ProgressState(1))
+    progress.update("step 1/1")
+    progress.say("replica 1 is lost")
+    assert capsys.readouterr() == ("", "replica 1 is lost\n")
 
 
 def test_what_is_not_known_is_not_shown() -> None:

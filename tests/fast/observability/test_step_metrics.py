@@ -63,8 +63,8 @@ def trainer_metrics() -> dict[str, float]:
     )
     of_loss = loss_metrics(output.sums, output.maxima, num_trained=4)
     added = (
-        "loss entropy grad_norm learning_rate trained_tokens padding_share step_s "
-        "tokens_per_second masked_nonfinite"
+        "loss entropy grad_norm learning_rate trained_tokens computed_tokens "
+        "shared_share padding_share step_s tokens_per_second masked_nonfinite"
     )
     return dict.fromkeys([*of_loss, *added.split()], 0.0)
 

@@ -240,12 +240,20 @@ def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_st
     assert simulation.checkpoints.steps() == [2]
 
 
-def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("seconds", [0.0, 0.7, 1.9, 3.0])
+def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(
+    tmp_path: Path, staleness: int, seconds: float
+) -> None:
+    """The groups that were running are saved as such: no rollout fails, no token is lost."""
+    plan = Plan(num_steps=6, staleness=staleness)
+
     async def work() -> None:
-        simulation = Simulation(Plan(num_steps=50, staleness=1), tmp_path)
+        simulation = Simulation(plan, tmp_path)
         running = asyncio.create_task(simulation.run())
         while simulation.controller.step < 3:
             await asyncio.sleep(0.1)
+        await asyncio.sleep(seconds)
         for replica in simulation.replicas:
             replica.is_dead = True
         with pytest.raises(TorchtitanRLError, match=r"no replica|no live replica"):
@@ -253,6 +261,9 @@ def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(tmp_path: Path)
         assert simulation.checkpoints.steps() == [simulation.trainer.version]
 
     run_virtually(work())
+    resumed = run(plan, tmp_path, resume=True)
+    rollouts = [r for step in resumed.recorder.steps for g in step.groups for r in g.rollouts]
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])

@@ -14,30 +14,35 @@ from torchtitan_rl.weights.handle import SharedMemoryHandle
 
 def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
     handle = SharedMemoryHandle(version=version, path="", num_bytes=0) if has_weights else None
-    return FinishedStep(step=step, handle=handle)
+    return FinishedStep(step=step, version=version, handle=handle)
 
 
-def make_feed(root: Path) -> tuple[Simulation, WeightFeed]:
-    """A feed without evaluations; versions 1 to 3 are readable."""
-    simulation = Simulation(Plan(), root)
+def make_feed(root: Path, plan: Plan) -> tuple[Simulation, WeightFeed]:
+    """Versions 1 to 3 are readable."""
+    simulation = Simulation(plan, root)
     simulation.trainer.readable |= {1, 2, 3}
     return simulation, simulation.controller._feed
 
 
-def versions_after(steps: list[FinishedStep], root: Path) -> tuple[set[int], list[int]]:
+def versions_after(
+    steps: list[FinishedStep], root: Path, plan: Plan | None = None
+) -> tuple[set[int], list[int]]:
     """What the replicas hold when all steps, queued at once, are closed; and the pulls done."""
 
     async def work() -> tuple[set[int], list[int]]:
-        parts, feed = make_feed(root)
+        parts, feed = make_feed(root, plan or Plan())
         for step in steps:
             feed.put(step)
         running = asyncio.create_task(feed.run())
         await feed.flush()
+        await asyncio.sleep(10.0)  # a replica that was pinned pulls once its pin has ended
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
         pulled = [sync.version for sync in feed.take_syncs()]
         assert not feed.needed_versions
+        evaluated = [(one.step, one.version) for one in parts.recorder.evaluations]
+        assert evaluated == ([] if plan is None else [(0, 0), (2, 1)])
         return set(parts.router.versions().values()), pulled
 
     return run_virtually(work())
@@ -51,6 +56,18 @@ def test_a_version_is_not_passed_over_for_a_later_step_without_weights(tmp_path:
 def test_a_version_is_passed_over_where_a_newer_one_waits(tmp_path: Path) -> None:
     steps = [finished(number, number, has_weights=True) for number in (1, 2, 3)]
     assert versions_after(steps, tmp_path) == ({3}, [3])
+
+
+def test_the_weights_before_a_step_without_any_are_pulled_for_its_evaluation(
+    tmp_path: Path,
+) -> None:
+    steps = [
+        finished(1, 1, has_weights=True),
+        finished(2, 1, has_weights=False),
+        finished(3, 2, has_weights=True),
+    ]
+    plan = Plan(validate_every=2, evaluation_problems=1)
+    assert versions_after(steps, tmp_path, plan) == ({2}, [1, 2])
 
 
 def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
@@ -78,7 +95,7 @@ def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_r
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
-        _, feed = make_feed(tmp_path)
+        _, feed = make_feed(tmp_path, Plan())
         handle = SharedMemoryHandle(version=2, path="", num_bytes=0)
         await feed.resume(handle)
         assert feed.needed_versions == {2}

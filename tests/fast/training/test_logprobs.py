@@ -20,16 +20,15 @@ def test_selected_logprobs_equal_log_softmax_at_the_sampling_temperature(
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     logits = (3 * torch.randn(9, 11)).requires_grad_()
-    targets = torch.randint(0, 11, (9,))
-    upstream = torch.randn(9)
+    rows = torch.tensor([0, 0, 1, 2, 2, 2, 3, 5, 6, 7, 8])  # row 4 has no target
+    targets = torch.tensor([3, 3, 0, 1, 5, 10, 2, 7, 8, 9, 4])
+    upstream = torch.randn(11)
     expected = (logits / temperature).log_softmax(-1)
-    (wanted,) = torch.autograd.grad(
-        (expected.gather(1, targets[:, None])[:, 0] * upstream).sum(), logits
-    )
-    logprobs, entropy = selected_logprobs(logits, targets, temperature=temperature)
+    (wanted,) = torch.autograd.grad((expected[rows, targets] * upstream).sum(), logits)
+    logprobs, entropy = selected_logprobs(logits, targets, rows, temperature=temperature)
     (found,) = torch.autograd.grad((logprobs * upstream).sum(), logits)
-    assert torch.allclose(logprobs, expected.gather(1, targets[:, None])[:, 0], atol=1e-6)
-    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)
+    assert torch.allclose(logprobs, expected[rows, targets], atol=1e-6)
+    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1)[rows], atol=1e-5)
     assert torch.allclose(found, wanted, atol=1e-6)
     assert not entropy.requires_grad
 
@@ -38,12 +37,14 @@ def test_logits_in_bfloat16_are_normalized_in_float32() -> None:
     torch.manual_seed(0)
     logits = (3 * torch.randn(5, 300)).to(torch.bfloat16)
     targets = torch.randint(0, 300, (5,))
-    logprobs, _ = selected_logprobs(logits, targets)
+    logprobs, _ = selected_logprobs(logits, targets, torch.arange(5))
     expected = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     assert torch.allclose(logprobs, expected, atol=1e-6)
 
 
 def test_a_token_that_is_masked_out_of_the_vocabulary_leaves_the_entropy_finite() -> None:
-    _, entropy = selected_logprobs(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
+    _, entropy = selected_logprobs(
+        torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]), torch.tensor([0])
+    )
     assert entropy.tolist() == pytest.approx([math.log(2)])

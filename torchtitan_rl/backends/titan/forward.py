@@ -1,4 +1,4 @@
-"""Forward pass of one microbatch: logprobs of selected tokens."""
+"""Forward pass of one microbatch: logprobs of its entries."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ from torchtitan_rl.backends.titan.model import PolicyModel
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.logprobs import selected_logprobs
+from torchtitan_rl.training.trees import Microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """S selected tokens of a microbatch; ``index_S`` points into its [B * L] tokens. If there are
-    none, S is 1: a placeholder with ``is_selected_S`` False, since every rank must run the pass."""
+    """E entries of a microbatch; ``sources_E`` are their tokens, as indices into the batch. Without
+    any, E is 1: a placeholder with ``is_entry_E`` False, since every rank must run the pass."""
 
-    logprobs_S: torch.Tensor
-    entropy_S: torch.Tensor
-    index_S: torch.Tensor
-    is_selected_S: torch.Tensor
+    logprobs_E: torch.Tensor
+    entropy_E: torch.Tensor
+    is_entry_E: torch.Tensor
+    sources_E: npt.NDArray[np.int64]
 
 
-def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> ForwardOutput:
-    """Logprobs, at the batch's temperature, of the tokens in ``loss_mask``. Collective."""
-    positions_BL = to_device(part.position_ids, layout)
-    index_S = to_device(part.loss_mask, layout).flatten().nonzero()[:, 0]
-    is_selected_S = torch.ones_like(index_S, dtype=torch.bool)
-    if index_S.numel() == 0:
-        index_S, is_selected_S = index_S.new_zeros(1), is_selected_S.new_zeros(1)
-    tokens_BL = to_device(part.token_ids, layout)
+def forward(
+    model: PolicyModel, batch: TrainingBatch, part: Microbatch, layout: Layout
+) -> ForwardOutput:
+    """Logprobs of the part's entries at the batch's temperature. Collective."""
+    sources_E, predecessors_E = part.sources_E, part.predecessors_E
+    is_empty = len(sources_E) == 0
+    if is_empty:
+        sources_E = predecessors_E = np.zeros(1, dtype=np.int64)
+    # Entries that share a predecessor (the first tokens of siblings) read the same logits.
+    predecessors_S, rows_E = np.unique(predecessors_E, return_inverse=True)
+    positions_1T = to_device(part.position_ids_T, layout)[None]
     logits_1SV = model(
-        tokens_BL,
-        positions_BL,
-        model.get_attention_masks(positions_BL),
-        (index_S - 1).clamp_min(0),  # the logits before a token are its distribution
+        to_device(part.token_ids_T, layout)[None],
+        positions_1T,
+        model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
+        to_device(predecessors_S, layout),
     )
     vocab_start = 0
     if isinstance(logits_1SV, DTensor):
@@ -49,17 +53,21 @@ def forward(model: PolicyModel, part: TrainingBatch, layout: Layout) -> ForwardO
         chunk = -(-logits_1SV.shape[-1] // ranks)
         vocab_start = chunk * dist.get_rank(layout.tensor_group)
         logits_1SV = logits_1SV.to_local()
-    logprobs_S, entropy_S = selected_logprobs(
+    logprobs_E, entropy_E = selected_logprobs(
         logits_1SV[0],
-        tokens_BL.flatten()[index_S],
-        temperature=part.temperature,
+        to_device(batch.token_ids[sources_E], layout),
+        to_device(rows_E, layout),
+        temperature=batch.temperature,
         group=layout.tensor_group,
         vocab_start=vocab_start,
     )
     return ForwardOutput(
-        logprobs_S=logprobs_S, entropy_S=entropy_S, index_S=index_S, is_selected_S=is_selected_S
+        logprobs_E=logprobs_E,
+        entropy_E=entropy_E,
+        is_entry_E=torch.full_like(logprobs_E, not is_empty, dtype=torch.bool),
+        sources_E=sources_E,
     )
 
 
-def to_device(rows: npt.NDArray[Any], layout: Layout) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows)).to(layout.device)
+def to_device(values: npt.NDArray[Any], layout: Layout) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(layout.device)

@@ -3,7 +3,8 @@
 Both use torchtitan's Qwen3; Llama is the same without norms on queries and keys. (torchtitan's own
 Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.)
 
-Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary.
+Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
+pass, in one row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding, Linear
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    VarlenAttention,
+    create_attention_mask,
+)
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
@@ -29,8 +34,13 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from torchtitan_rl.backends.titan.layers import DocumentAttention, ScaledRoPE, document_mask
+from torchtitan_rl.backends.titan.layers import ScaledRoPE
 from torchtitan_rl.backends.titan.setup import Layout
+from torchtitan_rl.backends.titan.tree_attention import (
+    TreeAttention,
+    tree_mask_mod,
+    tree_tiles,
+)
 from torchtitan_rl.config.hf_model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
 
@@ -63,10 +73,20 @@ class PolicyModel(Qwen3Model):
         logits_1SV: torch.Tensor = self.lm_head(h_BLD.flatten(0, 1)[None, selected_S])
         return logits_1SV
 
-    def get_attention_masks(self, positions_BL: torch.Tensor) -> Any:
-        if isinstance(self.config.first_attention.inner_attention, DocumentAttention.Config):
-            return document_mask(positions_BL)
-        return super().get_attention_masks(positions_BL)
+    def get_attention_masks(self, positions_1T: torch.Tensor, subtree_end_T: torch.Tensor) -> Any:
+        """What the layers' attention takes, made once for all of them: query q sees key k if
+        ``k <= q < subtree_end[k]``."""
+        match self.config.first_attention.inner_attention:
+            case TreeAttention.Config():
+                return tree_tiles(subtree_end_T)
+            case FlexAttention.Config():
+                size = len(subtree_end_T)
+                mask_mod = tree_mask_mod(subtree_end_T)
+                return create_attention_mask(
+                    mask_mod, 1, None, size, size, device=subtree_end_T.device
+                )
+        # Varlen knows documents only, which start where the position is 0.
+        return super().get_attention_masks(positions_1T)
 
 
 def build_policy(
@@ -81,8 +101,8 @@ def build_policy(
         bare,
         parallel_dims=layout.dims,
         training=TrainingConfig(
-            seq_len=config.row_len,
-            local_batch_size=config.rows_per_microbatch,
+            seq_len=config.row_len * config.rows_per_microbatch,
+            local_batch_size=1,
             mixed_precision_param=dtype,
             mixed_precision_reduce="float32",
         ),
@@ -120,7 +140,7 @@ def _model_config(
                 head_dim=a.head_dim,
                 wqkv_param_init=_NO_INIT,
                 wo_param_init=_NO_INIT,
-                inner_attention=_inner_attention(layout.device, dtype),
+                inner_attention=_inner_attention(layout.device, dtype, config),
                 rope=_rope(a, config.row_len),
                 qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
             ),
@@ -153,14 +173,15 @@ def _model_config(
 def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
     scaling = architecture.rope_scaling
     scaled: dict[str, Any] = {} if scaling is None else {"scaling": "llama", **asdict(scaling)}
-    # Positions restart in each document, so none exceeds the length of a row.
+    # Positions are depths in a tree, so none exceeds the length of an episode.
     return ScaledRoPE.Config(
         dim=architecture.head_dim, max_seq_len=row_len, theta=architecture.rope_theta, **scaled
     )
 
 
-def _inner_attention(device: torch.device, dtype: str) -> Any:
+def _inner_attention(device: torch.device, dtype: str, config: TrainerConfig) -> Any:
     if device.type == "cpu":
-        return DocumentAttention.Config()
-    # varlen's kernels do not support float32.
-    return VarlenAttention.Config() if dtype == "bfloat16" else FlexAttention.Config()
+        return TreeAttention.Config()
+    # varlen's kernels know no trees, and do not support float32.
+    is_varlen = dtype == "bfloat16" and not config.share_prefixes
+    return VarlenAttention.Config() if is_varlen else FlexAttention.Config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torchtitan_rl.training.losses import (
     loss_metrics,
     policy_loss,
 )
-from torchtitan_rl.training.splitting import num_sequences, sequence_ids
+from torchtitan_rl.training.trees import Microbatch
 
 
 def load_reference(
@@ -47,7 +48,7 @@ class PolicyObjective:
     """The policy loss of one step, called with each microbatch.
 
     Args:
-        batch: the whole step, with ``loss_mask`` True on trained tokens only.
+        selected_N: which tokens of the whole step are trained on.
         version: policy version of the weights before the step.
     """
 
@@ -55,36 +56,42 @@ class PolicyObjective:
         self,
         config: LossConfig,
         batch: TrainingBatch,
+        selected_N: npt.NDArray[np.bool_],
         *,
         version: int,
         reference: PolicyModel | None,
         layout: Layout,
     ) -> None:
         self._config = config
+        self._batch = batch
         self._version = version
         self._reference = reference
         self._layout = layout
+        self._episode_ids_N = batch.episode_ids
         self._totals = StepTotals(
-            num_tokens=int(batch.loss_mask.sum()), num_sequences=num_sequences(batch)
+            num_tokens=int(selected_N.sum()),
+            num_sequences=len(np.unique(self._episode_ids_N[selected_N])),
         )
 
-    def __call__(self, part: TrainingBatch, output: ForwardOutput) -> LossOutput:
-        reference_S = None
+    def __call__(self, part: Microbatch, output: ForwardOutput) -> LossOutput:
+        batch, sources_E = self._batch, output.sources_E
+        reference_E = None
         if self._reference is not None:
             with torch.no_grad():
-                reference_S = forward(self._reference, part, self._layout).logprobs_S
+                reference_E = forward(self._reference, batch, part, self._layout).logprobs_E
 
-        def selected(rows: npt.NDArray[Any]) -> torch.Tensor:
-            return to_device(rows, self._layout).flatten()[output.index_S]
+        def of_entries(values: npt.NDArray[Any]) -> torch.Tensor:
+            return to_device(values[sources_E], self._layout)
 
+        _, sequences_E = np.unique(self._episode_ids_N[sources_E], return_inverse=True)
         tokens = LossTokens(
-            logprobs_T=output.logprobs_S,
-            behaviour_T=selected(part.logprobs),
-            advantages_T=selected(part.advantages),
-            trained_T=output.is_selected_S,
-            ages_T=self._version - selected(part.versions),
-            sequences_T=torch.unique(selected(sequence_ids(part)), return_inverse=True)[1],
-            reference_T=reference_S,
+            logprobs_T=output.logprobs_E,
+            behaviour_T=of_entries(batch.logprobs),
+            advantages_T=of_entries(batch.advantages),
+            trained_T=output.is_entry_E,
+            ages_T=self._version - of_entries(batch.versions),
+            sequences_T=to_device(sequences_E, self._layout),
+            reference_T=reference_E,
         )
         return policy_loss(tokens, totals=self._totals, config=self._config)
 

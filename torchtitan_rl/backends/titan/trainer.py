@@ -30,20 +30,20 @@ from torchtitan_rl.backends.titan.objective import PolicyObjective, StepSums, lo
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.errors import DivergedError
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss
-from torchtitan_rl.training.splitting import (
-    microbatches,
+from torchtitan_rl.training.batch import (
+    StepOutput,
+    TrainingBatch,
     num_masked_nonfinite,
-    pad_rows,
     predicted_mask,
-    rank_share,
     trained_mask,
 )
+from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss
+from torchtitan_rl.training.splitting import Share, rank_share
+from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
 
-_Objective = Callable[[TrainingBatch, ForwardOutput], LossOutput]
+_Objective = Callable[[Microbatch, ForwardOutput], LossOutput]
 
 
 class PolicyTrainer:
@@ -96,18 +96,18 @@ class PolicyTrainer:
 
         Raises:
             DivergedError: on all ranks, if loss or gradient is NaN or Inf.
-            ValueError: no token is trained on, or rows are longer than the configured length.
+            ValueError: no token is trained on, or an episode is longer than the configured row.
         """
-        trained = replace(batch, loss_mask=trained_mask(batch))
+        selected_N = trained_mask(batch)
         objective = PolicyObjective(
             self._config.loss,
-            trained,
+            batch,
+            selected_N,
             version=self._version,
             reference=self._reference,
             layout=self._layout,
         )
-        num_trained = int(trained.loss_mask.sum())
-        output = self._step(trained, num_trained, objective)
+        output = self._step(batch, selected_N, objective)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
         return output
 
@@ -117,36 +117,28 @@ class PolicyTrainer:
         Raises:
             DivergedError, ValueError: as `train_step`.
         """
-        mask = batch.loss_mask & predicted_mask(batch)
-        num_trained = int(mask.sum())
+        selected_N = batch.loss_mask & predicted_mask(batch)
+        num_trained = int(selected_N.sum())
 
-        def objective(part: TrainingBatch, output: ForwardOutput) -> LossOutput:
-            return cross_entropy_loss(
-                output.logprobs_S, output.is_selected_S, num_trained=num_trained
-            )
+        def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
+            return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        return self._step(replace(batch, loss_mask=mask, temperature=1.0), num_trained, objective)
+        return self._step(replace(batch, temperature=1.0), selected_N, objective)
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        """Logprob [R, L] of every token given the tokens before it in its document, at the batch's
-        temperature; 0 on first tokens and padding. Every rank returns the whole array."""
+        """Logprob [N] of every token given the tokens before it in its episode, at the batch's
+        temperature; 0 on first tokens. Every rank returns the whole array."""
         self._memory.require()
-        num_rows, row_len = batch.token_ids.shape
-        parts = self._parts(replace(batch, loss_mask=predicted_mask(batch)))
-        rows = []
-        for part in parts:
+        logprobs_N = torch.zeros(batch.num_tokens)
+        for part in self._share(batch, predicted_mask(batch)).parts:
             with torch.no_grad():
-                output = forward(self._model, part, self._layout)
-            part_BL = torch.zeros(part.token_ids.shape, device=self._layout.device)
-            part_BL.view(-1)[output.index_S] = output.logprobs_S * output.is_selected_S
-            rows.append(part_BL)
-        share_BL = torch.cat(rows)
-        if self._layout.data_group is None:
-            return share_BL.cpu().numpy()[:num_rows]
-        shares = [torch.empty_like(share_BL) for _ in range(self._layout.data_ranks)]
-        dist.all_gather(shares, share_BL, group=self._layout.data_group)
-        # The inverse of rank_share: row r is row r // n of rank r % n.
-        return torch.stack(shares, dim=1).view(-1, row_len).cpu().numpy()[:num_rows]
+                output = forward(self._model, batch, part, self._layout)
+            logprobs_N[part.sources_E] = output.logprobs_E[: len(part.sources_E)].cpu()
+        if self._layout.data_group is not None:
+            reduced_N = logprobs_N.to(self._layout.device)
+            dist.all_reduce(reduced_N, group=self._layout.data_group)
+            logprobs_N = reduced_N.cpu()
+        return logprobs_N.numpy()
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
@@ -232,17 +224,21 @@ class PolicyTrainer:
         finally:
             titan_setup.tear_down(self._layout)
 
-    def _step(self, batch: TrainingBatch, num_trained: int, objective: _Objective) -> StepOutput:
+    def _step(
+        self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], objective: _Objective
+    ) -> StepOutput:
         self._memory.require()
         started = time.perf_counter()
+        num_trained = int(selected_N.sum())
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
         sums = StepSums()
-        for part in self._parts(batch):
-            output = forward(self._model, part, self._layout)
+        share = self._share(batch, selected_N)
+        for part in share.parts:
+            output = forward(self._model, batch, part, self._layout)
             loss = objective(part, output)
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(loss, (output.entropy_S * output.is_selected_S).sum())
+            sums.add(loss, (output.entropy_E * output.is_entry_E).sum())
         metrics = sums.metrics(num_trained, self._layout.data_group)
         learning_rate = self._optimizer.learning_rate
         metrics["grad_norm"] = self._optimizer.clip()
@@ -253,21 +249,35 @@ class PolicyTrainer:
         metrics |= {
             "learning_rate": learning_rate,
             "trained_tokens": float(num_trained),
-            "padding_share": batch.padding_share,
+            "computed_tokens": float(share.num_computed),
+            "shared_share": share.shared_share,
+            "padding_share": share.padding_share,
             "step_s": step_s,
             "tokens_per_second": batch.num_tokens / step_s,
         }
         return StepOutput(version=self._version, metrics=metrics)
 
-    def _parts(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        """This rank's microbatches; every rank has the same number of the same sizes."""
-        row_len = batch.token_ids.shape[1]
-        if row_len > self._config.row_len:
-            raise ValueError(f"rows of {row_len} tokens; trainer.row_len is {self._config.row_len}")
-        ranks, rows = self._layout.data_ranks, self._config.rows_per_microbatch
-        # A smaller last microbatch would make a compiled model compile again.
-        padded = pad_rows(batch, ranks * rows if self._config.compile else ranks)
-        return microbatches(rank_share(padded, self._layout.data_rank, ranks), rows)
+    def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
+        """This rank's microbatches; every rank has the same number of them."""
+        config, longest = self._config, int(batch.episode_lengths.max())
+        if longest > config.row_len:
+            raise ValueError(f"an episode of {longest} tokens; trainer.row_len is {config.row_len}")
+        max_tokens = config.row_len * config.rows_per_microbatch
+        if config.compile:
+            multiple = max_tokens  # another length would be compiled again
+        elif self._layout.device.type == "cpu":
+            multiple = config.tensor_parallel  # which shards the tokens between layers
+        else:
+            multiple = config.row_len  # few lengths: attention kernels are compiled for each
+        return rank_share(
+            batch,
+            selected_N,
+            max_tokens=max_tokens,
+            padding_multiple=multiple,
+            share_prefixes=config.share_prefixes,
+            rank=self._layout.data_rank,
+            num_ranks=self._layout.data_ranks,
+        )
 
     def _refuse_divergence(self, metrics: dict[str, float]) -> None:
         """Raise if the loss or gradient norm is not finite; both are global, so all ranks raise."""

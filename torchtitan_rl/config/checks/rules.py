@@ -163,7 +163,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "every": _count(0),
         "num_problems": _count(0, 1 << 20),
         "samples_per_problem": _count(1, 1 << 12),
-        "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),  # and see `evaluation._sampling`
+        "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),  # and see `checks.run._sampling`
     },
     c.CheckpointConfig: {"every": _count(0), "keep": _count(1), "max_failures": _count(1)},
     c.MetricsConfig: {"rollouts_per_step": _count(0)},

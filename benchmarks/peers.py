@@ -1,0 +1,189 @@
+"""Steps per second of whole training runs: TRL's `GRPOTrainer` against ours, on the same work.
+
+    python -m benchmarks.peers [--repeats 5] [--steps 10] [--workloads "long prompt" ...]
+
+Sides, each a run of its own, alternating, on the same cores:
+
+- TRL: generation by `transformers`, in batches of all answers of a step; training on padded rows;
+- ours, S=0: `torchtitan-rl train`, synchronous, two replicas, two trainer threads, not pinned;
+- ours, S=1: the same with ``--schedule.staleness 1``.
+
+Workloads: a prompt of 205 tokens or of 16, with answers of at most 64 tokens that end where the
+policy samples the end token; and answers of fixed, heavy-tailed lengths (`peers_work` says how they
+are fixed). Policy, prompts, group size, limits, loss and optimizer are the same.
+
+A step is everything between the ends of two optimizer steps. The first two are left out, in which
+caches fill, and so are the last two, in which the asynchronous side generates nothing any more.
+TRL (the extra ``peers``) gets an environment of its own, made on first use. A run that is already
+in ``--output-dir`` is read instead of repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import mkdtemp
+
+from benchmarks.peers_config import config as our_config
+from benchmarks.peers_report import SideRun, report
+from benchmarks.peers_setup import peers_python, requirements
+from benchmarks.peers_work import WORKLOADS, Workload, write_policies
+from benchmarks.report import machine
+from benchmarks.training_runs import ROOT, train
+
+CONFIG = ROOT / "benchmarks" / "peers_config.py"
+TRL, STALENESS = "TRL", {"ours, S=0": 0, "ours, S=1": 1}
+
+
+def main() -> None:
+    options = _options()
+    if options.cores:
+        os.sched_setaffinity(0, options.cores)  # all processes of all sides inherit it
+    facts = machine()
+    folder = options.output_dir or Path(mkdtemp(prefix="peers-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    policies = write_policies(folder)
+    runs: dict[str, dict[str, list[SideRun]]] = {}
+    for repeat in range(options.repeats):
+        for name in options.workloads:
+            workload = workload_of(name, options)
+            place = folder / name.replace(" ", "-") / str(repeat)
+            place.mkdir(parents=True, exist_ok=True)
+            for side, run_side in sides(options, workload, policies, place).items():
+                run = run_side()
+                runs.setdefault(name, {}).setdefault(side, []).append(run)
+                print(f"{name}, {side}, repeat {repeat}: {run.steady_s:.2f} s/step", flush=True)
+    workloads = {name: workload_of(name, options) for name in options.workloads}
+    settings = {name: str(value) for name, value in vars(options).items()}
+    report(runs, workloads, {"machine": facts, "options": settings}, options.output, base=TRL)
+
+
+def sides(
+    options: argparse.Namespace, workload: Workload, policies: tuple[Path, Path], place: Path
+) -> dict[str, Callable[[], SideRun]]:
+    ends, endless = policies
+
+    def ours(staleness: int) -> SideRun:
+        policy = endless if workload.median else ends
+        words = our_words(options, workload, policy, staleness=staleness)
+        run = train(CONFIG, words, run_dir=place / f"ours-s{staleness}")
+        return SideRun(
+            seconds=run.column("time/step_s"),
+            rollout_s=run.column("time/rollout_s"),
+            generated=[int(number) for number in run.column("tokens/generated")],
+            command_s=run.seconds,
+            packages={},
+        )
+
+    return {
+        TRL: lambda: run_trl(options, workload, ends, place),
+        **{side: lambda s=s: ours(s) for side, s in STALENESS.items()},
+    }
+
+
+def run_trl(options: argparse.Namespace, workload: Workload, policy: Path, place: Path) -> SideRun:
+    """
+    Raises:
+        SystemExit: the run failed; its output is shown.
+    """
+    record = place / "trl.json"
+    if not record.exists():
+        python = peers_python(options.environment, requirements())
+        steps, work = place / "trl-steps.json", place / "trl-work.json"
+        work.write_text(json.dumps(trl_work(options, workload, policy, place, steps)))
+        started = time.monotonic()
+        done = subprocess.run(
+            [str(python), "-m", "benchmarks.peers_trl", str(work)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"TRL's side failed:\n{done.stdout[-3000:]}")
+        command_s = time.monotonic() - started
+        record.write_text(json.dumps(json.loads(steps.read_text()) | {"command_s": command_s}))
+    return SideRun(**json.loads(record.read_text()))
+
+
+def trl_work(
+    options: argparse.Namespace, workload: Workload, policy: Path, place: Path, output: Path
+) -> dict[str, object]:
+    return {
+        "workload": asdict(workload),
+        "policy": str(policy),
+        "steps": options.steps,
+        "seed": our_config.seed,
+        "optimizer": asdict(our_config.trainer.optimizer),
+        "microbatch": min(options.trl_microbatch, workload.answers),
+        "output_dir": str(place / "trl"),
+        "output": str(output),
+    }
+
+
+def our_words(
+    options: argparse.Namespace, workload: Workload, policy: Path, *, staleness: int
+) -> list[str]:
+    """Options of `torchtitan-rl train`."""
+    length = workload.prompt_tokens + workload.longest
+    return [
+        *("--policy.checkpoint", str(policy)),
+        *("--num-steps", str(options.steps)),
+        *("--schedule.staleness", str(staleness)),
+        *("--rollout.groups-per-step", str(workload.groups)),
+        *("--rollout.group-size", str(workload.group_size)),
+        *("--rollout.sampling.max-tokens-per-turn", str(workload.longest)),
+        *("--rollout.max-total-tokens", str(length)),
+        *("--generator.max-model-len", str(length)),
+        *("--trainer.row-len", str(max(options.row_len, length))),
+        *("--trainer.threads", str(threads())),
+        *("--checkpoint.every", "0"),
+        "--checkpoint.no-export-hf",
+        *("--task.prompt-tokens", str(workload.prompt_tokens)),
+        *("--task.max-tokens", str(workload.max_tokens)),
+        *("--task.median", str(workload.median)),
+    ]
+
+
+def threads() -> int:
+    """Of one side: as many as it has cores."""
+    return len(os.sched_getaffinity(0))
+
+
+def workload_of(name: str, options: argparse.Namespace) -> Workload:
+    workload = replace(WORKLOADS[name], groups=options.groups, group_size=options.group_size)
+    if options.max_tokens and not workload.median:
+        workload = replace(workload, max_tokens=options.max_tokens)
+    if options.median and workload.median:
+        workload = replace(workload, median=options.median)
+    return workload
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a run")
+    parser.add_argument("--groups", type=int, default=8, help="of an optimizer step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, help="of answers whose end is sampled")
+    parser.add_argument("--median", type=int, help="of fixed lengths")
+    parser.add_argument("--row-len", type=int, default=1024, help="of our trainer")
+    parser.add_argument("--trl-microbatch", type=int, default=64, help="rows of TRL's forward pass")
+    parser.add_argument("--cores", type=int, nargs="*", help="that every side runs on")
+    parser.add_argument("--environment", type=Path, default=Path("outputs/peers-venv"))
+    parser.add_argument("--output-dir", type=Path, help="of the runs")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/peers.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A virtual environment with TRL, next to the running one and on top of it.
+
+The new environment sees the packages of the running one (torch, transformers, ...) except vLLM, and
+holds only what they lack for TRL; nothing is installed into the running one. The requirement is the
+extra ``peers`` of pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.training_runs import ROOT
+
+_STAMP = "requirements.txt"
+# TRL 1.16 does not support our vLLM; it would import it nevertheless, which takes many seconds.
+_HIDE = "import sys; sys.modules['vllm'] = None"
+
+
+def peers_python(folder: Path, needed: Sequence[str]) -> Path:
+    """The interpreter of the environment in ``folder``, which is made where it is missing, with
+    what is ``needed`` in it.
+
+    Raises:
+        SystemExit: something cannot be installed.
+    """
+    python, stamp = folder / "bin" / "python", folder / _STAMP
+    wanted = [f"running: {sys.prefix}", _HIDE, *needed]
+    if stamp.exists() and stamp.read_text().splitlines() == wanted:
+        return python
+    print(f"making {folder} with {', '.join(needed)}", file=sys.stderr)
+    venv.EnvBuilder(with_pip=False, clear=True, symlinks=True).create(folder)
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    packages = Path(sysconfig.get_path("purelib", "venv", scheme))
+    (packages / "running.pth").write_text(f"{_HIDE}\n{sysconfig.get_path('purelib')}\n")
+    words = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "install"]
+    done = subprocess.run(
+        [*words, *needed], capture_output=True, text=True, check=False, timeout=1200
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"{', '.join(needed)} cannot be installed into {folder}: the comparison needs "
+            f"a package index that pip reaches (see `pip config list`). pip said:\n{done.stderr}"
+        )
+    stamp.write_text("\n".join(wanted) + "\n")
+    return python
+
+
+def requirements() -> list[str]:
+    """What TRL's side needs: the extra ``peers``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return list(project["optional-dependencies"]["peers"])

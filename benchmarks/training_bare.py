@@ -1,0 +1,62 @@
+"""A bare torchtitan training loop: no episodes, no policy loss, no metrics, no checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torchtitan_rl.backends.titan import setup as titan_setup
+
+# isort: split
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from torchtitan_rl.backends.titan.hf import load_hf
+from torchtitan_rl.backends.titan.model import build_policy
+from torchtitan_rl.backends.titan.optim import PolicyOptimizer
+from torchtitan_rl.config.hf_model import read_architecture
+from torchtitan_rl.training.config import TrainerConfig
+
+
+class BareLoop:
+    """What a user of torchtitan writes to train on rows of tokens, with its plain causal attention.
+
+    ``sizes`` are the arguments of `training_work.step_flops`.
+    """
+
+    def __init__(self, policy: Path, config: TrainerConfig) -> None:
+        layout = titan_setup.set_up(config)
+        dtype = "float32" if layout.device.type == "cpu" else "bfloat16"
+        sizes = read_architecture(policy)
+        self._device = layout.device
+        self._vocab_size = sizes.vocab_size
+        self._model = build_policy(sizes, config, layout, dtype=dtype)
+        for layer in self._model.layers.values():
+            layer.attention.inner_attention = ScaledDotProductAttention.Config().build()
+        load_hf(self._model, policy)
+        self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=1000)
+        self.sizes = {
+            "num_layer_parameters": sum(p.numel() for p in self._model.layers.parameters()),
+            "num_head_parameters": sizes.vocab_size * sizes.dim,
+            "attention_width": sizes.num_layers * sizes.num_heads * sizes.head_dim,
+        }
+
+    def step(self, *, num_tokens: int, num_logits: int, row_len: int, max_tokens: int) -> None:
+        """One optimizer step on about ``num_tokens`` tokens in whole rows, in microbatches of at
+        most ``max_tokens``, with the logits of ``num_logits``."""
+        num_rows = max(1, round(num_tokens / row_len))
+        rows = max(1, max_tokens // row_len)
+        logits_of_row = num_logits / num_rows
+        for start in range(0, num_rows, rows):
+            size = min(rows, num_rows - start)
+            tokens_BL = torch.randint(0, self._vocab_size, (size, row_len), device=self._device)
+            positions_BL = torch.arange(row_len, device=self._device).expand(size, -1)
+            selected_S = torch.linspace(
+                0, size * row_len - 1, round(size * logits_of_row), device=self._device
+            ).long()
+            logits_SV = self._model(tokens_BL, positions_BL, None, selected_S)[0]
+            targets_S = tokens_BL.flatten()[selected_S]
+            loss = torch.nn.functional.cross_entropy(logits_SV.float(), targets_S, reduction="sum")
+            (loss / num_logits).backward()
+        self._optimizer.clip()
+        self._optimizer.step()

@@ -1,0 +1,67 @@
+"""What vLLM's engine is given of a replica's specification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.engine import engine_arguments
+from torchtitan_rl.generation.config import GeneratorConfig
+
+GENERATOR = GeneratorConfig(
+    tensor_parallel=2,
+    max_model_len=300,
+    max_running_requests=7,
+    kv_cache_bytes=1 << 20,
+    gpu_memory_utilization=0.5,
+    enable_prefix_caching=False,
+)
+COMMON = {
+    "model": "policy",
+    "tensor_parallel_size": 2,
+    "seed": 3,
+    "max_model_len": 300,
+    "max_num_seqs": 7,
+    "max_num_batched_tokens": 4096,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": False,
+    "distributed_executor_backend": "external_launcher",
+}
+
+
+def test_a_cpu_engine_computes_in_float32_and_has_a_cache_of_small_blocks() -> None:
+    spec = GeneratorSpec(model=Path("policy"), generator=GENERATOR, seed=3, sleeps=True)
+    assert engine_arguments(spec) == COMMON | {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 20,
+        "block_size": 32,
+    }
+
+
+def test_a_cuda_engine_takes_its_share_of_the_memory_and_gives_it_back_asleep() -> None:
+    spec = GeneratorSpec(
+        model=Path("policy"),
+        generator=GENERATOR,
+        seed=3,
+        device="cuda",
+        sleeps=True,
+        reasoning_parser="qwen3",
+    )
+    assert engine_arguments(spec) == COMMON | {
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "gpu_memory_utilization": 0.5,
+        "enable_sleep_mode": True,
+        "structured_outputs_config": {"reasoning_parser": "qwen3"},
+    }
+
+
+def test_one_rank_needs_no_launcher_and_a_step_takes_the_longest_prompt() -> None:
+    generator = GeneratorConfig(max_model_len=5000)
+    arguments = engine_arguments(GeneratorSpec(model=Path("policy"), generator=generator))
+    assert "distributed_executor_backend" not in arguments
+    assert arguments["max_num_batched_tokens"] == 5000

@@ -1,0 +1,60 @@
+"""What processes are built from, in a training run and where they only serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl.backends.monarch.run import _endpoint_spec, _generator_spec, _trainer_spec
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.serve import ServeConfig, prepare_serve
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
+
+MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+SYNC = WeightSyncConfig(mode="drain")
+ENDPOINT = EndpointConfig(enabled=True, port=0, interval_s=0.5, reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_a_runs_processes_get_its_sections_and_seeds_of_their_own(
+    tmp_path: Path, placement: str
+) -> None:
+    config = replace(
+        TINY, output_dir=tmp_path, seed=7, placement=placement, weight_sync=SYNC, endpoint=ENDPOINT
+    )
+    config = replace(config, policy=replace(config.policy, dtype="float32"))
+    prepared = prepare_run(config, MACHINE)
+    replicas = [
+        _generator_spec(prepared, group, trace_dir=tmp_path) for group in prepared.plan.replicas
+    ]
+    assert [spec.name for spec in replicas] == ["replica0", "replica1"]
+    assert len({spec.seed for spec in replicas}) == 2
+    for spec in replicas:
+        assert (spec.generator, spec.weight_sync) == (config.generator, SYNC)
+        assert (spec.dtype, spec.sleeps) == ("float32", placement == "colocated")
+        assert (spec.stream_interval_s, spec.reasoning_parser) == (0.5, "qwen3")
+        assert (spec.log_dir, spec.trace_dir) == (config.log_dir.absolute(), tmp_path)
+    trainer = _trainer_spec(prepared, tmp_path)
+    assert (trainer.seed, trainer.dtype, trainer.num_steps) == (7, "float32", config.num_steps)
+    endpoint = _endpoint_spec(prepared)
+    assert (endpoint.generation_config, endpoint.dtype) == ("vllm", "float32")
+    assert endpoint.max_model_len == config.generator.max_model_len
+
+
+def test_what_is_served_samples_as_its_checkpoint_says_and_has_no_weights_to_sync(
+    tmp_path: Path,
+) -> None:
+    config = ServeConfig(
+        model=TINY.policy.checkpoint, dtype="float32", endpoint=ENDPOINT, log_dir=tmp_path
+    )
+    prepared = prepare_serve(config)
+    spec = _generator_spec(prepared, prepared.plan.replicas[1])
+    assert (spec.name, spec.dtype, spec.weight_sync) == ("replica1", "float32", WeightSyncConfig())
+    assert (spec.sleeps, spec.trace_dir, spec.stream_interval_s) == (False, None, 0.5)
+    endpoint = _endpoint_spec(prepared)
+    assert (endpoint.generation_config, endpoint.dtype) == ("auto", "float32")

@@ -1,0 +1,214 @@
+"""Prefix trees: what is shared is computed once, and every loss entry keeps its own episode."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.episodes import batch_of, branching_episodes, make_episode
+from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
+from torchtitan_rl.training.splitting import Share, cut, rank_share, split_evenly
+from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
+from torchtitan_rl.types import Episode
+
+MAX_LEN = 12
+
+
+def shares(
+    batch: TrainingBatch, *, max_tokens: int, num_ranks: int = 1, multiple: int = 1, on: bool = True
+) -> list[Share]:
+    """Of every rank."""
+    return [
+        rank_share(
+            batch,
+            trained_mask(batch),
+            max_tokens=max_tokens,
+            padding_multiple=multiple,
+            share_prefixes=on,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def visible(part: Microbatch) -> np.ndarray:
+    """[T, T]: which key (dim 1) a query (dim 0) sees, by the rule."""
+    index = np.arange(len(part.token_ids_T))
+    return (index[None] <= index[:, None]) & (index[:, None] < part.subtree_end_T[None])
+
+
+def check_entries(batch: TrainingBatch, parts: list[Microbatch]) -> None:
+    """Walks from every entry to its root, and counts the entries."""
+    starts, episodes = batch.episode_starts, batch.episode_ids
+    for part in parts:
+        mask = visible(part)
+        for predecessor, source in zip(part.predecessors_E, part.sources_E, strict=True):
+            path = np.nonzero(mask[predecessor])[0]
+            begin = starts[episodes[source]]
+            assert np.array_equal(part.token_ids_T[path], batch.token_ids[begin:source])
+            assert np.array_equal(part.position_ids_T[path], np.arange(len(path)))
+    found = np.concatenate([part.sources_E for part in parts])
+    assert sorted(found) == np.nonzero(trained_mask(batch))[0].tolist()
+
+
+def needed_prefixes(episodes: list[Episode]) -> list[tuple[int, ...]]:
+    """Every token that a loss reads logits of or that such a token attends to, as its path."""
+    prefixes = []
+    for episode in episodes:
+        last = max((i for i, on in enumerate(episode.loss_mask) if on and i > 0), default=0)
+        prefixes += [episode.token_ids[: i + 1] for i in range(last)]
+    return prefixes
+
+
+@given(episodes=branching_episodes(max_len=MAX_LEN), on=st.booleans())
+def test_walking_from_an_entry_to_the_root_gives_its_episode(
+    episodes: list[Episode], on: bool
+) -> None:
+    batch = batch_of(episodes, row_len=MAX_LEN)
+    (share,) = shares(batch, max_tokens=1000, on=on)
+    check_entries(batch, list(share.parts))
+
+
+@given(episodes=branching_episodes(max_len=MAX_LEN))
+def test_each_distinct_prefix_that_an_entry_needs_is_computed_once(episodes: list[Episode]) -> None:
+    (share,) = shares(batch_of(episodes, row_len=MAX_LEN), max_tokens=1000)
+    prefixes = needed_prefixes(episodes)
+    assert share.num_needed == len(prefixes)
+    assert share.num_computed == len(set(prefixes))
+
+
+@given(episodes=branching_episodes(max_len=MAX_LEN))
+def test_without_sharing_every_episode_is_a_tree_of_its_own(episodes: list[Episode]) -> None:
+    (share,) = shares(batch_of(episodes, row_len=MAX_LEN), max_tokens=1000, on=False)
+    assert share.num_computed == share.num_needed
+    for part in share.parts:
+        has_root = part.position_ids_T == 0
+        same = has_root.cumsum()[:, None] == has_root.cumsum()[None]
+        assert np.array_equal(visible(part), np.tril(same))
+
+
+@given(
+    episodes=branching_episodes(max_len=MAX_LEN, max_episodes=20),
+    spare=st.integers(0, 30),
+    num_ranks=st.integers(1, 4),
+    multiple=st.sampled_from([1, 2, 4]),
+    on=st.booleans(),
+)
+def test_ranks_get_equally_many_microbatches_none_too_large_and_together_every_entry_once(
+    episodes: list[Episode], spare: int, num_ranks: int, multiple: int, on: bool
+) -> None:
+    batch = batch_of(episodes, row_len=MAX_LEN)
+    max_tokens = 4 * ((MAX_LEN + spare) // 4)
+    of_ranks = shares(batch, max_tokens=max_tokens, num_ranks=num_ranks, multiple=multiple, on=on)
+    parts = [part for share in of_ranks for part in share.parts]
+    assert len({len(share.parts) for share in of_ranks}) == 1
+    assert all(share.parts for share in of_ranks)
+    sizes = [len(part.token_ids_T) for part in parts]
+    assert min(sizes) > 0
+    assert max(sizes) <= max_tokens
+    assert all(size % multiple == 0 for size in sizes)
+    first = of_ranks[0]
+    assert sum(sizes) == first.num_computed + first.num_padding
+    if trained_mask(batch).any():
+        check_entries(batch, parts)
+        assert 0.0 <= first.shared_share < 1.0
+
+
+@given(episodes=branching_episodes(max_len=MAX_LEN), chance=st.randoms(use_true_random=False))
+def test_the_trees_do_not_depend_on_the_order_of_the_episodes(
+    episodes: list[Episode], chance: object
+) -> None:
+    other = list(episodes)
+    chance.shuffle(other)  # type: ignore[attr-defined]
+    first, second = (
+        shares(batch_of(each, row_len=MAX_LEN), max_tokens=30)[0] for each in (episodes, other)
+    )
+    for one, two in zip(first.parts, second.parts, strict=True):
+        assert np.array_equal(one.token_ids_T, two.token_ids_T)
+        assert np.array_equal(one.subtree_end_T, two.subtree_end_T)
+        assert np.array_equal(one.predecessors_E, two.predecessors_E)
+
+
+@settings(max_examples=50)
+@given(episodes=branching_episodes(max_len=MAX_LEN), limit=st.integers(MAX_LEN, 40))
+def test_a_tree_is_cut_only_where_it_is_larger_than_the_limit(
+    episodes: list[Episode], limit: int
+) -> None:
+    batch = batch_of(episodes, row_len=MAX_LEN)
+    members = sort_episodes(batch, predicted_mask(batch), share_prefixes=True)
+    pieces = cut(members, limit)
+    assert [m for piece in pieces for m in piece] == list(range(len(members.lengths)))
+    assert all(members.num_computed(piece) <= limit for piece in pieces)
+    for before, after in itertools.pairwise(pieces):
+        if members.shared[after.start]:
+            tree = [
+                m
+                for m in range(len(members.lengths))
+                if 0 not in members.shared[min(m, after.start) + 1 : max(m, after.start) + 1]
+            ]
+            assert members.num_computed(tree) > limit
+            assert before.stop == after.start
+
+
+def test_siblings_whose_tree_is_too_large_share_their_stem_in_every_microbatch() -> None:
+    """16 answers of 10 to one prompt of 100, at most 150 tokens: 5 answers beside each stem."""
+    prompt = list(range(100))
+    answers = [
+        make_episode([*prompt, *range(200 + 20 * i, 211 + 20 * i)], [False] * 100 + [True] * 11)
+        for i in range(16)
+    ]
+    (share,) = shares(batch_of(answers, row_len=128), max_tokens=150)
+    assert [len(part.token_ids_T) for part in share.parts] == [150, 150, 150, 110]
+    assert share.num_needed == 16 * 110
+
+
+def test_a_large_tree_is_cut_where_the_parts_share_least() -> None:
+    """Two groups with a system prompt of 10: cut between the groups, not inside of one."""
+    system, length = list(range(10)), 20
+    groups = [
+        make_episode(
+            [*system, *[50 + g] * length, *[100 + 10 * g + i] * 3], [i == 32 for i in range(33)]
+        )
+        for g in range(2)
+        for i in range(3)
+    ]
+    batch = batch_of(groups, row_len=64)
+    members = sort_episodes(batch, trained_mask(batch), share_prefixes=True)
+    assert cut(members, 60) == [range(3), range(3, 6)]
+    assert cut(members, 100) == [range(6)]
+
+
+def test_several_ranks_get_even_shares() -> None:
+    episodes = [
+        make_episode([g, *range(10, 30), *[100 + i] * 8], [j > 20 for j in range(29)])
+        for g in range(8)
+        for i in range(4)
+    ]
+    batch = batch_of(episodes, row_len=64)
+    of_ranks = shares(batch, max_tokens=10_000, num_ranks=3)
+    sizes = [sum(len(part.token_ids_T) for part in share.parts) for share in of_ranks]
+    assert max(sizes) < 1.2 * sum(sizes) / 3
+    alone = shares(batch, max_tokens=10_000)[0].num_computed
+    assert sum(sizes) < 1.1 * alone
+
+
+def test_pieces_of_one_tree_in_one_microbatch_share_again() -> None:
+    members = SortedEpisodes(indices=(0, 1, 2), lengths=(9, 9, 9), shared=(0, 5, 5))
+    assert members.num_computed([0, 2]) == 13
+    assert split_evenly(members, 100, 1) == [[0, 1, 2]]
+
+
+def test_padding_is_trees_of_one_token() -> None:
+    batch = batch_of([make_episode([1, 2, 3, 4], [False, True, True, True])], row_len=8)
+    members = sort_episodes(batch, trained_mask(batch), share_prefixes=True)
+    part = padded(lay_out(batch, trained_mask(batch), members, [0]), 8)
+    assert visible(part)[3:].sum() == 5
+    assert not visible(part)[3:, :3].any()
+    assert (part.position_ids_T[3:] == 0).all()
+    empty = padded(lay_out(batch, trained_mask(batch), members, []), 2)
+    assert len(empty.token_ids_T) == 2
+    assert len(empty.sources_E) == 0

@@ -1,0 +1,63 @@
+"""Random episodes with common beginnings, for the tests of prefix sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.types import Episode
+
+
+def make_episode(
+    token_ids: Sequence[int], mask: Sequence[bool], *, name: str = "rollout", seed: int = 0
+) -> Episode:
+    """Its logprobs, advantages and versions differ from token to token and from seed to seed."""
+    rng = np.random.default_rng(seed)
+    size = len(token_ids)
+    values = zip(
+        mask,
+        rng.normal(-5.0, 1.0, size).tolist(),
+        rng.normal(0.0, 1.0, size).tolist(),
+        rng.integers(-3, 1, size).tolist(),
+        strict=True,
+    )
+    drawn = [(p, a, v) if on else (0.0, 0.0, -1) for on, p, a, v in values]
+    return Episode(
+        rollout_id=name,
+        group_id="group",
+        token_ids=tuple(token_ids),
+        loss_mask=tuple(mask),
+        logprobs=tuple(p for p, _, _ in drawn),
+        advantages=tuple(a for _, a, _ in drawn),
+        versions=tuple(v for _, _, v in drawn),
+    )
+
+
+def batch_of(
+    episodes: Sequence[Episode], *, row_len: int, temperature: float = 0.7
+) -> TrainingBatch:
+    batch = pack_episodes(episodes, row_len=row_len, temperature=temperature).batch
+    assert batch is not None
+    return batch
+
+
+@st.composite
+def branching_episodes(draw: st.DrawFn, *, max_len: int, max_episodes: int = 12) -> list[Episode]:
+    """Few different tokens, and many an episode that branches off another one, or repeats it."""
+    token = st.integers(0, 3)
+    episodes: list[Episode] = []
+    for index in range(draw(st.integers(1, max_episodes))):
+        start: tuple[int, ...] = ()
+        if episodes and draw(st.booleans()):
+            stem = draw(st.sampled_from(episodes)).token_ids
+            start = stem[: draw(st.integers(0, len(stem)))]
+        least = 0 if start else 1
+        end = draw(st.lists(token, min_size=least, max_size=max(least, max_len - len(start))))
+        tokens = (*start, *end)[:max_len]
+        mask = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+        episodes.append(make_episode(tokens, mask, name=f"rollout-{index}", seed=index))
+    return episodes

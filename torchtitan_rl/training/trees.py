@@ -1,0 +1,157 @@
+"""Prefix trees of episodes: tokens that several episodes begin with are computed once.
+
+A token's logits depend on the tokens before it and on nothing else, so two episodes that begin with
+the same tokens have the same logits there. The episodes of a forward pass become trees, laid out
+depth first: a token comes after its parent, and its subtree is contiguous.
+
+```
+episode 0: A B C D        token_ids     A B C D E F
+episode 1: A B E F        position_ids  0 1 2 3 2 3      depth, not index
+                          subtree_end   6 6 4 4 6 6      query q sees key k: k <= q < subtree_end[k]
+```
+
+What the loss reads is not in the trees: each trained token of each episode is an entry of its own
+(`Microbatch.source_E`), with its own logprob, advantage and version, also where the token itself is
+computed once for several episodes. Rows without sharing are trees that have one episode each.
+
+Invariants: walking from an entry's predecessor to its root gives the episode's tokens before that
+entry; every selected token of a member has exactly one entry; nothing is computed that no entry
+needs.
+
+Shapes: T computed tokens, E entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_rl.training.batch import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """The tokens of one forward pass and the entries that read their logits."""
+
+    token_ids_T: npt.NDArray[np.int64]
+    position_ids_T: npt.NDArray[np.int64]  # depth in the tree
+    subtree_end_T: npt.NDArray[np.int64]  # index after the token's last descendant
+    predecessors_E: npt.NDArray[np.int64]  # the token whose logits are the entry's; ascending
+    sources_E: npt.NDArray[np.int64]  # the entry's token, as an index into the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedEpisodes:
+    """Those episodes of a batch that have a selected token, so ordered that episodes with a common
+    beginning are neighbours. Entry i of each tuple describes the i-th in this order.
+
+    ``lengths``: tokens to compute, those before its last selected token. ``shared``: how many of
+    these are the same tokens as those of the episode before it; two members i < j share
+    ``min(shared[i + 1 : j + 1])``.
+    """
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def num_computed(self, members: Sequence[int]) -> int:
+        """Number of distinct tokens of these members, which are in ascending order."""
+        return sum(self.lengths[m] for m in members) - sum(self.shared_by(members))
+
+    def shared_by(self, members: Sequence[int]) -> list[int]:
+        """For each member, how many tokens it shares with the member before it."""
+        return [
+            0 if before < 0 else min(self.shared[before + 1 : member + 1])
+            for before, member in zip([-1, *members], members, strict=False)
+        ]
+
+
+def sort_episodes(
+    batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], *, share_prefixes: bool
+) -> SortedEpisodes:
+    """Lexicographic order; without ``share_prefixes`` the batch's, and nothing shared."""
+    starts = batch.episode_starts
+    position_N = np.arange(batch.num_tokens) - np.repeat(starts, batch.episode_lengths)
+    needed = np.maximum.reduceat(np.where(selected_N, position_N, 0), starts)
+    indices = np.nonzero(needed)[0].tolist()
+    if not share_prefixes:
+        lengths = tuple(needed[indices].tolist())
+        return SortedEpisodes(indices=tuple(indices), lengths=lengths, shared=(0,) * len(lengths))
+    ends = starts + needed
+    # Big-endian bytes compare as the token ids do.
+    keys = {i: batch.token_ids[starts[i] : ends[i]].astype(">u8").tobytes() for i in indices}
+    indices.sort(key=lambda i: (keys[i], i))
+    tokens = [batch.token_ids[starts[i] : ends[i]] for i in indices]
+    shared = [0, *(_num_common(a, b) for a, b in itertools.pairwise(tokens))]
+    return SortedEpisodes(
+        indices=tuple(indices),
+        lengths=tuple(map(len, tokens)),
+        shared=tuple(shared[: len(tokens)]),
+    )
+
+
+def lay_out(
+    batch: TrainingBatch,
+    selected_N: npt.NDArray[np.bool_],
+    episodes: SortedEpisodes,
+    members: Sequence[int],
+) -> Microbatch:
+    """The trees of some of ``episodes``: ``members`` are positions in their order, ascending."""
+    starts = batch.episode_starts.tolist()
+    shared = episodes.shared_by(members)
+    size = episodes.num_computed(members)
+    token_ids = np.empty(size, dtype=np.int64)
+    position_ids = np.empty(size, dtype=np.int64)
+    subtree_end = np.full(size, size, dtype=np.int64)
+    path = np.empty(max((episodes.lengths[m] for m in members), default=0), dtype=np.int64)
+    predecessors, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    index, depth = 0, 0  # of the next token; of the episode before
+    for member, common in zip(members, shared, strict=True):
+        length, first = episodes.lengths[member], starts[episodes.indices[member]]
+        subtree_end[path[common:depth]] = index
+        own = slice(index, index + length - common)
+        path[common:length] = np.arange(own.start, own.stop)
+        token_ids[own] = batch.token_ids[first + common : first + length]
+        position_ids[own] = np.arange(common, length)
+        entries = np.nonzero(selected_N[first : first + length + 1])[0]
+        predecessors.append(path[entries - 1])
+        sources.append(first + entries)
+        index, depth = own.stop, length
+    predecessors_E, sources_E = np.concatenate(predecessors), np.concatenate(sources)
+    order = np.argsort(predecessors_E, kind="stable")
+    return Microbatch(
+        token_ids_T=token_ids,
+        position_ids_T=position_ids,
+        subtree_end_T=subtree_end,
+        predecessors_E=predecessors_E[order],
+        sources_E=sources_E[order],
+    )
+
+
+def padded(part: Microbatch, multiple: int) -> Microbatch:
+    """The same, padded to a multiple of ``multiple`` tokens, at least one. Each token of padding is
+    a tree of its own, so that attention costs next to nothing."""
+    size = len(part.token_ids_T)
+    missing = num_padding(size, multiple)
+    return replace(
+        part,
+        token_ids_T=np.pad(part.token_ids_T, (0, missing)),
+        position_ids_T=np.pad(part.position_ids_T, (0, missing)),
+        subtree_end_T=np.append(part.subtree_end_T, size + 1 + np.arange(missing)),
+    )
+
+
+def num_padding(size: int, multiple: int) -> int:
+    """Tokens of padding after ``size`` tokens."""
+    return -size % multiple if size else multiple
+
+
+def _num_common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+    """Number of equal tokens at the beginning of both."""
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size
