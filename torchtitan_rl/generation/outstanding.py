@@ -25,7 +25,7 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """What is told of a request's progress. ``streams``: within milliseconds, else about every
+    """Gets a request's progress. ``streams``: within milliseconds, else about every
     second (so that a lost replica costs few tokens)."""
 
     sink: ProgressSink

@@ -28,7 +28,7 @@ class LeastLoaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StickyLeastLoaded:
-    """A session stays on its replica, which has its prefix cached, unless it is overloaded or gone.
+    """A session stays on the replica with its cached prefix, unless that is overloaded or gone.
 
     Overloaded: more than ``max_imbalance`` times the tokens of the least loaded replica, and more
     than ``slack_tokens`` above it.
