@@ -53,10 +53,10 @@ class BackgroundTask:
     async def close(self) -> None:
         """Cancel the task and wait for its end."""
         if self._task is not None:
-            await cancel([self._task])
+            await cancel_all([self._task])
 
 
-async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until all have ended."""
     ending = list(tasks)
     for task in ending:
@@ -65,7 +65,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
         await asyncio.wait(ending)
 
 
-async def finish(
+async def uninterrupted(
     work: Coroutine[Any, Any, _T], *, on_cancel: Callable[[], object] | None = None
 ) -> _T:
     """The result of ``work``, which runs to its end even if this call is cancelled meanwhile.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.tasks import BackgroundTask, cancel, finish
+from torchtitan_rl.tasks import BackgroundTask, cancel_all, uninterrupted
 
 
 async def fail() -> None:
@@ -35,16 +35,16 @@ async def test_work_runs_to_its_end_however_often_the_call_is_cancelled() -> Non
             await asyncio.sleep(0)
         done.append("work")
 
-    task = await cancelled_twice(finish(work(), on_cancel=lambda: done.append("cancel")))
+    task = await cancelled_twice(uninterrupted(work(), on_cancel=lambda: done.append("cancel")))
     assert task.cancelled()
     assert done == ["cancel", "cancel", "work"]
 
 
 @on_event_loop
 async def test_what_work_returns_or_raises_is_the_calls_own_outcome() -> None:
-    assert await finish(asyncio.sleep(0, "result")) == "result"
+    assert await uninterrupted(asyncio.sleep(0, "result")) == "result"
     with pytest.raises(KeyError):
-        await finish(fail())
+        await uninterrupted(fail())
 
 
 @on_event_loop
@@ -56,7 +56,7 @@ async def test_a_cancellation_comes_first_and_the_error_of_the_work_is_its_cause
 
     async def call() -> None:
         with pytest.raises(asyncio.CancelledError) as caught:
-            await finish(work())
+            await uninterrupted(work())
         assert isinstance(caught.value.__cause__, KeyError)
 
     await (await cancelled_twice(call()))
@@ -98,6 +98,6 @@ async def test_cancelling_a_wait_leaves_the_task_running_until_it_is_closed() ->
 @on_event_loop
 async def test_all_cancelled_tasks_have_ended_when_cancel_returns() -> None:
     tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
-    await cancel(tasks)
+    await cancel_all(tasks)
     assert all(task.cancelled() for task in tasks)
-    await cancel([])
+    await cancel_all([])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.tasks import finish
+from torchtitan_rl.tasks import uninterrupted
 
 _SHIM = Path(__file__).with_name("shim.py")
 _CHUNK_BYTES = 1 << 16
@@ -72,7 +72,7 @@ async def run_command(
     with ours:
         ours.setblocking(False)
         running = _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
-        return await finish(running, on_cancel=lambda: _hang_up(ours))
+        return await uninterrupted(running, on_cancel=lambda: _hang_up(ours))
 
 
 async def _run(

@@ -111,7 +111,7 @@ class OutstandingRequests:
     def report(
         self, outputs: Iterable[EngineOutput]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """The progress for each sink, of ``outputs`` read from the tokens on that `due` named. It
+        """The progress to pass to each sink, of ``outputs`` from the tokens on that `due` named. It
         counts as reported from here on.
         """
         batches: dict[ProgressSink, list[Progress]] = {}

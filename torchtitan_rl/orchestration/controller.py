@@ -33,7 +33,7 @@ from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import WeightFeed
-from torchtitan_rl.tasks import cancel, finish
+from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
 
@@ -115,7 +115,7 @@ class Controller:
             await self._wait_for_save(training)
             raise _error_of(failed)
         finally:
-            await finish(self._close([training, *others], producer))
+            await uninterrupted(self._close([training, *others], producer))
 
     async def _train(self, producer: Producer) -> None:
         """All steps, then a checkpoint, whether they succeeded or not."""
@@ -158,7 +158,7 @@ class Controller:
             say(f"the trainer ended with {type(error).__name__}: {error}")
 
     async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
-        await cancel(tasks)
+        await cancel_all(tasks)
         await producer.close()
         await self._evaluator.close()
         await self._reconciliation.close()

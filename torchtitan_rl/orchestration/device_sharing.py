@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 
 from torchtitan_rl.orchestration.config import ControllerConfig
@@ -78,11 +78,7 @@ class DeviceSharing:
         return seconds
 
     async def prepare_step(self) -> None:
-        """Make the replicas ready for a step of the trainer.
-
-        Raises:
-            TrainerLostError: a process of the trainer died.
-        """
+        """Make the replicas ready for a step of the trainer."""
         if self._during_step is DuringStep.ABORTED:
             self._is_released = False
             async with self._switching:
@@ -92,11 +88,7 @@ class DeviceSharing:
         await self.take_devices()
 
     async def take_devices(self) -> None:
-        """Where devices are shared: put the replicas to sleep and load the trainer's state.
-
-        Raises:
-            TrainerLostError: a process of the trainer died.
-        """
+        """Where devices are shared: put the replicas to sleep and load the trainer's state."""
         if not self.devices_are_shared:
             return
         self._is_released = False  # before the lock, so that a waiting `to_replicas` gives way
@@ -109,11 +101,10 @@ class DeviceSharing:
                     # A switch to the replicas may have failed after it offloaded.
                     await self._trainer.onload()
                     return
-                started_s = time.monotonic()
                 self._trainer_is_loaded = self._engines_are_empty = True
-                await self._router.sleep()
-                await self._trainer.onload()
-                self._switch_s += time.monotonic() - started_s
+                with self._timed():
+                    await self._router.sleep()
+                    await self._trainer.onload()
 
     def release(self) -> None:
         """The trainer does not need the devices for now."""
@@ -157,9 +148,13 @@ class DeviceSharing:
         self._engines_are_empty = False
 
     async def _wake_up(self) -> None:
-        with self._state.recorder.phase("switch"):
-            started_s = time.monotonic()
+        with self._state.recorder.phase("switch"), self._timed():
             await self._trainer.offload()
             await self._router.wake_up()
             self._trainer_is_loaded = False
-            self._switch_s += time.monotonic() - started_s
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._switch_s += time.monotonic() - started_s

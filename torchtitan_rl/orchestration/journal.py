@@ -100,7 +100,6 @@ class Journal:
         Raises:
             JournalError: it could not be written; the journal is closed.
         """
-        self._left_out.discard(rollout_id)
         self._write({"rollout_id": rollout_id, "index": 0, "turn": None})
 
     def next_mark(self) -> int:

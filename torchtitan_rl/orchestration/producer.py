@@ -19,7 +19,7 @@ from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.tasks import cancel
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Problem, RolloutGroup
 
 
@@ -76,7 +76,7 @@ class Producer:
 
     async def close(self) -> None:
         """Cancel all groups; returns when every rollout has ended."""
-        await cancel(self._group_of)
+        await cancel_all(self._group_of)
 
     async def settle(self) -> None:
         """Return when the rollouts that `restart` cancelled have ended."""

@@ -121,11 +121,7 @@ class Watchdog:
             await asyncio.sleep(self.tick_s)
 
     def look(self) -> None:
-        """Look once.
-
-        Raises:
-            DeadlineError: as `run`.
-        """
+        """Look once; DeadlineError as `run`."""
         now_s = self._waits.now_s()
         self._measure_quiet(now_s)
         limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]

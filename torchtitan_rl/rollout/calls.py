@@ -102,12 +102,15 @@ def is_cancelled() -> bool:
 
 
 async def within(
-    timeout_s: float, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any
+    timeout_s: float,
+    function: Callable[..., Coroutine[Any, Any, _T]],
+    *args: Any,
+    name: str | None = None,
 ) -> _T:
     """The result of an async function, which is cancelled after ``timeout_s`` or with the caller.
 
     A call that ignores its cancellation for another ``timeout_s`` (at most `_GRACE_S`) is left to
-    run on, and counted.
+    run on, and counted by ``name``, which is the function's unless it is given.
 
     Raises:
         CallTimeoutError: there was no result in time.
@@ -135,7 +138,7 @@ async def within(
                 await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
             finally:
                 if not task.done():
-                    abandoned.add(task, _name_of(function))
+                    abandoned.add(task, name or _name_of(function))
                     task.add_done_callback(abandoned.end)
     if error is not None:
         raise CallFailedError(summary(error)) from error

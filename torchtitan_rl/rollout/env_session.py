@@ -23,7 +23,7 @@ from torchtitan_rl.rollout.env import (
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
-from torchtitan_rl.tasks import finish
+from torchtitan_rl.tasks import uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
@@ -130,7 +130,7 @@ class EnvSession:
         Returns what went wrong.
         """
         try:
-            await finish(self._call("close"))
+            await uninterrupted(self._call("close"))
         except RolloutEnded as error:
             return error.cause
         return None

@@ -16,8 +16,9 @@ from __future__ import annotations
 import binascii
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from enum import StrEnum
 from typing import Any, Literal
 
 from torchtitan_rl.rollout.env import Observation, Terminal
@@ -49,13 +50,10 @@ def problem_from_json(data: Json) -> Problem:
 
 
 def completion_to_json(completion: Completion) -> Json:
-    return _fields(completion) | {
+    return {
         "token_ids": pack_ints(completion.token_ids),
         "logprobs": _pack(array("d", completion.logprobs)),
-        "version_runs": [[run.start, run.version] for run in completion.version_runs],
-        "finish_reason": completion.finish_reason.value,
-        "metrics": None if completion.metrics is None else asdict(completion.metrics),
-        "top_logprobs": [[list(pair) for pair in pairs] for pairs in completion.top_logprobs],
+        **_plain_fields(completion, without=("token_ids", "logprobs")),
     }
 
 
@@ -79,9 +77,7 @@ def turn_to_json(turn: Turn, previous: Turn | None = None) -> Json:
     return {
         "prompt": _prompt_to_json(turn.prompt_token_ids, previous),
         "completion": completion_to_json(turn.completion),
-        "reward": turn.reward,
-        "text": turn.text,
-        "is_seen": turn.is_seen,
+        **_plain_fields(turn, without=("prompt_token_ids", "completion")),
     }
 
 
@@ -108,12 +104,8 @@ def turns_from_json(data: Sequence[Json]) -> tuple[Turn, ...]:
 
 
 def rollout_to_json(rollout: Rollout) -> Json:
-    return _fields(rollout) | {
-        "turns": turns_to_json(rollout.turns),
-        "status": rollout.status.value,
-        "messages": plain(rollout.messages),
-        "metrics": plain(rollout.metrics),
-    }
+    turns = turns_to_json(rollout.turns)
+    return {"turns": turns, **_plain_fields(rollout, without=("turns",))}
 
 
 def rollout_from_json(data: Json) -> Rollout:
@@ -181,13 +173,12 @@ def recorded_from_json(data: Json) -> RecordedRollout:
 
 def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
     """The state after ``turn``, or after `reset` if that is None."""
-    answer = _fields(env_state.answer)
+    answer = env_state.answer
     kind: Json = {"kind": "terminal"}
-    if isinstance(env_state.answer, Observation):
-        prompt = _prompt_to_json(answer.pop("prompt_token_ids"), turn)
-        kind = {"kind": "observation", "prompt": prompt}
+    if isinstance(answer, Observation):
+        kind = {"kind": "observation", "prompt": _prompt_to_json(answer.prompt_token_ids, turn)}
     return {
-        "answer": kind | {name: plain(value) for name, value in answer.items()},
+        "answer": kind | _plain_fields(answer, without=("prompt_token_ids",)),
         "state": plain(env_state.state),
         "messages": plain(env_state.messages),
     }
@@ -206,13 +197,18 @@ def env_state_from_json(data: Json, turn: Turn | None) -> EnvState:
 
 
 def plain(value: Any) -> Any:
-    """A copy in JSON's types: tuples become lists, keys strings, other objects their repr."""
+    """A copy in JSON's types: tuples become lists, keys strings, and objects of
+    any other type their repr."""
+    if isinstance(value, StrEnum):
+        return value.value
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, CompletionMetrics):
+        return asdict(value)
     return repr(value)
 
 
@@ -250,8 +246,9 @@ def _unpack(packed: str | Sequence[Any], typecode: Literal["i", "d"]) -> tuple[A
     return tuple(values)
 
 
-def _fields(value: Any) -> Json:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+def _plain_fields(value: Any, *, without: Collection[str]) -> Json:
+    names = (field.name for field in fields(value))
+    return {name: plain(getattr(value, name)) for name in names if name not in without}
 
 
 def _prompt_to_json(prompt: tuple[int, ...], previous: Turn | None) -> Json:

@@ -76,14 +76,12 @@ class RolloutRun:
     ) -> None:
         self.rollout_id = rollout_id
         self._group = group
+        nothing = RecordedRollout(rollout_id=rollout_id)
+        recorded = recorded or nothing
+        self._is_restoring = group.may_resume(recorded)
         # Turns that the environment has answered, and what continues the rollout after them.
-        self._record = RecordedRollout(rollout_id=rollout_id)
-        self._is_restoring = recorded is not None and group.may_resume(recorded)
-        self._num_refused = 0
-        if recorded is not None and self._is_restoring:
-            self._record = recorded
-        elif recorded is not None:
-            self._num_refused = recorded.num_tokens
+        self._record = recorded if self._is_restoring else nothing
+        self._num_refused = 0 if self._is_restoring else recorded.num_tokens
         self._open_turn: Turn | None = None  # sampled, and not yet in the record
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._deadline_s = 0.0

@@ -93,7 +93,8 @@ class Rubric:
     ) -> float | str:
         """The function's value, or what went wrong."""
         try:
-            value = await within(self.timeout_s, _value, function, rollout, problem)
+            name = f"reward {function.name}"
+            value = await within(self.timeout_s, _value, function, rollout, problem, name=name)
         except CallTimeoutError:
             return f"no value after {self.timeout_s} s"
         except CallFailedError as error:
@@ -122,7 +123,8 @@ async def score_whole_group(
         return scores
 
     try:
-        scores = await within(rubric.timeout_s, scores_of_all)
+        name = f"{type(rubric).__qualname__}.score_group"
+        scores = await within(rubric.timeout_s, scores_of_all, name=name)
     except (CallTimeoutError, CallFailedError) as error:
         scores = [Score(reward=None, cause=f"score_group: {error}")] * len(scorable)
     remaining = iter(scores)

@@ -17,8 +17,9 @@ from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaEr
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.futures import copy_of
 from torchtitan_rl.generation.server import FromReplica, Submission, ToReplica
-from torchtitan_rl.rpc.connection import Connection, cancel_all
+from torchtitan_rl.rpc.connection import Connection
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 from torchtitan_rl.weights.handle import WeightHandle
 

@@ -26,7 +26,7 @@ Which combinations occur:
 - ``is_pinned`` in state SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
 - ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
-- ``is_pinned`` with ``is_lagging`` only where every replica was pinned when the sync returned.
+- ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
 - In state DEAD the flags mean nothing.
 """
 

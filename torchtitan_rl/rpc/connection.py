@@ -16,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rpc.outbox import Outbox
+from torchtitan_rl.tasks import cancel_all
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -99,15 +100,6 @@ class Connection(Generic[Out, In]):
     async def _receive_all(self) -> None:
         while True:
             await self._handle(await self._poll())
-
-
-async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Returns when all have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 def _set(arrival: asyncio.Future[None] | None) -> None:

@@ -23,7 +23,7 @@ from torchtitan_rl.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
 )
-from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError, cancel_all
+from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError
 from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
 from torchtitan_rl.serving.messages import (
     Command,
@@ -38,6 +38,7 @@ from torchtitan_rl.serving.messages import (
     ToEndpoint,
     refused,
 )
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)

@@ -139,18 +139,23 @@ time.sleep(600)
         os.kill(int(pid_file.read_text()), 0)
 
 
-def test_an_agent_that_blocks_does_not_block_the_loop_that_has_to_answer_it():
-    """Trap: blocking the event loop while waiting. On one loop this would never end."""
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_an_agent_that_blocks_does_not_block_the_loop_that_has_to_answer_it(is_plain):
+    """Trap: blocking the event loop while waiting. On one loop this would never end: an async agent
+    runs on the agents' loop, a plain function in a thread of its own."""
     answered = threading.Event()
 
-    async def agent(call):
-        assert answered.wait(LONG_S)  # like the synchronous client, in an async function
+    def plain(call):
+        assert answered.wait(LONG_S)  # like the synchronous client
         return 1.0
+
+    async def agent(call):
+        return plain(call)
 
     async def scenario(loop):
         sessions = Sessions(None)
-        rollout = work_of(agent, sessions, loop=loop)
-        task = asyncio.create_task(rollout)
+        work = work_of(plain, sessions) if is_plain else work_of(agent, sessions, loop=loop)
+        task = asyncio.create_task(work)
         while sessions.counts()["session_turns"] == 0:
             await asyncio.sleep(0.001)
         answered.set()
@@ -159,24 +164,6 @@ def test_an_agent_that_blocks_does_not_block_the_loop_that_has_to_answer_it():
     with AgentThread() as agents:
         rollout = asyncio.run(scenario(agents.loop))
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
-
-
-def test_a_plain_function_is_an_agent_in_a_thread_of_its_own():
-    answered = threading.Event()
-
-    def agent(call):
-        assert answered.wait(LONG_S)
-        return AgentResult(reward=0.5)
-
-    async def scenario():
-        sessions = Sessions(None)
-        task = asyncio.create_task(work_of(agent, sessions))
-        while sessions.counts()["session_turns"] == 0:
-            await asyncio.sleep(0.001)
-        answered.set()
-        return await task
-
-    assert asyncio.run(scenario()).reward == 0.5
 
 
 def test_an_agent_on_another_loop_ends_by_its_result_its_error_or_its_cancellation():

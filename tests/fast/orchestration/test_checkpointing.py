@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,19 +54,6 @@ def end_dataset(simulation: Simulation, *, after: int) -> None:
 
 
 fail_every_save = failing("save_checkpoint", 1, CheckpointError("no space"), forever=True)
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("chance", range(8))
-def test_a_run_that_is_stopped_at_any_moment_can_be_resumed(
-    tmp_path: Path, staleness: int, chance: int
-) -> None:
-    plan = replace(PLAN, staleness=staleness, chance=chance)
-    first, stopped = live(plan, tmp_path, stop_after=1.0 + 1.7 * chance)
-    assert isinstance(stopped, StopRequested)
-    second = run(plan, tmp_path, resume=True)
-    rows = [record.step for record in (*first.recorder.steps, *second.recorder.steps)]
-    assert rows == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -195,6 +183,49 @@ def test_one_checkpoint_that_cannot_be_written_is_reported_and_the_run_goes_on(
     assert error is None
     assert any("NO CHECKPOINT of step 4" in text for text in simulation.recorder.said)
     assert simulation.checkpoints.steps()[-1] == 8
+
+
+def test_old_journals_that_cannot_be_removed_are_reported_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(journals: JournalDirectory, oldest_step: int) -> None:
+        raise JournalError("read-only")
+
+    monkeypatch.setattr(JournalDirectory, "prune", fails)
+    said = run(PLAN, tmp_path).recorder.said
+    assert "old checkpoints could not be removed: read-only" in said
+
+
+def test_a_finished_run_that_is_resumed_is_neither_evaluated_nor_saved_again(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, validate_every=3, evaluation_problems=2)
+    run(plan, tmp_path)
+    second, error = live(plan, tmp_path, resume=True, prepare=fail_every_save)
+    assert error is None
+    assert second.recorder.evaluations == []
+
+
+def test_a_run_that_stops_after_a_checkpoint_saves_what_its_rollouts_have_sampled_since(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, staleness=2, checkpoint_every=1, env_delay_s=5.0)
+
+    def prepare(simulation: Simulation) -> None:
+        recorder = simulation.recorder
+        original = recorder.record_account
+
+        def stops(record: Any) -> None:  # a checkpoint has just been taken
+            original(record)
+            asyncio.get_running_loop().call_later(3.0, simulation.controller.request_stop)
+
+        recorder.record_account = stops  # type: ignore[method-assign]
+
+    simulation, error = live(plan, tmp_path, prepare=prepare)
+    assert isinstance(error, StopRequested)
+    document, groups = newest(simulation)
+    assert document["journal_mark"] == 1  # the second checkpoint of its step
+    assert any(rollout["partial"] for group in groups for rollout in group["rollouts"])
 
 
 def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:

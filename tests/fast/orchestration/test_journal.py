@@ -131,6 +131,20 @@ def test_a_missing_turn_is_an_error_with_file_and_line(tmp_path):
         read_journals([tmp_path / "j"])
 
 
+@pytest.mark.parametrize("fault", ["a missing turn", "a damaged line"])
+def test_nothing_of_a_file_with_a_fault_counts(tmp_path, fault):
+    path = tmp_path / "2"
+    write(tmp_path / "1", ("b", 0, FIRST, None))
+    write(path, ("b", 1, SECOND, None), ("a", 0, FIRST, None), ("a", 2, THIRD, None))
+    if fault == "a damaged line":
+        path.write_bytes(path.read_bytes().replace(b'"a"', b'"c"', 1))
+    replay = Replay()
+    replay.read(tmp_path / "1")
+    with pytest.raises(JournalError):
+        replay.read(path)
+    assert replay.rollouts == {"b": RecordedRollout(rollout_id="b", turns=(FIRST,))}
+
+
 def test_later_turns_of_a_rollout_that_ended_before_the_checkpoint_are_passed_over(tmp_path):
     write(tmp_path / "j", ("a", 1, SECOND, None), ("b", 0, FIRST, None))
     assert list(read_journals([tmp_path / "j"])) == ["b"]
@@ -227,6 +241,8 @@ def test_only_unfinished_rollouts_that_were_left_out_are_kept_in_memory(tmp_path
     append(journal, "g/r0", 0, FIRST, STATE)
     append(journal, "g/r1", 0, too_new, EnvState(answer=Terminal(reward=1.0)))
     append(journal, "g/r2", 0, too_new)
+    append(journal, "g/r3", 0, too_new)
+    append(journal, "g/r3", 1, SECOND, EnvState(answer=Terminal(reward=1.0)))
     append(journal, "h/r0", 0, too_new)
     assert journal.cut_off() == ["g/r2", "h/r0"]
     journal.forget("g")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,43 +83,34 @@ def test_the_newest_checkpoint_is_chosen_where_everything_of_it_fits(run_dir: Pa
     assert chosen(run_dir) == (newest, ())
 
 
-def ledger_that_does_not_add_up(run_dir: Path, path: Path) -> None:
+def another_step(path: Path) -> None:
+    changed(path, step=77)
+
+
+def more_generated(path: Path) -> None:
     ledger = read_document(path)["ledger"]
     changed(path, ledger=ledger | {"generated": ledger["generated"] + 1})
 
 
-def another_step(run_dir: Path, path: Path) -> None:
-    changed(path, step=77)
-
-
-def groups_of_another_format(run_dir: Path, path: Path) -> None:
+def groups_of_another_format(path: Path) -> None:
     content = (path / "attachments" / GROUPS).read_bytes()
     attached(path, content.replace(b'"format":2', b'"format":99'))
 
 
-def groups_that_are_no_json(run_dir: Path, path: Path) -> None:
-    attached(path, b"{\n")
+MISFITS: dict[str, Callable[[Path], None]] = {
+    "tokens generated": more_generated,
+    "document is of step 77": another_step,
+    "format 99": groups_of_another_format,
+    "not as this version writes it": lambda path: attached(path, b"{\n"),
+}
 
 
-def damaged_journal(run_dir: Path, path: Path) -> None:
-    file = run_dir / "journal" / f"{path.name}.jsonl"
-    file.write_bytes(b"00000000 {}\n" * 3)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (ledger_that_does_not_add_up, "tokens generated"),
-        (another_step, "document is of step 77"),
-        (groups_of_another_format, "format 99"),
-        (groups_that_are_no_json, "not as this version writes it"),
-    ],
-)
+@pytest.mark.parametrize("said", MISFITS)
 def test_a_newest_checkpoint_that_does_not_fit_is_passed_over_loudly_and_kept(
-    run_dir: Path, damage: Any, said: str
+    run_dir: Path, said: str
 ) -> None:
     older, newest = steps(run_dir)
-    damage(run_dir, run_dir / "checkpoints" / f"step-{newest:06d}")
+    MISFITS[said](run_dir / "checkpoints" / f"step-{newest:06d}")
     step, passed_over = chosen(run_dir)
     assert step == older
     (message,) = passed_over
@@ -140,7 +132,7 @@ def test_a_turn_of_a_rollout_that_ended_before_the_checkpoint_does_not_spoil_it(
 def test_where_no_checkpoint_fits_all_are_kept_and_it_is_said(run_dir: Path) -> None:
     before = steps(run_dir)
     for step in before:
-        another_step(run_dir, run_dir / "checkpoints" / f"step-{step:06d}")
+        another_step(run_dir / "checkpoints" / f"step-{step:06d}")
     with pytest.raises(CheckpointError, match=r"document is of step 77.*document is of step 77"):
         chosen(run_dir)
     assert steps(run_dir) == before
@@ -148,7 +140,7 @@ def test_where_no_checkpoint_fits_all_are_kept_and_it_is_said(run_dir: Path) -> 
 
 def test_a_damaged_journal_costs_its_turns_and_no_checkpoint(run_dir: Path) -> None:
     _, newest = steps(run_dir)
-    damaged_journal(run_dir, run_dir / "checkpoints" / f"step-{newest:06d}")
+    (run_dir / "journal" / f"step-{newest:06d}.jsonl").write_bytes(b"00000000 {}\n" * 3)
     step, (message,) = chosen(run_dir)
     assert step == newest
     assert "line is damaged" in message
@@ -212,7 +204,7 @@ def test_one_torn_and_one_that_does_not_fit_are_refused_together(run_dir: Path) 
     older, newest = steps(run_dir)
     directory = CheckpointDirectory(run_dir / "checkpoints")
     cut_short(directory.path(newest))
-    another_step(run_dir, directory.path(older))
+    another_step(directory.path(older))
     before = tree(run_dir)
     with pytest.raises(CheckpointError, match=r"groups\.jsonl has .* bytes; .*is of step 77"):
         chosen(run_dir)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 
 
@@ -106,3 +108,30 @@ def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_r
         await asyncio.wait({running})
 
     run_virtually(work())
+
+
+def test_an_evaluation_has_started_only_when_it_has_its_replica(tmp_path: Path) -> None:
+    async def work() -> list[int]:
+        simulation = Simulation(Plan(validate_every=1, evaluation_problems=1), tmp_path)
+        evaluator, pin = simulation.controller._evaluator, simulation.router.pin
+        is_free = asyncio.Event()
+
+        @contextlib.asynccontextmanager
+        async def pin_when_free(version: int) -> AsyncIterator[PinnedReplica]:
+            await is_free.wait()
+            async with pin(version) as pinned:
+                yield pinned
+
+        simulation.router.pin = pin_when_free  # type: ignore[method-assign]
+        for step in (1, 2):
+            is_free.clear()
+            starting = asyncio.create_task(evaluator.start(step, 0))
+            await asyncio.sleep(10.0)
+            assert not starting.done()
+            is_free.set()
+            await starting
+            assert evaluator.is_running
+        await evaluator.finish()
+        return [record.step for record in simulation.recorder.evaluations]
+
+    assert run_virtually(work()) == [1, 2]

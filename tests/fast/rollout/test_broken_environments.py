@@ -192,34 +192,26 @@ def test_numbers_of_other_libraries_become_python_numbers():
 
 
 class Unprintable(Exception):
-    """Raises when it is printed."""
+    """Raises when it is printed, and when it is made a number."""
 
     def __str__(self):
-        raise RuntimeError("not printable")
+        raise RuntimeError("not now")
 
-    __repr__ = __str__
+    __repr__ = __float__ = __str__
 
 
-def test_an_error_that_cannot_be_printed_ends_one_rollout():
-    rollout = only(Factory(raising("step", Unprintable())))
+@pytest.mark.parametrize(
+    ("maker", "cause"),
+    [
+        (raising("step", Unprintable()), "Unprintable: <its message cannot be made>"),
+        (answering("step", Unprintable()), "expected an Observation or a Terminal"),
+        (answering("step", Terminal(reward=Unprintable())), "step: RuntimeError: not now"),
+    ],
+)
+def test_what_can_be_neither_printed_nor_converted_ends_one_rollout(maker, cause):
+    rollout = only(Factory(maker))
     assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "Unprintable" in rollout.cause
-
-
-@pytest.mark.parametrize("answer", [Unprintable(), Terminal(reward=Unprintable())])
-def test_an_answer_that_cannot_be_printed_ends_one_rollout(answer):
-    rollout = only(Factory(answering("step", answer)))
-    assert rollout.status is RolloutStatus.ENV_ERROR
-
-
-def test_numbers_that_cannot_be_converted_end_one_rollout():
-    class Raises:
-        def __float__(self):
-            raise RuntimeError("not now")
-
-    rollout = only(Factory(answering("step", Terminal(reward=Raises()))))
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "step: RuntimeError: not now" in rollout.cause
+    assert cause in rollout.cause
 
 
 @pytest.mark.parametrize("messages", [["text"], None, 5, RuntimeError("no")])

@@ -87,6 +87,8 @@ def test_a_cancelled_group_closes_every_environment_and_reports_each_rollout_onc
         await ticks()
         await cancel(task)
         assert rollouter.activities() == []
+        with pytest.raises(KeyError):
+            rollouter.snapshot("g")
 
     for turns_before in (0, 1):
         factory = Factory(CountingEnv)

@@ -321,6 +321,7 @@ def test_an_error_of_the_recorder_ends_the_group_and_closes_its_environments():
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(group)
     assert caught.group_contains(OSError, match="disk full")
+    assert sampled_tokens(run.rollouter.snapshot("g")) > 0  # it can still be saved
     assert run.closed()
     assert run.rollouter.activities() == []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 
 import pytest
 
 from tests.support.rollouts import PROBLEM
+from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, with_score
 from torchtitan_rl.types import Rollout, RolloutStatus
 
@@ -107,6 +109,26 @@ def test_a_function_that_hangs_is_a_reward_error():
     result = score(RewardFunction(name="judge", function=hangs), timeout_s=0.01)
     assert result.reward is None
     assert result.cause == "reward judge: no value after 0.01 s"
+
+
+def test_a_function_that_ignores_its_time_out_is_left_to_run_on_and_counted_by_name():
+    async def scenario():
+        release = asyncio.Event()
+
+        async def deaf(rollout, problem):
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await release.wait()
+
+        rubric = Rubric([RewardFunction(name="judge", function=deaf)], timeout_s=0.01)
+        result = await rubric.score(ROLLOUT, PROBLEM)
+        assert "reward judge: 1" in abandoned.names()
+        release.set()
+        while abandoned.num_running:
+            await asyncio.sleep(0.001)
+        return result
+
+    assert "no value after 0.01 s" in asyncio.run(scenario()).cause
 
 
 def test_a_sum_that_overflows_is_a_reward_error():
