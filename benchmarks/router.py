@@ -2,9 +2,9 @@
 
     python -m benchmarks.router [--sessions 100000] [--repeats 5] [--replicas 1 64 4096]
 
-- Decisions per CPU second: strategy, session homes and load bookkeeping of the real router's parts,
-  for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load is above the mean
-  afterwards.
+- Decisions per CPU second: strategy, sticky sessions and load bookkeeping of the real router's
+  parts, for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load is above the
+  mean afterwards.
 - Balance: the real `GeneratorRouter` over simulated replicas on a virtual clock; sessions of three
   turns with heavy-tailed lengths arrive over time. Sticky, least loaded and round-robin are
   compared by prompt tokens found in the prefix cache, by the work of the busiest replica, by the

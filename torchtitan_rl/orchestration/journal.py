@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.line_files import whole_lines
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout
@@ -170,7 +171,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file, the header first; nothing if even the header is torn.
+    """The rows of one file, the header first, without a torn last line.
 
     Holds one line in memory at a time.
 
@@ -182,7 +183,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(_raw_lines(path), start=1):
         if damaged is not None:
             raise JournalError(f"{path}, line {damaged}: the line is damaged (wrong checksum)")
-        row = _row(line[:-1]) if line.endswith(b"\n") else None
+        row = _row(line[:-1])
         if row is None:
             damaged = number  # may be the last
             continue
@@ -203,8 +204,7 @@ def newest_version(completion: Completion) -> int:
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
-            yield from file
+        yield from whole_lines(path)
     except OSError as error:
         raise JournalUnreadableError(f"{path} cannot be read: {error}") from error
 

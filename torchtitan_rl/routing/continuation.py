@@ -154,8 +154,8 @@ def _append(joined: Completion, piece: Completion) -> Completion:
 
 
 def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics | None:
-    """Times on replicas add up; the time between two pieces is not counted. The wait for a later
-    piece's first token is part of decoding."""
+    """Adds up the times on replicas, without the time between two pieces. A later piece's wait for
+    its first token counts as decoding."""
     first, second = joined.metrics, piece.metrics
     if first is None or second is None:
         return second or first

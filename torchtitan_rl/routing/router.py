@@ -36,7 +36,7 @@ from torchtitan_rl.weights.handle import WeightHandle
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _STATS_TIMEOUT_S = 60.0
-_MAX_SESSIONS = 262_144  # homes remembered; the longest unused are forgotten first
+_MAX_SESSIONS = 262_144  # whose replica is remembered; the longest unused are forgotten first
 
 
 class GeneratorRouter:
@@ -70,7 +70,7 @@ class GeneratorRouter:
         self._requests = RunningRequests(
             self._slots, timeout_s=request_timeout_s, on_ended=on_ended
         )
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._session_replicas: OrderedDict[str, int] = OrderedDict()
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -329,7 +329,7 @@ class GeneratorRouter:
         if self._slots.is_paused:
             return None
         index = self._strategy.choose(
-            self._slots.index, self._home(request.session_id), request.min_version
+            self._slots.index, self._last_replica(request.session_id), request.min_version
         )
         if index is None:
             if not self._keeps_requests:
@@ -338,13 +338,13 @@ class GeneratorRouter:
         self._remember(request.session_id, index)
         return self._slots.all[index]
 
-    def _home(self, session_id: str | None) -> int | None:
-        return None if session_id is None else self._homes.get(session_id)
+    def _last_replica(self, session_id: str | None) -> int | None:
+        return None if session_id is None else self._session_replicas.get(session_id)
 
     def _remember(self, session_id: str | None, index: int) -> None:
         if session_id is None:
             return
-        self._homes[session_id] = index
-        self._homes.move_to_end(session_id)
-        if len(self._homes) > _MAX_SESSIONS:
-            self._homes.popitem(last=False)
+        self._session_replicas[session_id] = index
+        self._session_replicas.move_to_end(session_id)
+        if len(self._session_replicas) > _MAX_SESSIONS:
+            self._session_replicas.popitem(last=False)

@@ -4,6 +4,30 @@ Invariants: a wait for a replica's answer ends at once when the replica dies; ev
 on one event loop and changes without awaiting, so what is read between two awaits is consistent
 and needs no lock; a dead replica stays dead, with its first cause; load, state and version of a
 slot change through `Slots` alone, which keeps `Slots.index` up to date.
+
+Besides its `ReplicaState` a slot has flags:
+
+| flag | set when | cleared when | meanwhile the replica |
+|---|---|---|---|
+| ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
+| ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
+| ``is_emptied`` | it executed that pause or sleep | with ``is_stopped`` | has no request |
+| ``is_asleep`` | a sleep begins | it executed the wake-up | begins no swap |
+| ``is_lagging`` | a sync returns without it | its next swap | still follows that sync |
+
+Which combinations occur:
+
+- ``is_stopped`` without ``is_emptied`` in a pause by ``keep``, and until a pause was executed. A
+  swap by ``drain`` waits for either ``is_emptied`` or the end of all requests.
+- ``is_emptied`` without ``is_stopped`` only after a `resume` while the replica was falling asleep.
+  No request reaches it then before it has weights again, because its version is NO_WEIGHTS.
+- ``is_asleep`` in state SYNCING only until a swap that began before the sleep has ended: the sleep
+  waits for it. A DRAINING replica may sleep: it swaps after the wake-up.
+- ``is_pinned`` in state SYNCING or DRAINING only while the pin gets its version, when it begins or
+  after a sleep.
+- ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
+- ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
+- In state DEAD the flags mean nothing.
 """
 
 from __future__ import annotations
@@ -41,12 +65,12 @@ class Slot:
     is_reserved: bool  # for pins alone
     state: ReplicaState = ReplicaState.SERVING
     version: int = 0
-    is_pinned: bool = False  # kept out of pulls
+    is_pinned: bool = False
     pinned_weights: WeightHandle | None = None
-    is_stopped: bool = False  # or about to be, by a pause or a sleep
-    is_asleep: bool = False  # or about to be
-    is_emptied: bool = False  # by a pause; new requests wait in its inbox
-    is_lagging: bool = False  # a sync returned without it, and it still follows
+    is_stopped: bool = False
+    is_asleep: bool = False
+    is_emptied: bool = False
+    is_lagging: bool = False
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     received_tokens: int = 0  # of all its pieces; see `ReplicaAccount`

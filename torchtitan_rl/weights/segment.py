@@ -93,10 +93,6 @@ class SegmentWriter:
     def __init__(self) -> None:
         self._mapped: dict[int, tuple[BinaryIO, torch.Tensor]] = {}  # by inode
 
-    @property
-    def num_mapped(self) -> int:
-        return len(self._mapped)
-
     def image(self, path: Path) -> torch.Tensor:
         """All bytes, uint8 [num_bytes], for writing in place.
 

@@ -24,17 +24,17 @@ def test_least_loaded_takes_the_fewest_outstanding_tokens():
 
 
 def test_a_session_stays_at_home_while_home_is_not_overloaded():
-    assert StickyLeastLoaded().choose(views(0, 5000), home=1) == 1
+    assert StickyLeastLoaded().choose(views(0, 5000), last=1) == 1
 
 
-def test_a_session_leaves_an_overloaded_home():
+def test_a_session_leaves_an_overloaded_replica():
     strategy = StickyLeastLoaded(max_imbalance=2.0, slack_tokens=1000)
-    assert strategy.choose(views(2000, 4001), home=1) == 0
-    assert strategy.choose(views(2000, 4000), home=1) == 1
+    assert strategy.choose(views(2000, 4001), last=1) == 0
+    assert strategy.choose(views(2000, 4000), last=1) == 1
 
 
 def test_a_session_leaves_a_home_that_takes_no_requests():
-    assert StickyLeastLoaded().choose(views(900, None), home=1) == 0
+    assert StickyLeastLoaded().choose(views(900, None), last=1) == 0
 
 
 def test_round_robin_takes_turns_and_skips_those_that_take_none():
@@ -50,11 +50,11 @@ def test_a_session_leaves_a_home_that_lags_and_waits_where_all_lag():
         assert strategy.choose(lagging_and_newest, 0, 3) is None
 
 
-@given(loads=some_views, home=st.none() | st.integers(0, 11))
-def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, home):
-    home = home if home is not None and home < len(loads) else None
+@given(loads=some_views, last=st.none() | st.integers(0, 11))
+def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, last):
+    last = last if last is not None and last < len(loads) else None
     for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
-        index = strategy.choose(views(*loads), home)
+        index = strategy.choose(views(*loads), last)
         if index is None:
             assert all(load is None for load in loads)
         else:

@@ -213,10 +213,10 @@ def test_another_process_writes_into_memory_that_readers_find_only_once_it_is_co
         del read
     assert len(maps) == 2  # both segments are mapped once
     publisher.close()
-    assert writer.num_mapped == 2
+    assert len(writer._mapped) == 2
     with pytest.raises(FileNotFoundError):
         writer.image(begun.path)
-    assert writer.num_mapped == 0
+    assert len(writer._mapped) == 0
 
 
 def test_without_room_in_shared_memory_files_go_to_the_run_folder(
