@@ -245,7 +245,7 @@ async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
     from torchtitan_rl.routing.router import GeneratorRouter
 
     supervise()
-    devices = (0,) if settings.device == "cuda" else ()
+    devices = ("0",) if settings.device == "cuda" else ()
     group = ProcessGroup(name="replica0", ranks=1, threads=settings.threads, devices=devices)
     replica = await spawn_replica(group, _our_spec(settings, log_dir))
     await replica.peer.start()

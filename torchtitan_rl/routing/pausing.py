@@ -111,7 +111,7 @@ async def _put_to_sleep(slots: Slots, slot: Slot, timeout_s: float) -> None:
     await asyncio.sleep(0)  # a waiting sync must see the new version before it is reset
     slots.set_version(slot, NO_WEIGHTS)
     if await _execute(slots, slot, Sleep(), "fall asleep", timeout_s):
-        slot.is_emptied = True
+        slot.is_emptied = slots.is_paused  # unless `resume` came first
         slots.notify()
 
 

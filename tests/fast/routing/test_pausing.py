@@ -47,6 +47,19 @@ async def test_a_drain_waits_while_requests_are_frozen():
 
 
 @on_virtual_clock
+async def test_a_replica_that_is_resumed_while_it_falls_asleep_is_not_taken_for_empty_later():
+    router = GeneratorRouter(connected([FarReplica("r", latency_s=1.0)]))
+    sleeping = asyncio.create_task(router.sleep())
+    await asyncio.sleep(0.5)
+    await router.resume()
+    await sleeping
+    (slot,) = router._slots.all
+    assert slot.is_asleep
+    assert not slot.is_emptied
+    await router.close()
+
+
+@on_virtual_clock
 async def test_a_pause_that_waits_waits_for_deadlines_and_loses_no_replica():
     router = GeneratorRouter(connected([FarReplica("r", step_s=1.0)]), request_timeout_s=10.0)
     call = asyncio.create_task(router.generate(request("a", max_tokens=400)))

@@ -156,9 +156,11 @@ class PolicyTrainer:
         """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type)."""
         self._memory.require()
         state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
-        if self._layout.rank == 0:
-            write_hf(Path(path), state, source=self._source)
-        dist.barrier()
+        try:
+            if self._layout.rank == 0:
+                write_hf(Path(path), state, source=self._source)
+        finally:
+            dist.barrier()
 
     def save_checkpoint(
         self, path: Path, extra: dict[str, Any], attachments: Mapping[str, bytes] | None = None
