@@ -19,7 +19,6 @@ Which combinations occur:
 
 - ``is_stopped`` without ``is_emptied`` in a pause by ``keep``, and until a pause was executed. A
   swap by ``drain`` waits for either ``is_emptied`` or the end of all requests.
-  No request reaches it then before it has weights again, because its version is NO_WEIGHTS.
 - ``is_asleep`` in state SYNCING only until a swap that began before the sleep has ended: the sleep
   waits for it. A DRAINING replica may sleep: it swaps after the wake-up.
 - ``is_pinned`` in state SYNCING or DRAINING only while the pin gets its version, when it begins or
