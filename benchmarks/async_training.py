@@ -9,10 +9,11 @@ synchronously and at staleness 1. All arms run the same job from the same seed, 
 Figures are medians over the steps of each run, without the first two and without the last ones,
 during which nothing is generated any more.
 
-What an arm takes longer than the ideal is either *waiting* (its busier part, trainer or replica,
-had nothing to do) or *slower work* (that part was busy for longer than in the synchronous arm: the
-controller has no core of its own and takes time from both, and prompts that are running during a
-pull are computed again).
+What an arm takes longer than the ideal is either *waiting* (both parts, trainer and replica, had
+nothing to do) or *slower work* (the busier part was busy for longer than in the synchronous arm).
+The CPU seconds of each process say why: the controller has no core of its own, and stays off the
+trainer's. Where the replica and the controller together need longer than the ideal, they are the
+limit of this split.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
 
+from benchmarks.cpu_seconds import per_step
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
@@ -83,6 +85,16 @@ def main() -> None:
     report(runs, facts, settings, given.json)
 
 
+def cpu_seconds(runs: list[FinishedRun]) -> dict[str, float]:
+    """Of each process in one measured step: medians over the runs."""
+    found = []
+    for run in runs:
+        steps = len(run.column("time/step_s"))
+        found.append(per_step(run.cpu_after, FIRST_STEP, steps - max(STALENESS) - 1))
+    names = sorted(set().union(*found))
+    return {name: median(one[name] for one in found if name in one) for name in names}
+
+
 def lost_seconds(runs: list[FinishedRun], *, ideal_s: float) -> dict[str, float]:
     """Seconds of a step beyond the ideal, by cause; see the module."""
     names = ("time/step_s", "overlap/trainer_idle_share", "overlap/generator_idle_share")
@@ -119,6 +131,10 @@ def report(
         rows.append([name, f"{value:.2f}", *of_ideal, f"{best_sync / value:.2f}x", f"{age:.1f}"])
     header = ["arm", "s/step", "of ideal", "waiting s", "slower work s"]
     print_table([*header, "best sync / arm", "mean age"], rows)
+    cpu = {name: cpu_seconds(of_arm) for name, of_arm in runs.items()}
+    for name, of_arm in cpu.items():
+        spent = ", ".join(f"{process} {value:.2f}" for process, value in of_arm.items())
+        print(f"{name}: CPU seconds a step: {spent or 'not measured'}")
     bars(path.with_suffix(".png"), seconds, title="Optimizer step", label="seconds, median")
     write_report(
         path,
@@ -131,6 +147,7 @@ def report(
             "seconds_per_step": seconds,
             "share_of_ideal": {name: ideal / seconds[name] for name in lost},
             "lost": lost,
+            "cpu_s_per_step": cpu,
             "best_synchronous_over_arm": {
                 name: best_sync / value for name, value in seconds.items()
             },

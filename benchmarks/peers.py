@@ -46,7 +46,7 @@ def main() -> None:
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # all processes of all sides inherit it
     facts = machine()
-    folder = options.output_dir or Path(mkdtemp(prefix="peers-"))
+    folder = (options.output_dir or Path(mkdtemp(prefix="peers-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     policies = write_policies(folder)
     runs: dict[str, dict[str, list[SideRun]]] = {}

@@ -29,6 +29,7 @@ def peers_python(folder: Path, needed: Sequence[str]) -> Path:
     Raises:
         SystemExit: something cannot be installed.
     """
+    folder = folder.absolute()
     python, stamp = folder / "bin" / "python", folder / _STAMP
     wanted = [f"running: {sys.prefix}", _HIDE, *needed]
     if stamp.exists() and stamp.read_text().splitlines() == wanted:

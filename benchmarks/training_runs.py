@@ -6,20 +6,25 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu_seconds import CpuSeconds
+
 ROOT = Path(__file__).resolve().parents[1]
+_LOOK_S = 0.05  # between two looks at a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """``seconds`` is the whole command, start-up included."""
+    """``seconds`` is the whole command, start-up included. ``cpu_after``: the CPU seconds that each
+    process had used after each step, where they were read (`cpu_seconds`)."""
 
     rows: tuple[dict[str, Any], ...]
     seconds: float
+    cpu_after: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def column(self, name: str, *, first_step: int = 1) -> list[float]:
         """A metric of each training step from ``first_step`` on."""
@@ -41,16 +46,31 @@ def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun
         place = ["--output-dir", str(run_dir.parent), "--name", run_dir.name]
         words = [sys.executable, "-m", "torchtitan_rl.commands.cli", "train", str(config)]
         started = time.monotonic()
-        done = subprocess.run(
-            [*words, *options, *place, "--metrics.progress", "plain"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{run_dir.name} failed:\n{done.stdout[-3000:]}")
-        timing.write_text(json.dumps({"seconds": time.monotonic() - started}))
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return FinishedRun(rows=tuple(rows), seconds=json.loads(timing.read_text())["seconds"])
+        log = run_dir.with_name(f"{run_dir.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*words, *options, *place, "--metrics.progress", "plain"],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        cpu = CpuSeconds(process.pid, run_dir / "metrics.jsonl")
+        try:
+            while process.poll() is None:
+                cpu.look()
+                time.sleep(_LOOK_S)
+        finally:
+            process.kill()  # where this one was interrupted
+        if process.returncode:
+            raise SystemExit(f"{run_dir.name} failed:\n{log.read_text()[-3000:]}")
+        seconds = time.monotonic() - started
+        timing.write_text(json.dumps({"seconds": seconds, "cpu_after": cpu.after}))
+    measured = json.loads(timing.read_text())
+    after = {int(step): of_step for step, of_step in measured.get("cpu_after", {}).items()}
+    text = (run_dir / "metrics.jsonl").read_text()
+    return FinishedRun(
+        rows=tuple(json.loads(line) for line in text.splitlines()),
+        seconds=measured["seconds"],
+        cpu_after=after,
+    )
