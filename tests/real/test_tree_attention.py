@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
@@ -57,22 +57,23 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_T: torch.Tenso
     return out.transpose(1, 2)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(
     episodes=branching_episodes(max_len=64, max_episodes=8),
     sizes=st.sampled_from([(128, 512, 1500), (4, 6, 0), (8, 512, 0), (16, 8, 200)]),
     multiple=st.sampled_from([1, 8]),
 )
 def test_output_and_gradients_equal_those_under_the_dense_mask(
-    episodes: list[Episode],
-    sizes: tuple[int, int, int],
-    multiple: int,
-    monkeypatch: pytest.MonkeyPatch,
+    episodes: list[Episode], sizes: tuple[int, int, int], multiple: int
 ) -> None:
-    for name, size in zip(("_MAX_KEYS", "_MAX_QUERIES", "_CALL_COST"), sizes, strict=True):
-        monkeypatch.setattr(tree_attention, name, size)
+    """Whatever the sizes of tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("_MAX_KEYS", "_MAX_QUERIES", "_CALL_COST"), sizes, strict=True):
+            patch.setattr(tree_attention, name, size)
+        check_against_the_dense_mask(episodes, multiple)
+
+
+def check_against_the_dense_mask(episodes: list[Episode], multiple: int) -> None:
     ends_T = subtree_ends(episodes, multiple=multiple)
     q, k, v = inputs(len(ends_T), seed=len(ends_T))
     attention = TreeAttention.Config().build()
@@ -128,7 +129,7 @@ def test_the_mask_of_flex_attention_is_the_dense_one(
 def test_flex_attention_under_that_mask_gives_the_same_output() -> None:
     """The forward pass, which flex has on the CPU."""
     ends_T = torch.tensor([140] * 60 + [100] * 40 + [140] * 40 + [200] * 60)
-    q, k, v = inputs(len(ends_T), seed=0)
+    q, k, v = (x.detach() for x in inputs(len(ends_T), seed=0))
     block_mask = create_block_mask(tree_mask_mod(ends_T), 1, None, 200, 200, device="cpu")
     out = flex_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=True
