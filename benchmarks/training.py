@@ -14,8 +14,9 @@ Sides, alternating (each repeat begins with another one), on the same episodes o
 - bare: the same loop on the tokens of all episodes, which unshared rows are to be judged by.
 
 A microbatch has at most ``--rows`` x the row length tokens on every side. Memory is the peak of
-the process above what it holds before the step (CPU: resident pages; CUDA: allocated). On CUDA the
-table also has the share of the device's peak FLOP/s that `training_work.step_flops` amounts to.
+the process above what it holds before the step (CPU: resident pages; CUDA: allocated). The JSON
+file also has ratios of CPU seconds, which other work on the machine hardly moves (with one thread).
+On CUDA the table has the share of the peak FLOP/s that `training_work.step_flops` amounts to.
 """
 
 from __future__ import annotations
@@ -144,9 +145,10 @@ def _share(batch: TrainingBatch, row_len: int, rows: int, *, on: bool) -> Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``memory_bytes``: the largest of all repeats."""
+    """``cpu_seconds`` are of all threads; ``memory_bytes``: the largest of all repeats."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     memory_bytes: int
 
     @property
@@ -157,22 +159,27 @@ class Measured:
 def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, Measured]:
     """Each side once per repeat, in turns; one unmeasured round first."""
     names = list(sides)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     memory: dict[str, int] = dict.fromkeys(names, 0)
     for number in range(repeats + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             before = _start_memory_peak()
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             sides[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            elapsed = time.perf_counter() - started
+            elapsed = time.perf_counter() - started[0], time.process_time() - started[1]
             if number > 0:
                 seconds[name].append(elapsed)
                 memory[name] = max(memory[name], _memory_peak() - before)
     return {
-        name: Measured(seconds=tuple(seconds[name]), memory_bytes=memory[name]) for name in names
+        name: Measured(
+            seconds=tuple(wall for wall, _ in seconds[name]),
+            cpu_seconds=tuple(cpu for _, cpu in seconds[name]),
+            memory_bytes=memory[name],
+        )
+        for name in names
     }
 
 
@@ -184,7 +191,6 @@ def _summary(
     sizes: Mapping[str, int],
     num_logits: int,
 ) -> dict[str, Any]:
-    ours = measured["shared"].seconds
     flops = step_flops(shared.num_computed, num_logits, num_visible_pairs(shared.parts), **sizes)
     peak = _peak_flops()
     return {
@@ -195,15 +201,11 @@ def _summary(
         "unshared_tokens": unshared.num_computed,
         "microbatches": {"shared": len(shared.parts), "unshared": len(unshared.parts)},
         "seconds": {name: side.seconds for name, side in measured.items()},
+        "cpu_seconds": {name: side.cpu_seconds for name, side in measured.items()},
         "median_s": {name: side.median_s for name, side in measured.items()},
         "peak_memory_bytes": {name: side.memory_bytes for name, side in measured.items()},
-        "ratios": {
-            "unshared / shared": _median_ratio(measured["unshared"].seconds, ours),
-            "ideal / shared": _median_ratio(measured["ideal"].seconds, ours),
-            "bare / unshared": _median_ratio(
-                measured["bare"].seconds, measured["unshared"].seconds
-            ),
-        },
+        "ratios": _ratios({name: side.seconds for name, side in measured.items()}),
+        "cpu_ratios": _ratios({name: side.cpu_seconds for name, side in measured.items()}),
         "flops": flops,
         "mfu": flops / measured["shared"].median_s / peak if peak else None,
     }
@@ -254,6 +256,11 @@ def _report(
             "workloads": results,
         },
     )
+
+
+def _ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    pairs = (("unshared", "shared"), ("ideal", "shared"), ("bare", "unshared"))
+    return {f"{a} / {b}": _median_ratio(seconds[a], seconds[b]) for a, b in pairs}
 
 
 def _median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:

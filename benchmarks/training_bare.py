@@ -1,18 +1,23 @@
-"""A bare torchtitan training loop: no episodes, no policy loss, no metrics, no checks."""
+"""A bare torchtitan training loop: no episodes, no policy loss, no metrics, no checks, no layers of
+ours."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchtitan_rl.backends.titan import setup as titan_setup
 
 # isort: split
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.nn_modules import RMSNorm
 
 from torchtitan_rl.backends.titan.hf import load_hf
-from torchtitan_rl.backends.titan.model import build_policy
+from torchtitan_rl.backends.titan.model import build_model, policy_config
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.training.config import TrainerConfig
@@ -30,9 +35,17 @@ class BareLoop:
         sizes = read_architecture(policy)
         self._device = layout.device
         self._vocab_size = sizes.vocab_size
-        self._model = build_policy(sizes, config, layout, dtype=dtype)
-        for layer in self._model.layers.values():
-            layer.attention.inner_attention = ScaledDotProductAttention.Config().build()
+        model_config = policy_config(sizes, config, layout, dtype)
+        for layer in model_config.layers:
+            attention = layer.attention
+            attention.inner_attention = ScaledDotProductAttention.Config()
+            attention.rope = _as(CosSinRoPE.Config, attention.rope)
+            if attention.qk_norm is not None:
+                attention.qk_norm = _as(RMSNorm.Config, attention.qk_norm)
+            layer.attention_norm = _as(RMSNorm.Config, layer.attention_norm)
+            layer.ffn_norm = _as(RMSNorm.Config, layer.ffn_norm)
+        model_config.norm = _as(RMSNorm.Config, model_config.norm)
+        self._model = build_model(model_config, config, layout, dtype)
         load_hf(self._model, policy)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=1000)
         self.sizes = {
@@ -42,9 +55,11 @@ class BareLoop:
         }
 
     def step(self, *, num_tokens: int, num_logits: int, row_len: int, max_tokens: int) -> None:
-        """One optimizer step on about ``num_tokens`` tokens in whole rows, in microbatches of at
-        most ``max_tokens``, with the logits of ``num_logits``."""
-        num_rows = max(1, round(num_tokens / row_len))
+        """One optimizer step on ``num_tokens`` tokens, in rows of equal length and at most
+        ``row_len``, in microbatches of at most ``max_tokens``, with the logits of ``num_logits``.
+        """
+        num_rows = -(-num_tokens // row_len)
+        row_len = round(num_tokens / num_rows)
         rows = max(1, max_tokens // row_len)
         logits_of_row = num_logits / num_rows
         for start in range(0, num_rows, rows):
@@ -60,3 +75,8 @@ class BareLoop:
             (loss / num_logits).backward()
         self._optimizer.clip()
         self._optimizer.step()
+
+
+def _as(kind: Any, config: Any) -> Any:
+    """torchtitan's configuration with the values of ours."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})

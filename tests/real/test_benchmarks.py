@@ -61,20 +61,21 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
         }
 
 
-def test_training_trains_on_the_same_tokens_on_every_side(tmp_path):
+def test_training_compares_shared_prefixes_with_unshared_rows_and_the_ideal(tmp_path):
     path = tmp_path / "training.json"
+    siblings = "8 x 8 answers of 48 to prompts of 205"
     bench(
         "training",
-        *("--episodes", "6", "--row-len", "128", "--repeats", "2", "--output", str(path)),
+        *("--workloads", siblings, "--row-lens", "128", "512", "--repeats", "2"),
+        *("--output", str(path)),
     )
-    report = report_of(path)
-    sides = report["sides"]
-    assert set(sides) == {"ours", "bare", "bare, all logits", "padded"}
-    assert len({(row["tokens"], row["trained_tokens"]) for row in sides.values()}) == 1
-    assert 0 < sides["ours"]["trained_tokens"] < sides["ours"]["tokens"] <= 6 * 128
-    assert all(len(row["seconds"]) == 2 for row in sides.values())
-    assert set(report["ratios"]) == {f"ours / {side}" for side in sides}
-    assert report["padding_by_episodes"]["512"]
+    assert list(report_of(path)["workloads"]) == [siblings]
+    (result,) = report_of(path)["workloads"][siblings].values()  # longer than rows of 128
+    assert (result["tokens"], result["trained_tokens"]) == (64 * 253, 64 * 48)
+    assert result["computed_tokens"] < 0.3 * result["unshared_tokens"]
+    assert set(result["seconds"]) == {"shared", "unshared", "ideal", "bare"}
+    assert all(len(seconds) == 2 for seconds in result["seconds"].values())
+    assert set(result["ratios"]) == {"unshared / shared", "ideal / shared", "bare / unshared"}
 
 
 def test_router_gives_every_strategy_the_same_sessions(tmp_path):

@@ -34,7 +34,7 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from torchtitan_rl.backends.titan.layers import ScaledRoPE
+from torchtitan_rl.backends.titan.layers import CpuRMSNorm, ScaledRoPE
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.backends.titan.tree_attention import (
     TreeAttention,
@@ -94,7 +94,13 @@ def build_policy(
 ) -> PolicyModel:
     """A parallelized model on its device that computes in ``dtype``. Its float32 weights are *not
     set yet*."""
-    model_config = _model_config(architecture, config, layout, dtype)
+    return build_model(policy_config(architecture, config, layout, dtype), config, layout, dtype)
+
+
+def build_model(
+    model_config: Any, config: TrainerConfig, layout: Layout, dtype: str
+) -> PolicyModel:
+    """As `build_policy`, of a configuration that may have been changed."""
     with torch.device("meta"):
         bare = model_config.build()
     model: PolicyModel = parallelize_qwen3(
@@ -124,11 +130,13 @@ def build_policy(
     return model
 
 
-def _model_config(
+def policy_config(
     architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, dtype: str
 ) -> Any:
+    """The `PolicyModel.Config` of an architecture."""
     a = architecture
-    norm = partial(RMSNorm.Config, eps=a.norm_eps, param_init=_NO_INIT)
+    norm_config = CpuRMSNorm.Config if layout.device.type == "cpu" else RMSNorm.Config
+    norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
     layers = [
         Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),

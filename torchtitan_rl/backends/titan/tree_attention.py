@@ -14,6 +14,7 @@ head. A tile has Q rows (its queries times G) and C keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,10 +46,14 @@ def tree_mask_mod(
 
 
 class TreeTiles(NamedTuple):
-    """What `TreeAttention` computes; the same for every layer."""
+    """What `TreeAttention` computes; the same for every layer.
 
-    tiles_M4: torch.Tensor  # int64: first query, end of queries, first key, end of keys
-    subtree_end_T: torch.Tensor
+    A tile is: first query, end of queries, first key, end of keys, how many of its queries (the
+    first ones) do not see all of its keys, and where its mask begins.
+    """
+
+    tiles_M6: torch.Tensor  # int64
+    masks: torch.Tensor  # of all tiles, flattened: added to scores, 0 or -inf
 
 
 def tree_tiles(subtree_end_T: torch.Tensor) -> TreeTiles:
@@ -57,18 +62,26 @@ def tree_tiles(subtree_end_T: torch.Tensor) -> TreeTiles:
     # A node is a chain of only children: its tokens have the same subtree end.
     starts = np.nonzero(np.diff(ends, prepend=-1))[0].tolist()
     stops = [*starts[1:], len(ends)]
-    tiles: list[tuple[int, int, int, int]] = []
+    tiles: list[tuple[int, ...]] = []
+    masks, num_masked = [np.empty(0, dtype=np.bool_)], 0
     for first, stop in _joined(starts, stops, ends):
         num_blocks = -(-(stop - first) // _MAX_KEYS)
         size = -(-(stop - first) // num_blocks)
         for key in range(first, stop, size):
             key_end = min(key + size, stop)
-            query_end = int(ends[key:key_end].max())
-            tiles += [
-                (query, min(query + _MAX_QUERIES, query_end), key, key_end)
-                for query in range(key, query_end, _MAX_QUERIES)
-            ]
-    return TreeTiles(torch.tensor(tiles), subtree_end_T)
+            seen_until, query_end = int(ends[key:key_end].min()), int(ends[key:key_end].max())
+            for query in range(key, query_end, _MAX_QUERIES):
+                end = min(query + _MAX_QUERIES, query_end)
+                blind_end = end if seen_until < end else min(key_end, end)
+                queries = np.arange(query, max(blind_end, query))[:, None]
+                keys = np.arange(key, key_end)
+                mask = (keys > queries) | (queries >= ends[key:key_end])
+                tiles.append((query, end, key, key_end, len(mask), num_masked))
+                masks.append(mask.ravel())
+                num_masked += mask.size
+    is_hidden = torch.from_numpy(np.concatenate(masks))
+    hidden = torch.zeros(num_masked).masked_fill_(is_hidden, -torch.inf)
+    return TreeTiles(torch.tensor(tiles), hidden)
 
 
 def _joined(
@@ -124,33 +137,38 @@ def _attend(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    tiles_M4: torch.Tensor,
-    subtree_end_T: torch.Tensor,
+    tiles_M6: torch.Tensor,
+    masks: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, N, H] and log-normalizers [K, T * G]. One operator, so that ``torch.compile`` and
     activation checkpointing need not look inside."""
-    num_keys, group = k_TKH.shape[1], q_TNH.shape[1] // k_TKH.shape[1]
-    q, k, v = (
-        _by_head(q_TNH * scale, num_keys),
-        _by_head(k_TKH, num_keys),
-        _by_head(v_TKH, num_keys),
-    )
-    out = torch.zeros_like(q)
+    num_tokens, num_heads, size = q_TNH.shape
+    group = num_heads // k_TKH.shape[1]
+    q, k, v = _rows(q_TNH, group), (k_TKH * scale).transpose(0, 1), v_TKH.transpose(0, 1)
+    sums = torch.zeros_like(q)
     top = q.new_full(q.shape[:2], -torch.inf)
     total = torch.zeros_like(top)
-    for query, query_end, key, key_end in tiles_M4.tolist():
+    scratch = _scratch(q, tiles_M6, group)
+    for query, query_end, key, key_end, num_blind, mask in tiles_M6.tolist():
         rows = slice(query * group, query_end * group)
-        scores_KQC = _scores(q[:, rows], k[:, key:key_end], query, key, subtree_end_T, group)
+        scores_KQC = _product(q[:, rows], k[:, key:key_end], scratch)
+        _hide(scores_KQC, masks[mask:], num_blind, group)
         old_KQ = top[:, rows]
         new_KQ = torch.maximum(old_KQ, scores_KQC.amax(dim=2))
         scores_KQC.sub_(new_KQ[..., None]).exp_()
         decay_KQ = (old_KQ - new_KQ).exp_()
         total[:, rows].mul_(decay_KQ).add_(scores_KQC.sum(dim=2))
-        out[:, rows].mul_(decay_KQ[..., None]).baddbmm_(scores_KQC, v[:, key:key_end])
+        sums[:, rows].mul_(decay_KQ[..., None]).baddbmm_(scores_KQC, v[:, key:key_end])
         old_KQ.copy_(new_KQ)
-    out /= total[..., None]
-    return _by_token(out, q_TNH.shape), top + total.log()
+    out_TNH = q_TNH.new_empty(q_TNH.shape)
+    parts = (len(q), num_tokens, group)
+    torch.div(
+        sums.view(*parts, size),
+        total.view(*parts, 1),
+        out=out_TNH.view(num_tokens, -1, group, size).transpose(0, 1),
+    )
+    return out_TNH, top + total.log()
 
 
 @_attend.register_fake
@@ -160,7 +178,7 @@ def _attend_fake(
     num_tokens, num_heads, _size = q_TNH.shape
     num_keys = k_TKH.shape[1]
     normalizer = q_TNH.new_empty(num_keys, num_tokens * (num_heads // num_keys))
-    return torch.empty_like(q_TNH, memory_format=torch.contiguous_format), normalizer
+    return q_TNH.new_empty(q_TNH.shape), normalizer
 
 
 @torch.library.custom_op("torchtitan_rl::tree_attention_backward", mutates_args=())
@@ -171,35 +189,34 @@ def _attend_backward(
     v_TKH: torch.Tensor,
     out_TNH: torch.Tensor,
     normalizer: torch.Tensor,
-    tiles_M4: torch.Tensor,
-    subtree_end_T: torch.Tensor,
+    tiles_M6: torch.Tensor,
+    masks: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    num_keys, group = k_TKH.shape[1], q_TNH.shape[1] // k_TKH.shape[1]
-    q, k, v = (
-        _by_head(q_TNH * scale, num_keys),
-        _by_head(k_TKH, num_keys),
-        _by_head(v_TKH, num_keys),
-    )
-    grad, out = _by_head(grad_TNH, num_keys), _by_head(out_TNH, num_keys)
-    inner = (grad * out).sum(dim=2)  # of each row: sum over keys of probability x its gradient
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for query, query_end, key, key_end in tiles_M4.tolist():
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    q, k, v = _rows(q_TNH, group), (k_TKH * scale).transpose(0, 1), v_TKH.transpose(0, 1)
+    grad = _rows(grad_TNH, group)
+    # Of each row, the sum over keys of probability x its gradient.
+    inner = _rows((grad_TNH * out_TNH).sum(dim=2, keepdim=True), group)
+    grad_q = torch.zeros_like(q)
+    grad_k_TKH = k_TKH.new_zeros(k_TKH.shape)
+    grad_v_TKH = v_TKH.new_zeros(v_TKH.shape)
+    grad_k, grad_v = grad_k_TKH.transpose(0, 1), grad_v_TKH.transpose(0, 1)
+    scratch, other_scratch = _scratch(q, tiles_M6, group), _scratch(q, tiles_M6, group)
+    for query, query_end, key, key_end, num_blind, mask in tiles_M6.tolist():
         rows, keys = slice(query * group, query_end * group), slice(key, key_end)
-        share_KQC = _scores(q[:, rows], k[:, keys], query, key, subtree_end_T, group)
+        share_KQC = _product(q[:, rows], k[:, keys], scratch)
+        _hide(share_KQC, masks[mask:], num_blind, group)
         share_KQC.sub_(normalizer[:, rows, None]).exp_()
-        grad_v[:, keys].baddbmm_(share_KQC.transpose(1, 2), grad[:, rows])
-        grad_KQC = torch.bmm(grad[:, rows], v[:, keys].transpose(1, 2))
-        grad_KQC.sub_(inner[:, rows, None]).mul_(share_KQC)
+        grad_v[:, keys] += torch.bmm(share_KQC.transpose(1, 2), grad[:, rows])
+        grad_KQC = _product(grad[:, rows], v[:, keys], other_scratch)
+        grad_KQC.sub_(inner[:, rows]).mul_(share_KQC)
         grad_q[:, rows].baddbmm_(grad_KQC, k[:, keys])
-        grad_k[:, keys].baddbmm_(grad_KQC.transpose(1, 2), q[:, rows])
-    grad_q *= scale
-    return (
-        _by_token(grad_q, q_TNH.shape),
-        _by_token(grad_k, k_TKH.shape),
-        _by_token(grad_v, v_TKH.shape),
-    )
+        grad_k[:, keys] += torch.bmm(grad_KQC.transpose(1, 2), q[:, rows])
+    num_tokens, _, size = q_TNH.shape
+    grad_q_TNH = grad_q.view(-1, num_tokens, group, size).transpose(0, 1).reshape(q_TNH.shape)
+    return grad_q_TNH, grad_k_TKH.mul_(scale), grad_v_TKH
 
 
 @_attend_backward.register_fake
@@ -217,44 +234,38 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, grad_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, tiles, subtree_end, out, normalizer = ctx.saved_tensors
-    grads = _attend_backward(grad_TNH, q, k, v, out, normalizer, tiles, subtree_end, ctx.scale)
+    q, k, v, tiles, masks, out, normalizer = ctx.saved_tensors
+    grads = _attend_backward(grad_TNH, q, k, v, out, normalizer, tiles, masks, ctx.scale)
     return (*grads, None, None, None)
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _scores(
-    q_KQH: torch.Tensor,
-    k_KCH: torch.Tensor,
-    query: int,
-    key: int,
-    subtree_end_T: torch.Tensor,
-    group: int,
-) -> torch.Tensor:
-    """[K, Q, C], -inf where the query does not see the key; ``query`` and ``key`` are the first."""
-    scores_KQC = torch.bmm(q_KQH, k_KCH.transpose(1, 2))
-    num_queries, num_keys = scores_KQC.shape[1] // group, scores_KQC.shape[2]
-    ends_C = subtree_end_T[key : key + num_keys]
-    if query >= key + num_keys and int(ends_C.min()) >= query + num_queries:
-        return scores_KQC
-    queries_Q1 = torch.arange(query, query + num_queries)[:, None]
-    keys_C = torch.arange(key, key + num_keys)
-    hidden_QC = (keys_C > queries_Q1) | (queries_Q1 >= ends_C)
-    grouped = scores_KQC.view(-1, num_queries, group, num_keys)
-    grouped.masked_fill_(hidden_QC[:, None], -torch.inf)
-    return scores_KQC
+def _scratch(q: torch.Tensor, tiles_M6: torch.Tensor, group: int) -> torch.Tensor:
+    """Memory for the scores of any of the tiles: reused, it stays in the cache."""
+    queries_M, keys_M = tiles_M6[:, 1] - tiles_M6[:, 0], tiles_M6[:, 3] - tiles_M6[:, 2]
+    return q.new_empty(len(q) * group * int((queries_M * keys_M).max()))
 
 
-def _by_head(x_TNH: torch.Tensor, num_keys: int) -> torch.Tensor:
+def _product(x_KQH: torch.Tensor, y_KCH: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """[K, Q, C] in ``scratch``."""
+    shape = (x_KQH.shape[0], x_KQH.shape[1], y_KCH.shape[1])
+    out_KQC = scratch[: math.prod(shape)].view(shape)
+    return torch.bmm(x_KQH, y_KCH.transpose(1, 2), out=out_KQC)
+
+
+def _hide(scores_KQC: torch.Tensor, masks: torch.Tensor, num_blind: int, group: int) -> None:
+    """Add the first of ``masks`` to the scores of the first ``num_blind`` queries."""
+    if num_blind:
+        num_keys = scores_KQC.shape[2]
+        mask_QC = masks[: num_blind * num_keys].view(num_blind, 1, num_keys)
+        scores_KQC[:, : num_blind * group].view(-1, num_blind, group, num_keys).add_(mask_QC)
+
+
+def _rows(x_TNH: torch.Tensor, group: int) -> torch.Tensor:
     """[K, T * G, H]: for each key head, the rows of its query heads, token by token."""
-    num_tokens, _, size = x_TNH.shape
-    grouped = x_TNH.reshape(num_tokens, num_keys, -1, size).transpose(0, 1)
-    return grouped.reshape(num_keys, -1, size).contiguous()
-
-
-def _by_token(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse of `_by_head`."""
-    num_tokens, _, size = shape
-    return x.view(len(x), num_tokens, -1, size).transpose(0, 1).reshape(shape)
+    num_tokens, num_heads, size = x_TNH.shape
+    num_keys = num_heads // group
+    grouped = x_TNH.reshape(num_tokens, num_keys, group, size).transpose(0, 1)
+    return grouped.reshape(num_keys, num_tokens * group, size)
