@@ -172,12 +172,12 @@ def refused_alongside_a_neighbour(engine: Any) -> dict[str, Any]:
 def slept(engine: Any) -> Completion:
     """A completion after a sleep; here vLLM's own keeps the memory, but does all else."""
     inner = engine._engine
-    options = inner._options
-    inner._options = replace(options, sleeps=True, device="cuda")
+    spec = inner._spec
+    inner._spec = replace(spec, sleeps=True, device="cuda")
     engine.sleep()
     assert inner._engine.is_sleeping()
     engine.wake_up()
-    inner._options = options
+    inner._spec = spec
     engine.sleep()
     engine.wake_up()
     return run_all(engine, [greedy("awake")])["awake"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
+from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.problems import (
     ProblemsError,
@@ -64,6 +65,17 @@ class BrokenTask(Task):
         raise FileNotFoundError(f"no file\nfor {split}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    most: int = 5
+    mean: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskWithParts(ListedTask):
+    lengths: Lengths = Lengths()
+
+
 def config(task: Task, *, num_problems: int = 3, groups: int = 2, steps: int = 4) -> RunConfig:
     changes = {
         "task": task,
@@ -75,6 +87,12 @@ def config(task: Task, *, num_problems: int = 3, groups: int = 2, steps: int = 4
     for name, value in changes.items():
         changed = with_value(changed, name, value)
     return changed
+
+
+def test_the_parts_of_a_task_are_checked_by_type_only() -> None:
+    assert not field_errors(config(TaskWithParts()))
+    wrong = config(TaskWithParts(lengths=Lengths(most="5", mean=float("nan"))))  # type: ignore[arg-type]
+    assert set(field_errors(wrong)) == {"task.lengths.most", "task.lengths.mean"}
 
 
 def test_a_validation_set_is_read_once_in_its_order() -> None:

@@ -25,16 +25,18 @@ _MAY_BE_EMPTY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endp
 
 
 def field_errors(
-    config: Any, prefix: str = "", *, rules: Mapping[type, Mapping[str, Bounds]] = RULES
+    config: Any, prefix: str = "", *, rules: Mapping[type, Mapping[str, Bounds]] | None = RULES
 ) -> dict[str, str]:
     """One message per wrong field, by its dotted name, nested configurations included.
 
-    Of a task's fields only the types are checked, and that numbers are finite; `Task.errors` checks
-    the rest.
+    Without ``rules``, as in a task and what it consists of, only the types are checked, and that
+    numbers are finite; `Task.errors` checks the rest.
     """
     kind: Any = type(config)
     hints = _hints(kind)
-    own = None if isinstance(config, Task) else rules.get(type(config), {})
+    if isinstance(config, Task):
+        rules = None
+    own = None if rules is None else rules.get(type(config), {})
     errors: dict[str, str] = {}
     for field in dataclasses.fields(config):
         name, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
