@@ -28,7 +28,7 @@ from tests.real.models import tiny_qwen3
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
-from torchtitan_rl.errors import ConfigError, EndpointLostError
+from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
@@ -256,19 +256,6 @@ def test_logprobs_are_left_out_where_neither_a_client_nor_a_session_wants_them()
     assert not generation_request(request).sampling.with_logprobs
     request.session_id = "s"
     assert generation_request(request).sampling.with_logprobs
-
-
-def test_a_wrong_parser_is_an_error_of_the_configuration() -> None:
-    spec = endpoint_spec(
-        Path("nowhere"),
-        max_model_len=8,
-        tool_call_parser="no-parser",
-        reasoning_parser="none-either",
-    )
-    with pytest.raises(ConfigError) as errors:
-        build_application(spec, RecordedLink([]))  # type: ignore[arg-type]
-    assert len(errors.value.errors) == 2
-    assert "hermes" in errors.value.errors[0]
 
 
 @pytest.mark.parametrize(

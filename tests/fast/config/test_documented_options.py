@@ -42,7 +42,8 @@ def known() -> frozenset[str]:
 def test_every_option_that_a_page_names_exists(page: str) -> None:
     lines = [line for line in (ROOT / page).read_text().splitlines() if not NOT_OURS.search(line)]
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*[a-z]", "\n".join(lines)))
-    named = {flag[2:].replace("-", "_") for flag in flags - FLAGS}
+    # A flag has two forms: --section.name and --section.no-name.
+    named = {re.sub(r"\.no-", ".", flag[2:]).replace("-", "_") for flag in flags - FLAGS}
     sections = {name.partition(".")[0] for name in known() if "." in name}
     dotted = re.compile(rf"`((?:{'|'.join(sections)})\.\w+(?:\.\w+)*)(?<!jsonl)`")
     named |= set(dotted.findall("\n".join(lines)))
