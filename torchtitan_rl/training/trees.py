@@ -5,13 +5,15 @@ the same tokens have the same logits there. The episodes of a forward pass becom
 depth first: a token comes after its parent, and its subtree is contiguous.
 
 ```
-episode 0: A B C D        token_ids     A B C D E F
-episode 1: A B E F        position_ids  0 1 2 3 2 3      depth, not index
-                          subtree_end   6 6 4 4 6 6      query q sees key k: k <= q < subtree_end[k]
+A B C D, then a token with loss        token_ids     A B C D E F
+A B E F, then a token with loss        position_ids  0 1 2 3 2 3    depth, not index
+                                       subtree_end   6 6 4 4 6 6
 ```
 
+Query q sees key k if ``k <= q < subtree_end[k]``.
+
 What the loss reads is not in the trees: each trained token of each episode is an entry of its own
-(`Microbatch.source_E`), with its own logprob, advantage and version, also where the token itself is
+(`Microbatch.sources_E`), with its own logprob, advantage and version, also where the token itself is
 computed once for several episodes. Rows without sharing are trees that have one episode each.
 
 Invariants: walking from an entry's predecessor to its root gives the episode's tokens before that

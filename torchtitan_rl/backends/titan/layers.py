@@ -52,9 +52,9 @@ class _Norm(torch.autograd.Function):
         # With s the scale and z = grad x weight: s z - x s^3 mean(x z).
         x, weight_H, scale = ctx.saved_tensors
         size = x.shape[-1]
-        inner = (grads[0] * x).view(-1, size)
-        grad_weight_H = scale.view(1, -1).mm(inner)[0]
-        common = inner.mv(weight_H).view_as(scale).mul_(scale.pow(3)).div_(-size)
+        inner = (grads[0] * x).reshape(-1, size)
+        grad_weight_H = scale.reshape(1, -1).mm(inner)[0]
+        common = inner.mv(weight_H).reshape(scale.shape).mul_(scale.pow(3)).div_(-size)
         return (grads[0] * weight_H).mul_(scale).addcmul_(x, common), grad_weight_H, None
 
 
