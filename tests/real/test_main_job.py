@@ -46,7 +46,7 @@ def test_a_run_trains_validates_and_accounts_for_every_token(whole):
 def test_trap_25_trainer_and_generator_agree_on_the_logprobs_of_every_step(whole):
     """Up to float32 rounding: see test_episode_tokens for the bounds."""
     rows = read_metrics(whole)[1:]
-    assert rows[0]["trainer/logprob_diff_max"] < 1e-5
+    assert rows[0]["trainer/logprob_diff_max"] < 2e-5
     assert all(row["trainer/logprob_diff_max"] < 3e-5 for row in rows)
     assert all(row["trainer/logprob_diff_mean"] < 2e-6 for row in rows)
 
