@@ -9,7 +9,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: setup demo test test-pure test-real test-fast soak lint clean
+.PHONY: setup demo test test-fast soak lint clean
 
 setup: $(STAMP)
 
@@ -21,21 +21,14 @@ demo: setup
 	$(BIN)/torchtitan-rl train alphabet_sort_tiny --seed $(SEED) \
 		--name alphabet_sort_tiny-$$(date +%Y%m%d-%H%M%S)
 
-# Both halves at the same time: real processes often leave a core idle, which the pure tests use.
-# What those say is shown when they have ended.
+# Real processes often leave a core idle, so two test processes run, each with whole files.
+PYTEST_PARALLEL := --numprocesses 2 --dist loadfile
+
 test: setup
-	$(MAKE) --no-print-directory --jobs 2 test-real test-pure
-
-test-pure: setup
-	mkdir -p outputs
-	nice $(BIN)/python -m pytest -m "not soak" tests/fast >outputs/test-pure.log 2>&1; \
-		status=$$?; cat outputs/test-pure.log; exit $$status
-
-test-real: setup
-	$(BIN)/python -m pytest -m "not soak" tests/real
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not soak and not slow" tests/fast
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak and not slow" tests/fast
 
 soak: setup
 	mkdir -p outputs
