@@ -13,8 +13,8 @@ A B E F, then a token with loss        position_ids  0 1 2 3 2 3    depth, not i
 Query q sees key k if ``k <= q < subtree_end[k]``.
 
 What the loss reads is not in the trees: each trained token of each episode is an entry of its own
-(`Microbatch.sources_E`), with its own logprob, advantage and version, also where the token itself is
-computed once for several episodes. Rows without sharing are trees that have one episode each.
+(`Microbatch.sources_E`), with its own logprob, advantage and version, also where the token itself
+is computed once for several episodes. Rows without sharing are trees that have one episode each.
 
 Invariants: walking from an entry's predecessor to its root gives the episode's tokens before that
 entry; every selected token of a member has exactly one entry; nothing is computed that no entry
