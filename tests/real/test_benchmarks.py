@@ -67,7 +67,7 @@ def test_training_compares_shared_prefixes_with_unshared_rows_and_the_ideal(tmp_
     bench(
         "training",
         *("--workloads", siblings, "--row-lens", "128", "512", "--repeats", "2"),
-        *("--output", str(path)),
+        *("--threads", "1", "--output", str(path)),
     )
     assert list(report_of(path)["workloads"]) == [siblings]
     (result,) = report_of(path)["workloads"][siblings].values()  # longer than rows of 128
