@@ -40,7 +40,7 @@ async def test_a_repetition_whose_answer_was_dropped_is_refused_and_not_run_agai
     retry = await served.ask(again)
     assert await retry.refusal() == (410, "answer_gone", None)
     larger = await served.answered({"Idempotency-Key": "larger"}, b"x" * 101)
-    assert larger.body == b"x" * 101  # who waits for it gets it
+    assert larger.body == b"x" * 101  # its own client gets it
     assert (await served.ask({"Idempotency-Key": "larger"})).status == 410
     assert len(served.app.calls) == 3
 
