@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.runs import ROOT, require_audit, train
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny policy with a tied head."""
-    return tiny_qwen3(tmp_path_factory.mktemp("policy") / "tied")
+    return tiny_model(tmp_path_factory.mktemp("policy") / "tied")
 
 
 @pytest.fixture(scope="session")

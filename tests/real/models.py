@@ -1,8 +1,9 @@
 """Tiny random Hugging Face checkpoints for the tests on real components.
 
-`tiny_qwen3` writes a Qwen3 of about 0.15 M parameters with a byte-level tokenizer (no merges, one
-token per byte) that has Qwen3's special tokens and a ChatML template. Weights are random but wide
-enough that its distributions are neither flat nor one-hot. Heads are divisible by 2 (TP = 2).
+`tiny_model` writes a Qwen3, or another family, of about 0.15 M parameters with a byte-level
+tokenizer (no merges, one token per byte) that has Qwen3's special tokens and a ChatML template.
+Weights are random but wide enough that its distributions are neither flat nor one-hot. Heads are
+divisible by 2 (TP = 2).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def tiny_tokenizer() -> Any:
     return fast
 
 
-def tiny_qwen3(
+def tiny_model(
     path: Path,
     *,
     tied: bool = True,
@@ -83,13 +84,16 @@ def tiny_qwen3(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     max_position_embeddings: int = 1024,
+    family: str = "qwen3",
 ) -> Path:
-    """Write a random checkpoint with its tokenizer to the directory ``path`` and return it."""
+    """Write a random checkpoint with its tokenizer to the directory ``path`` and return it. The
+    same sizes for every family (``model_type``)."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -106,7 +110,10 @@ def tiny_qwen3(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # zero otherwise
+                torch.nn.init.normal_(parameter, std=0.5)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

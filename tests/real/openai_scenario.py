@@ -27,7 +27,7 @@ from starlette.routing import Mount
 
 from tests.real.agent_scenario import play_agents
 from tests.real.local_endpoint import local_endpoint
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.support.endpoints import endpoint_spec
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.monarch.http_server import HttpServer
@@ -185,7 +185,7 @@ def our_endpoint(
 
 
 async def main(root: Path) -> None:
-    model, template = tiny_qwen3(root / "model"), root / "template.jinja"
+    model, template = tiny_model(root / "model"), root / "template.jinja"
     template.write_text(TEMPLATE)
     engines: list[Any] = []
     own = HttpServer(

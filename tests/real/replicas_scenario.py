@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.real.endpoint_pulls_scenario import pulled_endpoint, spawn_endpoint
-from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.models import hf_tensors, tiny_model
 from tests.real.router_scenario import (
     NUM_PULLS,
     Ended,
@@ -29,7 +29,7 @@ from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 async def scenario(root: Path) -> dict[str, Any]:
     supervise()
-    tiny_qwen3(root / "model", tied=True, seed=0)
+    tiny_model(root / "model", tied=True, seed=0)
     tensors = dict(hf_tensors(root / "model"))
     publisher = SharedMemoryPublisher("replicas-scenario", root)
     endpoint = await spawn_endpoint(root)

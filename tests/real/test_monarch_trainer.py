@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
@@ -28,7 +28,7 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
     tmp_path: Path,
 ) -> None:
     spec = TrainerSpec(
-        checkpoint=tiny_qwen3(tmp_path / "policy"),
+        checkpoint=tiny_model(tmp_path / "policy"),
         trainer=dataclasses.replace(CONFIG, data_parallel_shard=2, step_timeout_s=120.0),
         dtype="float32",
         seed=0,

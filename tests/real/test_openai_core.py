@@ -24,7 +24,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
@@ -292,7 +292,7 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
     async def scenario() -> None:
         link = ControllerLink()
         link.attach()
-        app = build_application(endpoint_spec(tiny_qwen3(tmp_path), max_model_len=64), link)
+        app = build_application(endpoint_spec(tiny_model(tmp_path), max_model_len=64), link)
         llm = app.state.engine_client
         llm.start()
         transport = httpx.ASGITransport(app=app)

@@ -12,7 +12,7 @@ import openai
 import pytest
 import requests
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.openai_fuzz import CHAT, TEXT, TIMEOUT_S, Target, fuzz
 from tests.real.openai_hard_requests import HARD_CHAT, HARD_FOR_BOTH, HARD_TEXT, MAX_MODEL_LEN
 from tests.real.served import Served, require_end_by_loss_of_endpoint, serve
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("fuzz")
     served = serve(
         folder,
-        tiny_qwen3(folder / "model"),
+        tiny_model(folder / "model"),
         *("--generator.replicas", "1", "--generator.max-model-len", str(MAX_MODEL_LEN)),
         *("--generator.kv-cache-bytes", str(32 << 20)),
         *("--endpoint.max-tokens", str(MAX_TOKENS), "--endpoint.tool-call-parser", "hermes"),

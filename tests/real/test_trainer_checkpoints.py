@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
 from torchtitan_rl.backends.titan.checkpoint_pickles import SafeLoadPlanner
 from torchtitan_rl.errors import CheckpointError
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(checkpoint: Path, tmp_
     path = tmp_path / "step-000000"
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.save_checkpoint(path, {})
-    other = tiny_qwen3(tmp_path / "untied", tied=False)
+    other = tiny_model(tmp_path / "untied", tied=False)
     with trainer(other) as policy_trainer, pytest.raises(CheckpointError, match="does not fit"):
         policy_trainer.load_checkpoint(path)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.models import hf_tensors, tiny_model
 from tests.real.trainer_helpers import hf_packed_logprobs, random_batch, trainer
 from torchtitan_rl.errors import ConfigError, DivergedError
 
@@ -46,7 +46,7 @@ def tiny_llama(path: Path, **rope: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "llama", "llama3"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "llama", "llama3"])
 def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     kind: str, tmp_path: Path
 ) -> None:
@@ -55,7 +55,8 @@ def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     if kind.startswith("llama"):
         tiny_llama(path, **(LLAMA3 if kind == "llama3" else {}))
     else:
-        tiny_qwen3(path, tied=kind == "tied")
+        family = kind if kind == "qwen2" else "qwen3"
+        tiny_model(path, tied=kind != "untied", family=family)
     batch = random_batch(temperature=0.7)
     with trainer(path) as policy_trainer:
         found = policy_trainer.logprobs(batch)
@@ -119,11 +120,11 @@ def test_microbatches_and_recomputation_do_not_change_the_step(
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True)])
 def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
-    tied: bool, tmp_path: Path
+    family: str, tied: bool, tmp_path: Path
 ) -> None:
-    source = tiny_qwen3(tmp_path / "source", tied=tied)
+    source = tiny_model(tmp_path / "source", tied=tied, family=family)
     batch = random_batch()
     with trainer(source) as policy_trainer:
         state = policy_trainer.hf_state_dict()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.trainer_helpers import TIMEOUT_S, free_ports, random_batch, run_ranks, trainer
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": 2},
     "hsdp": {"data_parallel_replicate": 2},
 }
+FAMILIES = ("qwen2", "llama")  # next to Qwen3, which takes every step
+PORTS = 3 + len(FAMILIES)  # of a layout
 OFF_POLICY = LossConfig(
     ratio="sequence",
     proximal_policy="interpolated",
@@ -121,6 +123,18 @@ def run_steps(
         np.save(folder / "logprobs-of-rank-1.npy", logprobs)
 
 
+def run_families(root: Path, folder: Path, ports: list[int], **fields: Any) -> None:
+    """One step and the logprobs after it, of each family."""
+    for family, port in zip(FAMILIES, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with trainer(root / family, **fields) as policy_trainer:
+            metrics = policy_trainer.train_step(batches()[0]).metrics
+            logprobs = policy_trainer.logprobs(batches()[1])
+        if int(os.environ.get("RANK", "0")) == 0:
+            (folder / f"{family}.json").write_text(json.dumps([metrics]))
+            np.save(folder / f"{family}.npy", logprobs)
+
+
 def written_together(parts: dict[str, TensorPart]) -> dict[str, torch.Tensor]:
     """What all ranks' parts make, added up: one that two ranks write would count twice."""
     layout = plan_image({name: part.whole() for name, part in parts.items()}, version=3)
@@ -137,8 +151,9 @@ def one_rank(
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S - 10.0, exit=True)
     for index, (name, fields) in enumerate(layouts.items()):
-        own = ports[3 * index : 3 * index + 3]
-        run_steps(checkpoint, root / "one" / "resume", root / name, own, **fields)
+        own = ports[PORTS * index : PORTS * (index + 1)]
+        run_steps(checkpoint, root / "one" / "resume", root / name, own[:3], **fields)
+        run_families(root, root / name, own[3:], **fields)
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -146,9 +161,12 @@ def one_rank(
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, then the same steps in every layout; a folder of results each."""
     root = tmp_path_factory.mktemp("layouts")
-    checkpoint = tiny_qwen3(root / "policy")
+    checkpoint = tiny_model(root / "policy")
+    for family in FAMILIES:
+        tiny_model(root / family, family=family)
     (root / "one").mkdir()
     run_steps(checkpoint, root / "one" / "resume", root / "one", [0, 0, 0])
+    run_families(root, root / "one", [0] * len(FAMILIES))
     run_layouts(LAYOUTS, 2, root)
     return root
 
@@ -156,7 +174,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_layouts(layouts: dict[str, dict[str, Any]], num_ranks: int, root: Path) -> None:
     for name in layouts:
         (root / name).mkdir()
-    ports = free_ports(3 * len(layouts))
+    ports = free_ports(PORTS * len(layouts))
     run_ranks(one_rank, num_ranks, layouts, root / "policy", root, ports)
 
 
@@ -174,6 +192,22 @@ def test_loss_gradient_norm_and_metrics_equal_those_of_one_process(
     ):
         for name in METRICS:
             assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_other_families_equal_one_process(
+    layout: str, family: str, results: Path
+) -> None:
+    (found,) = read_metrics(results / layout, f"{family}.json")
+    (expected,) = read_metrics(results / "one", f"{family}.json")
+    for name in METRICS:
+        assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+    np.testing.assert_allclose(
+        np.load(results / layout / f"{family}.npy"),
+        np.load(results / "one" / f"{family}.npy"),
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

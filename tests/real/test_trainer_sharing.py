@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.real.models import tiny_qwen3
+from tests.real.models import tiny_model
 from tests.real.trainer_helpers import ROW_LEN, free_ports, run_ranks, trainer
 from tests.support.episodes import batch_of, make_episode
 from torchtitan_rl.training.batch import TrainingBatch
@@ -159,7 +159,7 @@ def one_rank(rank: int, layouts: dict[str, dict[str, Any]], root: Path, ports: l
 
 
 def test_two_ranks_sharing_prefixes_equal_one_without(tmp_path: Path) -> None:
-    checkpoint = tiny_qwen3(tmp_path / "policy")
+    checkpoint = tiny_model(tmp_path / "policy")
     layouts: dict[str, dict[str, Any]] = {
         "fsdp": {"data_parallel_shard": 2},
         "tp": {"tensor_parallel": 2},

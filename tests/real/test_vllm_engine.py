@@ -337,6 +337,18 @@ def test_tensor_parallel_updates_equal_a_fresh_engine(
         assert updated.versions == (1,) * 48
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("ranks", ["solo", "tp"])
+def test_other_families_are_exact_on_both_sides_of_a_pull(
+    ranks: str, family: str, root: Path, request: pytest.FixtureRequest
+) -> None:
+    done = request.getfixturevalue(ranks)["families"][family]["greedy"]
+    for path, tokens in ((f"{family}-old", (0, PULL_STEP)), (f"{family}-new", (PULL_STEP, None))):
+        start, end = tokens
+        assert logprob_error(root / path, done, start=start, end=end) < TOLERANCE
+    assert logprob_error(root / f"{family}-old", done, start=PULL_STEP) > 0.1
+
+
 def test_tensor_parallel_engines_leave_no_names_in_shared_memory(tp: dict[str, Any]) -> None:
     assert not [name for name in tp["shm"] if "cpushm" in name]
 

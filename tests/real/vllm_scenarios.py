@@ -22,7 +22,7 @@ os.environ.update(engine_environment(1))
 
 import torch
 
-from tests.real.models import hf_tensors, tiny_qwen3
+from tests.real.models import hf_tensors, tiny_model
 from tests.real.pause_scenarios import frozen, paused_by_abort
 from tests.real.resume_scenarios import (
     alternatives,
@@ -47,6 +47,7 @@ LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix
 PULL_STEP, ABORT_STEP = 20, 30
 WAIT_S = 120.0
 INCOMPLETE = 1000  # a version
+FAMILIES = ("qwen2", "llama")  # next to Qwen3, which plays all scenarios
 
 
 class Checkpoints:
@@ -90,8 +91,10 @@ def checkpoints(root: Path) -> dict[str, Path]:
         paths[f"tied-{age}"] = root / f"tied-{age}"
         paths[f"untied-{age}"] = root / f"untied-{age}"
         if int(os.environ.get("RANK", "0")) == 0 and not paths[f"untied-{age}"].exists():
-            tiny_qwen3(paths[f"tied-{age}"], tied=True, seed=seed)
-            tiny_qwen3(paths[f"untied-{age}"], tied=False, seed=seed, dtype="bfloat16")
+            tiny_model(paths[f"tied-{age}"], tied=True, seed=seed)
+            tiny_model(paths[f"untied-{age}"], tied=False, seed=seed, dtype="bfloat16")
+            for family in FAMILIES:
+                tiny_model(root / f"{family}-{age}", family=family, seed=seed)
     return paths
 
 
@@ -308,6 +311,21 @@ def soak(root: Path) -> dict[str, Any]:
     return {**seen, "stats": engine.stats()}
 
 
+def families(root: Path, channel: LockstepChannel | None = None) -> dict[str, Any]:
+    """`mixed` on each of the other families; with a channel, on two ranks."""
+    return {
+        family: mixed(
+            build(
+                root / f"{family}-old",
+                Checkpoints([root / f"{family}-old", root / f"{family}-new"]),
+                tensor_parallel=1 if channel is None else 2,
+            ),
+            channel,
+        )
+        for family in FAMILIES
+    }
+
+
 def solo(root: Path) -> dict[str, Any]:
     paths = checkpoints(root)
     tied = build(paths["tied-old"], Checkpoints([paths["tied-old"], paths["tied-new"]]))
@@ -339,6 +357,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["updated-untied"] = probes(untied)
     seen["incomplete-pull"] = incomplete_pull(untied)
     seen["fresh-untied"] = probes(build(paths["untied-new"], None))
+    seen["families"] = families(root)
     return seen
 
 
@@ -372,6 +391,7 @@ def tp(root: Path) -> dict[str, Any]:
         loop.start()
     loop.join(WAIT_S)
     assert loop.failure is None, loop.failure
+    seen["families"] = families(root, channel)
     return seen
 
 

@@ -9,7 +9,29 @@ from typing import Any, Literal
 
 from torchtitan_rl.errors import ConfigError
 
-_SUPPORTED = {"qwen3": True, "llama": False}  # model_type -> has norms on queries and keys
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """How the dense decoders of one ``model_type`` differ from Llama's."""
+
+    has_qk_norm: bool = False
+    """Norms on queries and keys."""
+    has_qkv_bias: bool = False
+    """Biases of the query, key and value projections."""
+    default_head_dim: int | None = None
+    """Where ``config.json`` does not say; otherwise ``hidden_size / num_attention_heads``."""
+    has_sliding_window_switch: bool = False
+    """``sliding_window`` counts only where ``use_sliding_window`` is true."""
+
+
+FAMILIES = {
+    "qwen3": ModelFamily(has_qk_norm=True, default_head_dim=128, has_sliding_window_switch=True),
+    "qwen2": ModelFamily(has_qkv_bias=True, has_sliding_window_switch=True),  # and Qwen2.5
+    "llama": ModelFamily(),
+}
+"""By ``model_type``. A further family is a line here, its layers in
+`torchtitan_rl.backends.titan.model` and its tensors' names in `torchtitan_rl.backends.titan.hf`."""
+
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 _SIZES = (
     "hidden_size",
@@ -48,6 +70,7 @@ class PolicyArchitecture:
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     has_qk_norm: bool
+    has_qkv_bias: bool
     has_tied_embeddings: bool
     dtype: str
 
@@ -89,7 +112,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         raise ConfigError(f"policy.checkpoint: {path} is no JSON object")
     if reasons := _unsupported(config):
         raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
-    rope = _rope(config)
+    rope, family = _rope(config), FAMILIES[config["model_type"]]
     return PolicyArchitecture(
         dim=config["hidden_size"],
         hidden_dim=config["intermediate_size"],
@@ -101,7 +124,8 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         norm_eps=config.get("rms_norm_eps", _NORM_EPS),
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=_llama3_scaling(rope),
-        has_qk_norm=_SUPPORTED[config["model_type"]],
+        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=family.has_qkv_bias,
         has_tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=_dtype(config) or "float32",
     )
@@ -145,14 +169,15 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
 
 def _unsupported(config: dict[str, Any]) -> list[str]:
     kind = config.get("model_type")
-    if kind not in _SUPPORTED:
-        return [f"model_type {kind!r} is not supported; use one of {', '.join(_SUPPORTED)}"]
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        return [f"model_type {kind!r} is not supported; use one of {', '.join(FAMILIES)}"]
     reasons = [
         f"{field} {config[field]!r} is not supported; use a model without it"
         for field in _MUST_BE_OFF
         if config.get(field)
     ]
-    if config.get("sliding_window") and kind != "qwen3":  # which has a field that turns it on
+    if config.get("sliding_window") and not family.has_sliding_window_switch:
         reasons.append(
             f"sliding_window {config['sliding_window']!r} is not supported; use a model without it"
         )
@@ -209,9 +234,9 @@ def _is_size(value: Any) -> bool:
 
 def _head_dim(config: dict[str, Any]) -> int:
     # What transformers assumes where the file does not say.
+    family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
     of_heads = config["hidden_size"] // config["num_attention_heads"]
-    default = 128 if config.get("model_type") == "qwen3" else of_heads
-    return int(config.get("head_dim") or default)
+    return int(config.get("head_dim") or family.default_head_dim or of_heads)
 
 
 def _dtype(config: dict[str, Any]) -> str | None:

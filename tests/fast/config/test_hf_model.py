@@ -38,7 +38,10 @@ def test_the_embedded_policy_is_supported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; use one of qwen3, llama"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; use one of qwen3, qwen2, llama",
+        ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),

@@ -155,7 +155,7 @@ def test_a_tree_is_cut_only_where_it_is_larger_than_the_limit(
 
 
 def test_siblings_whose_tree_is_too_large_share_their_stem_in_every_microbatch() -> None:
-    """16 answers of 10 to one prompt of 100, at most 150 tokens: 5 answers to each copy of the stem."""
+    """16 answers of 10 to one prompt of 100, at most 150 tokens: 5 answers to a stem."""
     prompt = list(range(100))
     answers = [
         make_episode([*prompt, *range(200 + 20 * i, 211 + 20 * i)], [False] * 100 + [True] * 11)

@@ -29,6 +29,17 @@ _NOT_COPIED = (
 )
 
 
+class PolicyStateDictAdapter(Qwen3StateDictAdapter):
+    """Names of tensors in torchtitan and in Hugging Face checkpoints, of all families."""
+
+    def __init__(self, model_config: PolicyModel.Config) -> None:
+        super().__init__(model_config, hf_assets_path=None)
+        for name in "qkv":  # Qwen2's biases
+            self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.bias"] = (
+                f"layers.{{}}.attention.qkv_linear.w{name}.bias"
+            )
+
+
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
     """Load the directory's safetensors into the model; each rank reads its shards. Collective.
 
@@ -40,7 +51,7 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
             f"policy.checkpoint: {checkpoint_dir} has no *.safetensors file; save the model with "
             "safe_serialization"
         )
-    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    adapter = PolicyStateDictAdapter(model.config)
     hf_state = adapter.to_hf(model.state_dict())
     load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
     model.load_state_dict(adapter.from_hf(hf_state))
@@ -51,7 +62,7 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
     A tied head is left out. Tensors may share memory with the model: valid until its next step.
     """
-    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    adapter = PolicyStateDictAdapter(model.config)
     state: dict[str, torch.Tensor] = {}
     for name, value in adapter.to_hf(model.state_dict()).items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -67,7 +78,7 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
     None if a rank's shard is not a box (data and tensor parallelism split the same dimension). A
     tied head is left out.
     """
-    adapter = Qwen3StateDictAdapter(model.config, hf_assets_path=None)
+    adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
     for name, value in adapter.to_hf(model.state_dict()).items():
         part = _part(value, dtype)

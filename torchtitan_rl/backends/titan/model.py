@@ -1,7 +1,8 @@
-"""Dense Qwen3 and Llama-family policies as torchtitan models.
+"""Dense Qwen3, Qwen2 and Llama-family policies as torchtitan models.
 
-Both use torchtitan's Qwen3; Llama is the same without norms on queries and keys. (torchtitan's own
-Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.)
+All use torchtitan's Qwen3: Llama is the same without norms on queries and keys, Qwen2 and Qwen2.5
+have biases there instead. (torchtitan's own Llama permutes rotary halves on load, which FSDP2
+cannot do with an odd number of heads.)
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row.
@@ -9,6 +10,7 @@ pass, in one row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +46,10 @@ from torchtitan_rl.backends.titan.tree_attention import (
 from torchtitan_rl.config.hf_model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
 
-_NO_INIT = {"weight": skip_param_init}  # all weights come from the checkpoint
+_NO_INIT = {
+    "weight": skip_param_init,
+    "bias": skip_param_init,
+}  # all weights come from the checkpoint
 
 
 class PolicyModel(Qwen3Model):
@@ -141,17 +146,7 @@ def policy_config(
         Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
-            attention=make_gqa_config(
-                dim=a.dim,
-                n_heads=a.num_heads,
-                n_kv_heads=a.num_kv_heads,
-                head_dim=a.head_dim,
-                wqkv_param_init=_NO_INIT,
-                wo_param_init=_NO_INIT,
-                inner_attention=_inner_attention(layout.device, dtype, config),
-                rope=_rope(a, config.row_len),
-                qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
-            ),
+            attention=_attention(a, config, layout, dtype, norm),
             feed_forward=make_ffn_config(
                 dim=a.dim,
                 hidden_dim=a.hidden_dim,
@@ -176,6 +171,29 @@ def policy_config(
         model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=False
     )
     return model_config
+
+
+def _attention(
+    architecture: PolicyArchitecture,
+    config: TrainerConfig,
+    layout: Layout,
+    dtype: str,
+    norm: Callable[..., Any],
+) -> Any:
+    a = architecture
+    attention = make_gqa_config(
+        dim=a.dim,
+        n_heads=a.num_heads,
+        n_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        wqkv_param_init=_NO_INIT,
+        wo_param_init=_NO_INIT,
+        inner_attention=_inner_attention(layout.device, dtype, config),
+        rope=_rope(a, config.row_len),
+        qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
+    )
+    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = a.has_qkv_bias
+    return attention
 
 
 def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
