@@ -337,16 +337,22 @@ def test_tensor_parallel_updates_equal_a_fresh_engine(
         assert updated.versions == (1,) * 48
 
 
+def check_exact_pull(root: Path, family: str, done: Completion) -> None:
+    old, new = root / f"{family}-old", root / f"{family}-new"
+    assert logprob_error(old, done, end=PULL_STEP) < TOLERANCE
+    assert logprob_error(new, done, start=PULL_STEP) < TOLERANCE
+    assert logprob_error(old, done, start=PULL_STEP) > 0.1
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("ranks", ["solo", "tp"])
 def test_other_families_are_exact_on_both_sides_of_a_pull(
-    ranks: str, family: str, root: Path, request: pytest.FixtureRequest
+    family: str, solo: dict[str, Any], root: Path
 ) -> None:
-    done = request.getfixturevalue(ranks)["families"][family]["greedy"]
-    for path, tokens in ((f"{family}-old", (0, PULL_STEP)), (f"{family}-new", (PULL_STEP, None))):
-        start, end = tokens
-        assert logprob_error(root / path, done, start=start, end=end) < TOLERANCE
-    assert logprob_error(root / f"{family}-old", done, start=PULL_STEP) > 0.1
+    check_exact_pull(root, family, solo["families"][family]["greedy"])
+
+
+def test_biases_are_exact_on_two_tensor_parallel_ranks(solo: dict[str, Any], root: Path) -> None:
+    check_exact_pull(root, "qwen2", run("tp_qwen2", root, ranks=2)["greedy"])
 
 
 def test_tensor_parallel_engines_leave_no_names_in_shared_memory(tp: dict[str, Any]) -> None:

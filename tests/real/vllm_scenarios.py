@@ -94,7 +94,9 @@ def checkpoints(root: Path) -> dict[str, Path]:
             tiny_model(paths[f"tied-{age}"], tied=True, seed=seed)
             tiny_model(paths[f"untied-{age}"], tied=False, seed=seed, dtype="bfloat16")
             for family in FAMILIES:
-                tiny_model(root / f"{family}-{age}", family=family, seed=seed)
+                tiny_model(
+                    root / f"{family}-{age}", family=family, seed=seed, hidden_size=128, std=0.1
+                )
     return paths
 
 
@@ -311,19 +313,13 @@ def soak(root: Path) -> dict[str, Any]:
     return {**seen, "stats": engine.stats()}
 
 
-def families(root: Path, channel: LockstepChannel | None = None) -> dict[str, Any]:
-    """`mixed` on each of the other families; with a channel, on two ranks."""
-    return {
-        family: mixed(
-            build(
-                root / f"{family}-old",
-                Checkpoints([root / f"{family}-old", root / f"{family}-new"]),
-                tensor_parallel=1 if channel is None else 2,
-            ),
-            channel,
-        )
-        for family in FAMILIES
-    }
+def pulled(root: Path, family: str, *, tensor_parallel: int = 1) -> dict[str, Any]:
+    """`mixed` on another family's old and new weights."""
+    from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
+
+    old, new = (root / f"{family}-{age}" for age in ("old", "new"))
+    engine = build(old, Checkpoints([old, new]), tensor_parallel=tensor_parallel)
+    return mixed(engine, GlooLockstep(timeout_s=120.0) if tensor_parallel > 1 else None)
 
 
 def solo(root: Path) -> dict[str, Any]:
@@ -357,7 +353,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["updated-untied"] = probes(untied)
     seen["incomplete-pull"] = incomplete_pull(untied)
     seen["fresh-untied"] = probes(build(paths["untied-new"], None))
-    seen["families"] = families(root)
+    seen["families"] = {family: pulled(root, family) for family in FAMILIES}
     return seen
 
 
@@ -391,12 +387,17 @@ def tp(root: Path) -> dict[str, Any]:
         loop.start()
     loop.join(WAIT_S)
     assert loop.failure is None, loop.failure
-    seen["families"] = families(root, channel)
     return seen
+
+
+def tp_qwen2(root: Path) -> dict[str, Any]:
+    """A process can have one tensor-parallel engine only."""
+    checkpoints(root)
+    return pulled(root, "qwen2", tensor_parallel=2)
 
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"solo": solo, "tp": tp, "soak": soak}[mode](root)
+    observed = {"solo": solo, "tp": tp, "tp_qwen2": tp_qwen2, "soak": soak}[mode](root)
     if int(os.environ.get("RANK", "0")) == 0:
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
