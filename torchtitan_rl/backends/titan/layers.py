@@ -11,6 +11,7 @@ Shapes: H elements that are normalized or rotated together.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.nn_modules import RMSNorm
 
+_BLOCK_ELEMENTS = 1 << 17  # for each thread: 512 KiB
+
 
 class CpuRMSNorm(RMSNorm):
     """x / sqrt(mean(x^2) + eps) x weight."""
@@ -32,7 +35,7 @@ class CpuRMSNorm(RMSNorm):
         pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not _is_plain(x):
+        if not is_plain(x):
             composed: torch.Tensor = super().forward(x)
             return composed
         normed: torch.Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -42,25 +45,46 @@ class CpuRMSNorm(RMSNorm):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        scale = mean.add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight_H, scale)
-        return (x * scale).mul_(weight_H)
+        x_TH = x.reshape(-1, x.shape[-1])
+        out_TH = torch.empty_like(x_TH)
+        scale_T1 = x.new_empty(len(x_TH), 1)
+        for rows in blocks(x_TH):
+            mean_C1 = torch.linalg.vector_norm(x_TH[rows], dim=1, keepdim=True).square_()
+            scale_C1 = torch.rsqrt(mean_C1.div_(x.shape[-1]).add_(eps), out=scale_T1[rows])
+            torch.mul(x_TH[rows], scale_C1, out=out_TH[rows]).mul_(weight_H)
+        ctx.save_for_backward(x_TH, weight_H, scale_T1)
+        return out_TH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         # With s the scale and z = grad x weight: s z - x s^3 mean(x z).
-        x, weight_H, scale = ctx.saved_tensors
-        size = x.shape[-1]
-        inner = (grads[0] * x).reshape(-1, size)
-        grad_weight_H = scale.reshape(1, -1).mm(inner)[0]
-        common = inner.mv(weight_H).reshape(scale.shape).mul_(scale.pow(3)).div_(-size)
-        return (grads[0] * weight_H).mul_(scale).addcmul_(x, common), grad_weight_H, None
+        x_TH, weight_H, scale_T1 = ctx.saved_tensors
+        grad_TH = grads[0].reshape(x_TH.shape)
+        grad_x_TH = torch.empty_like(x_TH)
+        grad_weight_1H = torch.zeros_like(weight_H)[None]
+        for rows in blocks(x_TH):
+            x_CH, grad_CH, scale_C1 = x_TH[rows], grad_TH[rows], scale_T1[rows]
+            inner_CH = grad_CH * x_CH
+            grad_weight_1H.addmm_(scale_C1.T, inner_CH)
+            common_C1 = inner_CH.mv(weight_H)[:, None].mul_(scale_C1.pow(3)).div_(-x_CH.shape[1])
+            torch.mul(grad_CH, weight_H, out=grad_x_TH[rows]).mul_(scale_C1).addcmul_(
+                x_CH, common_C1
+            )
+        return grad_x_TH.view(grads[0].shape), grad_weight_1H[0], None
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    is_split = isinstance(x, DTensor)
-    return x.device.type == "cpu" and not is_split and not torch.compiler.is_compiling()
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether what is written for the CPU here can take them."""
+    is_split = any(isinstance(x, DTensor) for x in tensors)
+    is_cpu = all(x.device.type == "cpu" for x in tensors)
+    return is_cpu and not is_split and not torch.compiler.is_compiling()
+
+
+def blocks(x_TH: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows that fit the caches of the cores, several operations on them at a time."""
+    size = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // x_TH.shape[1])
+    for start in range(0, len(x_TH), size):
+        yield slice(start, start + size)
 
 
 class ScaledRoPE(CosSinRoPE):
@@ -78,7 +102,7 @@ class ScaledRoPE(CosSinRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _is_plain(query):
+        if not is_plain(query):
             rotated: tuple[torch.Tensor, torch.Tensor] = CosSinRoPE.apply_rotary_emb(
                 query, key, rope_cache
             )
