@@ -138,13 +138,8 @@ def test_norms_equal_torchs(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("block", [1 << 17, 64])
-@pytest.mark.parametrize("shape", [(1, 7, 8), (2, 5, 8)])
-def test_feed_forward_layers_equal_torchtitans(
-    shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the size of blocks."""
-    monkeypatch.setattr(layers, "_BLOCK_ELEMENTS", block)
+@pytest.mark.parametrize("shape", [(7, 8), (2, 5, 8)])
+def test_feed_forward_layers_equal_torchtitans(shape: tuple[int, ...]) -> None:
     w1, w2 = (Linear.Config(in_features=a, out_features=b) for a, b in ((8, 24), (24, 8)))
     ours = CpuFeedForward.Config(w1=w1, w2=w2, w3=w1).build().double()
     titans = FeedForward.Config(w1=w1, w2=w2, w3=w1).build().double()

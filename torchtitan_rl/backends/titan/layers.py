@@ -11,7 +11,6 @@ Shapes: H elements that are normalized or rotated together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,6 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 # isort: split
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.nn_modules import RMSNorm
-
-_BLOCK_ELEMENTS = 1 << 17  # for each thread: 512 KiB
 
 
 class CpuRMSNorm(RMSNorm):
@@ -45,46 +42,27 @@ class CpuRMSNorm(RMSNorm):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-        x_TH = x.reshape(-1, x.shape[-1])
-        out_TH = torch.empty_like(x_TH)
-        scale_T1 = x.new_empty(len(x_TH), 1)
-        for rows in blocks(x_TH):
-            mean_C1 = torch.linalg.vector_norm(x_TH[rows], dim=1, keepdim=True).square_()
-            scale_C1 = torch.rsqrt(mean_C1.div_(x.shape[-1]).add_(eps), out=scale_T1[rows])
-            torch.mul(x_TH[rows], scale_C1, out=out_TH[rows]).mul_(weight_H)
-        ctx.save_for_backward(x_TH, weight_H, scale_T1)
-        return out_TH.view(x.shape)
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, scale)
+        return (x * scale).mul_(weight_H)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         # With s the scale and z = grad x weight: s z - x s^3 mean(x z).
-        x_TH, weight_H, scale_T1 = ctx.saved_tensors
-        grad_TH = grads[0].reshape(x_TH.shape)
-        grad_x_TH = torch.empty_like(x_TH)
-        grad_weight_1H = torch.zeros_like(weight_H)[None]
-        for rows in blocks(x_TH):
-            x_CH, grad_CH, scale_C1 = x_TH[rows], grad_TH[rows], scale_T1[rows]
-            inner_CH = grad_CH * x_CH
-            grad_weight_1H.addmm_(scale_C1.T, inner_CH)
-            common_C1 = inner_CH.mv(weight_H)[:, None].mul_(scale_C1.pow(3)).div_(-x_CH.shape[1])
-            torch.mul(grad_CH, weight_H, out=grad_x_TH[rows]).mul_(scale_C1).addcmul_(
-                x_CH, common_C1
-            )
-        return grad_x_TH.view(grads[0].shape), grad_weight_1H[0], None
+        x, weight_H, scale = ctx.saved_tensors
+        size = x.shape[-1]
+        inner = (grads[0] * x).reshape(-1, size)
+        grad_weight_H = scale.reshape(1, -1).mm(inner)[0]
+        common = inner.mv(weight_H).reshape(scale.shape).mul_(scale.pow(3)).div_(-size)
+        return (grads[0] * weight_H).mul_(scale).addcmul_(x, common), grad_weight_H, None
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether what is written for the CPU here can take them."""
-    is_split = any(isinstance(x, DTensor) for x in tensors)
-    is_cpu = all(x.device.type == "cpu" for x in tensors)
-    return is_cpu and not is_split and not torch.compiler.is_compiling()
-
-
-def blocks(x_TH: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that fit the caches of the cores, several operations on them at a time."""
-    size = max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // x_TH.shape[1])
-    for start in range(0, len(x_TH), size):
-        yield slice(start, start + size)
+    """Whether the operations here can take them."""
+    are_on_cpu = all(x.device.type == "cpu" for x in tensors)
+    are_split = any(isinstance(x, DTensor) for x in tensors)
+    return are_on_cpu and not are_split and not torch.compiler.is_compiling()
 
 
 class ScaledRoPE(CosSinRoPE):
