@@ -1,22 +1,23 @@
 """Seconds of an optimizer step: shared prefixes, unshared rows, and the least that it can cost.
 
     python -m benchmarks.training [--row-lens 512 1024 2048] [--repeats 5] [--policy DIR]
-    python -m benchmarks.training --device cuda --shape qwen3-0.6b
+    python -m benchmarks.training --device cuda --shape qwen3-0.6b --row-lens 2048
 
 Sides, alternating (each repeat begins with another one), on the same episodes of each workload of
 `training_work`:
 
-- shared: `PolicyTrainer.train_step`: policy loss, metrics, divergence check;
+- shared, rows of N: `PolicyTrainer.train_step`: policy loss, metrics, divergence check;
 - unshared: the same with ``trainer.share_prefixes`` off;
 - ideal: a bare torchtitan loop (forward, cross entropy, backward, clipping, AdamW) on the distinct
   tokens alone, with as many logits, in rows as long as the longest episode under torchtitan's plain
   causal attention: what the step would cost if sharing and our loss cost nothing;
 - bare: the same loop on the tokens of all episodes, which unshared rows are to be judged by.
 
-A microbatch has at most ``--rows`` x the row length tokens on every side. Memory is the peak of
-the process above what it holds before the step (CPU: resident pages; CUDA: allocated). The JSON
-file also has ratios of CPU seconds, which other work on the machine hardly moves (with one thread).
-On CUDA the table has the share of the peak FLOP/s that `training_work.step_flops` amounts to.
+A microbatch has at most ``--rows`` x the row length tokens; unshared, ideal and bare have the
+longest rows. Ratios are of each repeat, to the shared step in the longest rows. Memory is the peak
+of the process above what it holds before the step (CPU: resident pages; CUDA: allocated). CPU
+seconds hardly move with other work on the machine (with one thread). On CUDA the share of the peak
+FLOP/s is printed that `training_work.step_flops` amounts to.
 """
 
 from __future__ import annotations
@@ -70,56 +71,67 @@ def main() -> None:
         if options.shape is not None:
             policy = _random_policy(Path(folder), **SHAPES[options.shape])
         results = {
-            name: {
-                str(row_len): result
-                for row_len in options.row_lens
-                if (result := _compare(name, row_len, policy, options)) is not None
-            }
+            name: result
             for name in options.workloads or WORKLOADS
+            if (result := _compare(name, policy, options)) is not None
         }
     _report(options, facts, results)
 
 
-def _compare(
-    name: str, row_len: int, policy: Path, options: argparse.Namespace
-) -> dict[str, Any] | None:
-    """One workload in rows of one length; None where its episodes are longer."""
-    rng = np.random.default_rng(0)
-    batch = pack(WORKLOADS[name](rng, options.vocab_size))
-    if int(batch.episode_lengths.max()) > row_len:
+def _compare(name: str, policy: Path, options: argparse.Namespace) -> dict[str, Any] | None:
+    """All sides of one workload; None where its episodes are longer than every row."""
+    batch = pack(WORKLOADS[name](np.random.default_rng(0), options.vocab_size))
+    longest = int(batch.episode_lengths.max())
+    row_lens = sorted(row_len for row_len in options.row_lens if row_len >= longest)
+    if not row_lens:
+        print(f"{name}: longer than every row")
         return None
-    shared, unshared = (_share(batch, row_len, options.rows, on=on) for on in (True, False))
+    row_len = row_lens[-1]
     trainers = {
-        on: PolicyTrainer(policy, _config(row_len, options, on=on), seed=0, max_steps=1000)
-        for on in (True, False)
+        **{
+            f"shared, rows of {size}": _trainer(policy, size, options, on=True) for size in row_lens
+        },
+        "unshared": _trainer(policy, row_len, options, on=False),
     }
     bare = BareLoop(policy, _config(row_len, options, on=True))
-    longest = int(batch.episode_lengths.max())
-    logits = [sum(len(set(p.predecessors_E)) for p in s.parts) for s in (shared, unshared)]
+    shares = {on: _share(batch, row_len, options.rows, on=on) for on in (True, False)}
+    num_logits = {on: sum(len(set(p.predecessors_E)) for p in shares[on].parts) for on in shares}
 
-    def ours(on: bool) -> Callable[[], None]:
-        return lambda: (trainers[on].train_step(batch), None)[1]
+    def ours(trainer: PolicyTrainer) -> Callable[[], None]:
+        return lambda: (trainer.train_step(batch), None)[1]
 
-    def plain(share: Share, num_logits: int) -> Callable[[], None]:
+    def plain(on: bool) -> Callable[[], None]:
         return lambda: bare.step(
-            num_tokens=share.num_computed,
-            num_logits=num_logits,
+            num_tokens=shares[on].num_computed,
+            num_logits=num_logits[on],
             row_len=longest,
             max_tokens=row_len * options.rows,
         )
 
     measured = measure(
         {
-            "shared": ours(True),
-            "unshared": ours(False),
-            "ideal": plain(shared, logits[0]),
-            "bare": plain(unshared, logits[1]),
+            **{side: ours(trainer) for side, trainer in trainers.items()},
+            "ideal": plain(True),
+            "bare": plain(False),
         },
         repeats=options.repeats,
     )
     for trainer in trainers.values():
         trainer.close()
-    return _summary(batch, shared, unshared, measured, bare.sizes, logits[0])
+    pairs = num_visible_pairs(shares[True].parts)
+    flops = step_flops(shares[True].num_computed, num_logits[True], pairs, **bare.sizes)
+    return {
+        "episodes": batch.num_episodes,
+        "tokens": batch.num_tokens,
+        "trained_tokens": int(trained_mask(batch).sum()),
+        "computed_tokens": shares[True].num_computed,
+        "unshared_tokens": shares[False].num_computed,
+        **_summary(measured, shared=f"shared, rows of {row_len}", flops=flops),
+    }
+
+
+def _trainer(policy: Path, row_len: int, options: argparse.Namespace, *, on: bool) -> PolicyTrainer:
+    return PolicyTrainer(policy, _config(row_len, options, on=on), seed=0, max_steps=1000)
 
 
 def _config(row_len: int, options: argparse.Namespace, *, on: bool) -> TrainerConfig:
@@ -151,10 +163,6 @@ class Measured:
     cpu_seconds: tuple[float, ...]
     memory_bytes: int
 
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
 
 def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, Measured]:
     """Each side once per repeat, in turns; one unmeasured round first."""
@@ -183,68 +191,49 @@ def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[st
     }
 
 
-def _summary(
-    batch: TrainingBatch,
-    shared: Share,
-    unshared: Share,
-    measured: Mapping[str, Measured],
-    sizes: Mapping[str, int],
-    num_logits: int,
-) -> dict[str, Any]:
-    flops = step_flops(shared.num_computed, num_logits, num_visible_pairs(shared.parts), **sizes)
+def _summary(measured: Mapping[str, Measured], *, shared: str, flops: float) -> dict[str, Any]:
+    """``ratios``: seconds of each side, in those of ``shared``."""
     peak = _peak_flops()
+    sides, to = measured.items(), measured[shared]
     return {
-        "episodes": batch.num_episodes,
-        "tokens": batch.num_tokens,
-        "trained_tokens": int(trained_mask(batch).sum()),
-        "computed_tokens": shared.num_computed,
-        "unshared_tokens": unshared.num_computed,
-        "microbatches": {"shared": len(shared.parts), "unshared": len(unshared.parts)},
-        "seconds": {name: side.seconds for name, side in measured.items()},
-        "cpu_seconds": {name: side.cpu_seconds for name, side in measured.items()},
-        "median_s": {name: side.median_s for name, side in measured.items()},
-        "peak_memory_bytes": {name: side.memory_bytes for name, side in measured.items()},
-        "ratios": _ratios({name: side.seconds for name, side in measured.items()}),
-        "cpu_ratios": _ratios({name: side.cpu_seconds for name, side in measured.items()}),
+        "seconds": {name: side.seconds for name, side in sides},
+        "cpu_seconds": {name: side.cpu_seconds for name, side in sides},
+        "median_s": {name: statistics.median(side.seconds) for name, side in sides},
+        "median_cpu_s": {name: statistics.median(side.cpu_seconds) for name, side in sides},
+        "peak_memory_bytes": {name: side.memory_bytes for name, side in sides},
+        "ratios": {name: _median_ratio(side.seconds, to.seconds) for name, side in sides},
+        "cpu_ratios": {
+            name: _median_ratio(side.cpu_seconds, to.cpu_seconds) for name, side in sides
+        },
         "flops": flops,
-        "mfu": flops / measured["shared"].median_s / peak if peak else None,
+        "mfu": flops / statistics.median(to.seconds) / peak if peak else None,
     }
 
 
 def _report(
     options: argparse.Namespace,
     facts: Mapping[str, Any],
-    results: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    results: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    for name, of_lengths in results.items():
-        if not of_lengths:
-            print(f"{name}: longer than every row")
-            continue
-        first = next(iter(of_lengths.values()))
-        print(f"{name}: {first['tokens']:,} tokens, {first['computed_tokens']:,} computed")
+    for name, result in results.items():
+        print(f"{name}: {result['tokens']:,} tokens, {result['computed_tokens']:,} computed")
         print_table(
-            [
-                *("row", "shared s", "unshared", "ideal", "bare"),
-                *("unshared / shared", "ideal / shared", "bare / unshared", "peak MiB", "MFU"),
-            ],
+            ["side", "s", "CPU s", "x shared", "x shared, CPU", "peak MiB"],
             [
                 [
-                    row_len,
-                    *(f"{seconds:.3f}" for seconds in result["median_s"].values()),
-                    *(f"{ratio:.2f}" for ratio in result["ratios"].values()),
-                    f"{result['peak_memory_bytes']['shared'] / 2**20:,.0f}",
-                    "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
+                    side,
+                    *(f"{result[column][side]:.3f}" for column in ("median_s", "median_cpu_s")),
+                    *(f"{result[column][side]:.2f}" for column in ("ratios", "cpu_ratios")),
+                    f"{result['peak_memory_bytes'][side] / 2**20:,.0f}",
                 ]
-                for row_len, result in of_lengths.items()
+                for side in result["median_s"]
             ],
         )
+        if result["mfu"] is not None:
+            print(f"{result['mfu']:.1%} of the peak FLOP/s")
     bars(
         options.output.with_suffix(".png"),
-        {
-            f"{name}\nrows of {row_len}": result["ratios"]["unshared / shared"]
-            for name, of_lengths in results.items()
-            for row_len, result in of_lengths.items()
-        },
+        {name: result["ratios"]["unshared"] for name, result in results.items()},
         title="Optimizer step with shared prefixes",
         label="times as fast as unshared rows",
     )
@@ -256,11 +245,6 @@ def _report(
             "workloads": results,
         },
     )
-
-
-def _ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    pairs = (("unshared", "shared"), ("ideal", "shared"), ("bare", "unshared"))
-    return {f"{a} / {b}": _median_ratio(seconds[a], seconds[b]) for a, b in pairs}
 
 
 def _median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ import torch
 from torchtitan_rl.backends.titan import setup as titan_setup
 
 # isort: split
-from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common import CosSinRoPE, FeedForward
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.nn_modules import RMSNorm
 
@@ -44,6 +44,7 @@ class BareLoop:
                 attention.qk_norm = _as(RMSNorm.Config, attention.qk_norm)
             layer.attention_norm = _as(RMSNorm.Config, layer.attention_norm)
             layer.ffn_norm = _as(RMSNorm.Config, layer.ffn_norm)
+            layer.feed_forward = _as(FeedForward.Config, layer.feed_forward)
         model_config.norm = _as(RMSNorm.Config, model_config.norm)
         self._model = build_model(model_config, config, layout, dtype)
         load_hf(self._model, policy)

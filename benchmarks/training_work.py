@@ -107,7 +107,7 @@ def step_flops(
     num_head_parameters: int,
     attention_width: int,
 ) -> float:
-    """What an optimizer step has to compute, whoever does it.
+    """FLOPs that an optimizer step needs, in any implementation.
 
     6 FLOPs for each weight and token that passes it (Kaplan et al. 2020, 2001.08361), for the head
     only the ``num_logits`` tokens whose logits are read; attention's two products, three times for

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from tests.support.episodes import batch_of, branching_episodes
-from torchtitan_rl.backends.titan import layers, tree_attention
-from torchtitan_rl.backends.titan.tree_attention import TreeAttention, tree_mask_mod, tree_tiles
+from torchtitan_rl.backends.titan import layers
+from torchtitan_rl.backends.titan.feed_forward import CpuFeedForward, FeedForward
+from torchtitan_rl.backends.titan.tree_attention import TreeAttention, tree_mask_mod, tree_nodes
 from torchtitan_rl.training.batch import predicted_mask
 from torchtitan_rl.training.splitting import rank_share
 from torchtitan_rl.types import Episode
+
+# isort: split
+from torchtitan.models.common import Linear
 
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -58,26 +62,22 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_T: torch.Tenso
 
 
 @settings(max_examples=40)
-@given(
-    episodes=branching_episodes(max_len=64, max_episodes=8),
-    sizes=st.sampled_from([(128, 512, 1500), (4, 6, 0), (8, 512, 0), (16, 8, 200)]),
-    multiple=st.sampled_from([1, 8]),
-)
+@given(episodes=branching_episodes(max_len=64, max_episodes=8), multiple=st.sampled_from([1, 8]))
 def test_output_and_gradients_equal_those_under_the_dense_mask(
-    episodes: list[Episode], sizes: tuple[int, int, int], multiple: int
+    episodes: list[Episode], multiple: int
 ) -> None:
-    """Whatever the sizes of tiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("_MAX_KEYS", "_MAX_QUERIES", "_CALL_COST"), sizes, strict=True):
-            patch.setattr(tree_attention, name, size)
-        check_against_the_dense_mask(episodes, multiple)
+    check_against_the_dense_mask(subtree_ends(episodes, multiple=multiple))
 
 
-def check_against_the_dense_mask(episodes: list[Episode], multiple: int) -> None:
-    ends_T = subtree_ends(episodes, multiple=multiple)
+def test_they_do_so_where_nodes_are_longer_than_the_kernels_blocks() -> None:
+    stem, branch, other = [1500] * 800, [1200] * 400, [1500] * 300
+    check_against_the_dense_mask(torch.tensor([*stem, *branch, *other, *[1530] * 30]))
+
+
+def check_against_the_dense_mask(ends_T: torch.Tensor) -> None:
     q, k, v = inputs(len(ends_T), seed=len(ends_T))
     attention = TreeAttention.Config().build()
-    found = attention(q, k, v, attention_masks=tree_tiles(ends_T))
+    found = attention(q, k, v, attention_masks=tree_nodes(ends_T))
     expected = dense(q, k, v, ends_T)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(found.shape, dtype=torch.float64)
@@ -90,29 +90,13 @@ def check_against_the_dense_mask(episodes: list[Episode], multiple: int) -> None
 
 
 @given(episodes=branching_episodes(max_len=64, max_episodes=8))
-def test_tiles_cover_every_visible_pair_once(episodes: list[Episode]) -> None:
+def test_nodes_cover_every_visible_pair_once_and_nothing_else(episodes: list[Episode]) -> None:
     ends_T = subtree_ends(episodes)
-    tiles = tree_tiles(ends_T)
     seen = np.zeros((len(ends_T), len(ends_T)), dtype=int)
-    for query, query_end, key, key_end, num_blind, start in tiles.tiles_M6.tolist():
-        open_ = np.ones((query_end - query, key_end - key), dtype=int)
-        size = num_blind * (key_end - key)
-        hidden = tiles.masks[start : start + size].view(num_blind, key_end - key) < 0
-        open_[:num_blind] -= hidden.numpy()
-        seen[query:query_end, key:key_end] += open_
+    for start, stop, end, is_root in tree_nodes(ends_T).tolist():
+        assert is_root == (not seen[start].any())
+        seen[start:end, start:stop] += np.tri(end - start, stop - start, dtype=int)
     assert np.array_equal(seen, visible(ends_T).numpy())
-
-
-def test_the_work_does_not_depend_on_what_else_is_in_the_row() -> None:
-    """Scores that are computed for 8 documents are 8 times those for one."""
-    tree = [100] * 40 + [70] * 30 + [100] * 30
-
-    def num_scores(ends: list[int]) -> int:
-        tiles = tree_tiles(torch.tensor(ends)).tiles_M6
-        return int(((tiles[:, 1] - tiles[:, 0]) * (tiles[:, 3] - tiles[:, 2])).sum())
-
-    many = [100 * document + end for document in range(8) for end in tree]
-    assert num_scores(many) == 8 * num_scores(tree)
 
 
 @settings(max_examples=20)
@@ -149,6 +133,24 @@ def test_norms_equal_torchs(shape: tuple[int, ...]) -> None:
     for one, other in zip(
         torch.autograd.grad(found, (x, norm.weight), upstream),
         torch.autograd.grad(expected, (x, norm.weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (2, 5, 8)])
+def test_feed_forward_layers_equal_torchtitans(shape: tuple[int, ...]) -> None:
+    w1, w2 = (Linear.Config(in_features=a, out_features=b) for a, b in ((8, 24), (24, 8)))
+    ours = CpuFeedForward.Config(w1=w1, w2=w2, w3=w1).build().double()
+    titans = FeedForward.Config(w1=w1, w2=w2, w3=w1).build().double()
+    titans.load_state_dict(ours.state_dict())
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(shape, dtype=torch.float64)
+    found, expected = ours(x), titans(x)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (x, *ours.parameters()), upstream),
+        torch.autograd.grad(expected, (x, *titans.parameters()), upstream),
         strict=True,
     ):
         torch.testing.assert_close(one, other)

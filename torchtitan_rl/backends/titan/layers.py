@@ -32,7 +32,7 @@ class CpuRMSNorm(RMSNorm):
         pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not _is_plain(x):
+        if not is_plain(x):
             composed: torch.Tensor = super().forward(x)
             return composed
         normed: torch.Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -58,9 +58,11 @@ class _Norm(torch.autograd.Function):
         return (grads[0] * weight_H).mul_(scale).addcmul_(x, common), grad_weight_H, None
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    is_split = isinstance(x, DTensor)
-    return x.device.type == "cpu" and not is_split and not torch.compiler.is_compiling()
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the operations here can take them."""
+    are_on_cpu = all(x.device.type == "cpu" for x in tensors)
+    are_split = any(isinstance(x, DTensor) for x in tensors)
+    return are_on_cpu and not are_split and not torch.compiler.is_compiling()
 
 
 class ScaledRoPE(CosSinRoPE):
@@ -78,7 +80,7 @@ class ScaledRoPE(CosSinRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _is_plain(query):
+        if not is_plain(query):
             rotated: tuple[torch.Tensor, torch.Tensor] = CosSinRoPE.apply_rotary_emb(
                 query, key, rope_cache
             )

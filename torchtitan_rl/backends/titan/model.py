@@ -23,25 +23,26 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 # isort: split
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common import Embedding, FeedForward, Linear
 from torchtitan.models.common.attention import (
     FlexAttention,
     VarlenAttention,
     create_attention_mask,
 )
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
+from torchtitan_rl.backends.titan.feed_forward import CpuFeedForward
 from torchtitan_rl.backends.titan.layers import CpuRMSNorm, ScaledRoPE
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.backends.titan.tree_attention import (
     TreeAttention,
     tree_mask_mod,
-    tree_tiles,
+    tree_nodes,
 )
 from torchtitan_rl.config.hf_model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
@@ -83,7 +84,7 @@ class PolicyModel(Qwen3Model):
         ``k <= q < subtree_end[k]``."""
         match self.config.first_attention.inner_attention:
             case TreeAttention.Config():
-                return tree_tiles(subtree_end_T)
+                return tree_nodes(subtree_end_T)
             case FlexAttention.Config():
                 size = len(subtree_end_T)
                 mask_mod = tree_mask_mod(subtree_end_T)
@@ -106,6 +107,9 @@ def build_model(
     model_config: Any, config: TrainerConfig, layout: Layout, dtype: str
 ) -> PolicyModel:
     """As `build_policy`, of a configuration that may have been changed."""
+    if config.compile and layout.device.type == "cpu":
+        # Forward passes have any number of tokens: one compilation is for all of them.
+        torch._dynamo.config.assume_static_by_default = False
     with torch.device("meta"):
         bare = model_config.build()
     model: PolicyModel = parallelize_qwen3(
@@ -140,18 +144,20 @@ def policy_config(
 ) -> Any:
     """The `PolicyModel.Config` of an architecture."""
     a = architecture
-    norm_config = CpuRMSNorm.Config if layout.device.type == "cpu" else RMSNorm.Config
+    is_cpu = layout.device.type == "cpu"
+    norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
+    ffn_config = CpuFeedForward.Config if is_cpu else FeedForward.Config
     norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
+    linear = partial(Linear.Config, param_init=_NO_INIT)
     layers = [
         Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
             attention=_attention(a, config, layout, dtype, norm),
-            feed_forward=make_ffn_config(
-                dim=a.dim,
-                hidden_dim=a.hidden_dim,
-                w1_param_init=_NO_INIT,
-                w2w3_param_init=_NO_INIT,
+            feed_forward=ffn_config(
+                w1=linear(in_features=a.dim, out_features=a.hidden_dim),
+                w2=linear(in_features=a.hidden_dim, out_features=a.dim),
+                w3=linear(in_features=a.dim, out_features=a.hidden_dim),
             ),
         )
         for _ in range(a.num_layers)
@@ -163,7 +169,7 @@ def policy_config(
             num_embeddings=a.vocab_size, embedding_dim=a.dim, param_init=_NO_INIT
         ),
         norm=norm(normalized_shape=a.dim),
-        lm_head=Linear.Config(in_features=a.dim, out_features=a.vocab_size, param_init=_NO_INIT),
+        lm_head=linear(in_features=a.dim, out_features=a.vocab_size),
         layers=layers,
         enable_weight_tying=a.has_tied_embeddings,
     )

@@ -265,10 +265,10 @@ class PolicyTrainer:
         if longest > config.row_len:
             raise ValueError(f"an episode of {longest} tokens; trainer.row_len is {config.row_len}")
         max_tokens = config.row_len * config.rows_per_microbatch
-        if config.compile:
-            multiple = max_tokens  # another length would be compiled again
-        elif self._layout.device.type == "cpu":
+        if self._layout.device.type == "cpu":
             multiple = config.tensor_parallel  # which shards the tokens between layers
+        elif config.compile:
+            multiple = max_tokens  # another length would be compiled again
         else:
             multiple = config.row_len  # few lengths: attention kernels are compiled for each
         return rank_share(
