@@ -222,7 +222,8 @@ class GeneratorRouter:
         return {slot.name: slot.version for slot in self._slots.live()}
 
     async def wait_for_version(self, version: int, *, timeout_s: float | None = None) -> None:
-        """Return when some replica that takes requests holds ``version`` or a newer one.
+        """Return when some replica that takes requests holds ``version`` or a newer one, and those
+        that get it at the same time have it, too, so that requests spread over all of them.
 
         Raises:
             GenerationError: no replica is left.
@@ -239,6 +240,7 @@ class GeneratorRouter:
                 f"no replica held version {version} within {timeout_s} s; "
                 f"versions: {self.versions()}"
             )
+        await self._weights.wait_for_others(version)
 
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name, without those that are lost or do not answer in
