@@ -7,10 +7,23 @@ have passed, although the answers have arrived and only have to be read.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 STOOD_STILL_S = 5.0  # load alone does not delay a timer by more than this
+
+
+async def wait_within(delay_s: float, task: asyncio.Future[Any]) -> bool:
+    """Return when ``task`` is done, or False after ``delay_s``: cheaper than `deadline`."""
+    loop = asyncio.get_running_loop()
+    late_s = math.inf
+    while not task.done() and late_s > STOOD_STILL_S:
+        due_s = loop.time() + delay_s
+        await asyncio.wait((task,), timeout=delay_s)
+        late_s = loop.time() - due_s
+    return task.done()
 
 
 @asynccontextmanager

@@ -88,7 +88,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica.
+    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica, and
+    ``prompt_id`` the first turns of siblings, so that their common prompt is computed once.
 
     ``min_version``: only replicas that hold this policy version or a newer one may serve it.
     ``resume_from`` holds partial tokens of this request (its prompt and budget are unchanged): the
@@ -101,6 +102,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     session_id: str | None = None
+    prompt_id: str | None = None
     min_version: int = 0
     resume_from: Completion | None = None
     num_resumed: int = 0

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.deadlines import deadline, wait_within
 
 
 def stand_still(seconds: float) -> None:
@@ -62,3 +62,13 @@ def test_the_error_of_the_work_itself_is_raised():
 
     with pytest.raises(KeyError):
         run_virtually(work())
+
+
+def test_a_wait_for_a_task_ends_with_it_or_after_its_time_without_that_of_standing_still():
+    async def work() -> None:
+        asyncio.get_running_loop().call_later(5.0, stand_still, 3_600.0)
+        task = asyncio.ensure_future(asyncio.sleep(15.0))
+        assert not await wait_within(3.0, task)
+        assert await wait_within(10.0, task)
+
+    run_virtually(work())

@@ -26,6 +26,7 @@ def request(
     request_id: str,
     *,
     session: str | None = None,
+    prompt: str | None = None,
     prompt_len: int = 4,
     max_tokens: int = 4,
     min_version: int = 0,
@@ -36,6 +37,7 @@ def request(
         prompt_token_ids=tuple(range(1, prompt_len + 1)),
         sampling=SamplingParams(max_tokens=max_tokens),
         session_id=session,
+        prompt_id=prompt,
         min_version=min_version,
         resume_from=resume_from,
     )

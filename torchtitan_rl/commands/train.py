@@ -7,6 +7,7 @@ by signal n. However it ends, the last lines say how it went and which command c
 from __future__ import annotations
 
 import asyncio
+import gc
 import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -126,6 +127,9 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             processes = await stack.enter_async_context(
                 run_processes(prepared, trace_dir=recorder.trace_dir)
             )
+        # Freeze the objects alive now, so that later garbage collections do not scan them.
+        gc.collect()
+        gc.freeze()
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
         recorder.watch_engines(
@@ -195,6 +199,7 @@ def _parts(
             config=config.rollout,
             rubric=config.task.rubric(),
             active_time=router.active_time,
+            num_replicas=config.generator.replicas - len(reserved_replicas(config)),
         ),
         batcher=EpisodeBatcher(
             advantage=config.rollout.advantage,

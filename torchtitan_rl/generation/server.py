@@ -2,14 +2,13 @@
 a thread of its own, whose progress and ends are polled.
 
 Invariants: each call has exactly one end, also where the loop fails, and it follows all progress of
-that request; ends leave in the order in which they happened; a stuck loop is reported as lost;
-while requests run, batches leave at most once per interval, unless a command was answered.
+that request; ends leave in the order in which they happened; a stuck loop is reported as lost; an
+end leaves at once, with all that comes before it, and progress alone at most once per interval.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -32,9 +31,8 @@ FromReplica = Progress | End[Any, BaseException]
 
 
 class EngineServer:
-    """``interval_s``: between two batches, as long as requests run. A poll without messages returns
-    after ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck (None:
-    never)."""
+    """``interval_s``: between two batches of progress. A poll without messages returns after
+    ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck (None: never)."""
 
     def __init__(
         self,
@@ -49,8 +47,6 @@ class EngineServer:
         self._check_s = idle_s if stall_timeout_s is None else stall_timeout_s / 8
         self._idle_s = idle_s
         self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
-        self._lock = threading.Lock()
-        self._num_running = 0  # requests
 
     def deliver(self, messages: Iterable[ToReplica]) -> None:
         """Pass calls and aborts to the loop, in order; a refusal is the end of its request."""
@@ -59,7 +55,7 @@ class EngineServer:
                 case Call(payload=Submission() as submission):
                     self._submit(submission)
                 case Call(call_id=number, payload=EngineCommand() as command):
-                    self._loop.execute(command).add_done_callback(partial(self._on_answer, number))
+                    self._loop.execute(command).add_done_callback(partial(self._on_end, number))
                 case Abort(call_id=str(request_id)):
                     self._loop.abort((request_id,))
 
@@ -91,31 +87,20 @@ class EngineServer:
     def _submit(self, submission: Submission) -> None:
         request = submission.request
         listener = Listener(sink=self._on_progress, streams=submission.streams)
-        with self._lock:
-            self._num_running += 1
         try:
             future = self._loop.submit(request, listener)
         except GenerationError as error:
-            self._end(End(call_id=request.request_id, error=error))
+            self._outbox.put(End(call_id=request.request_id, error=error), is_urgent=True)
         else:
-            future.add_done_callback(partial(self._on_done, request.request_id))
+            future.add_done_callback(partial(self._on_end, request.request_id))
 
-    # The rest runs in the loop's thread, except at refusals.
+    # The rest runs in the loop's thread.
 
-    def _on_done(self, request_id: str, future: Future[Any]) -> None:
-        self._end(_end_of(request_id, future))
-
-    def _on_answer(self, number: CallId, future: Future[Any]) -> None:
-        self._outbox.put(_end_of(number, future), is_urgent=True)
+    def _on_end(self, call_id: CallId, future: Future[Any]) -> None:
+        self._outbox.put(_end_of(call_id, future), is_urgent=True)
 
     def _on_progress(self, progress: tuple[Progress, ...]) -> None:
         self._outbox.put(*progress)
-
-    def _end(self, end: End[Any, BaseException]) -> None:
-        with self._lock:
-            self._num_running -= 1
-            is_last = self._num_running == 0
-        self._outbox.put(end, is_urgent=is_last)  # no later message could join the batch
 
 
 def _end_of(call_id: CallId, future: Future[Any]) -> End[Any, BaseException]:

@@ -8,20 +8,21 @@ from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.rollout.episodes import turns_by_episode
-from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, float]:
     """All metrics of one step's (or one evaluation's) rollouts, under ``train/`` or
     ``evaluation/``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
     metrics: dict[str, float] = {"groups": len(groups), "rollouts": len(rollouts)}
     metrics |= _reward_metrics(groups)
     metrics |= _shape_metrics(rollouts)
     endings = Counter(rollout.status for rollout in rollouts)
     metrics |= {f"ended_{status.value}": endings[status] for status in RolloutStatus}
-    metrics |= _generation_metrics(completions, _num_prompt_tokens(rollouts))
+    metrics |= _generation_metrics([turn for rollout in rollouts for turn in rollout.turns])
+    first_turns = [rollout.turns[0] for rollout in rollouts if rollout.turns]
+    metrics |= _cached_share("generation/first_turn_cached_share", first_turns)
     metrics |= _task_metrics(rollouts)
     return {f"{split.value}/{name}": float(value) for name, value in metrics.items()}
 
@@ -90,11 +91,9 @@ def _shape_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _generation_metrics(
-    completions: Sequence[Completion], num_prompt_tokens: int
-) -> dict[str, float]:
-    metrics: dict[str, float] = {"generation/requests": len(completions)}
-    timed = [completion.metrics for completion in completions if completion.metrics is not None]
+def _generation_metrics(turns: Sequence[Turn]) -> dict[str, float]:
+    metrics: dict[str, float] = {"generation/requests": len(turns)}
+    timed = [turn.completion.metrics for turn in turns if turn.completion.metrics is not None]
     if not timed:
         return metrics
     columns = {
@@ -109,18 +108,18 @@ def _generation_metrics(
         metrics[f"generation/{name}_max"] = max(values)
     cached = [m.cached_tokens for m in timed]
     metrics["generation/cached_tokens_mean"] = fmean(cached)
-    if num_prompt_tokens:
-        metrics["generation/cached_share"] = sum(cached) / num_prompt_tokens
-    return metrics
+    return metrics | _cached_share("generation/cached_share", turns)
 
 
-def _num_prompt_tokens(rollouts: Sequence[Rollout]) -> int:
-    return sum(
-        len(turn.prompt_token_ids)
-        for rollout in rollouts
-        for turn in rollout.turns
+def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:
+    """The share of the turns' prompt tokens that was found in the prefix cache."""
+    timed = [
+        (turn.completion.metrics.cached_tokens, len(turn.prompt_token_ids))
+        for turn in turns
         if turn.completion.metrics is not None
-    )
+    ]
+    num_tokens = sum(length for _, length in timed)
+    return {name: sum(cached for cached, _ in timed) / num_tokens} if num_tokens else {}
 
 
 def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.rollout.abandoned import abandoned
 
 _T = TypeVar("_T")
@@ -125,10 +125,7 @@ async def within(
 
     task = asyncio.ensure_future(outcome())
     try:
-        with contextlib.suppress(TimeoutError):
-            async with deadline(timeout_s):
-                await asyncio.wait({task})
-        if not task.done():
+        if not await wait_within(timeout_s, task):
             raise CallTimeoutError(f"no answer after {timeout_s} s")
         result, error = task.result()
     finally:

@@ -168,6 +168,7 @@ class ThreadedEnv(Generic[_Action, _Answer]):
                     "environments with async methods as they are"
                 )
         self._env = env
+        self.wraps_stateful = is_stateful(env)
 
     async def reset(self) -> _Answer:
         answer: _Answer = await in_thread(self._env.reset)
@@ -194,7 +195,9 @@ class ThreadedEnv(Generic[_Action, _Answer]):
 
     async def state_dict(self) -> Any:
         """None if the environment has no state."""
-        return await in_thread(self._env.state_dict) if isinstance(self._env, Stateful) else None
+        if not self.wraps_stateful:
+            return None
+        return await in_thread(require_stateful(self._env).state_dict)
 
     async def load_state_dict(self, state: Any, /) -> None:
         """
@@ -216,6 +219,11 @@ def require_async(env: object) -> None:
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "
                 "plain methods in threaded(...)"
             )
+
+
+def is_stateful(env: object) -> bool:
+    """Whether it is `Stateful`; of a wrapper, whether what it wraps is."""
+    return isinstance(env, Stateful) and getattr(env, "wraps_stateful", True)
 
 
 def require_stateful(env: object) -> Stateful:

@@ -16,9 +16,9 @@ from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summa
 from torchtitan_rl.rollout.env import (
     Conversation,
     Observation,
-    Stateful,
     Terminal,
     TokenEnv,
+    is_stateful,
     require_async,
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
@@ -63,6 +63,7 @@ class EnvSession:
         try:  # on the event loop, so that a time-out cannot leave a half-made environment
             self._env = make()
             require_async(self._env)
+            self._is_stateful = is_stateful(self._env)
         except Exception as error:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"creation: {summary(error)}") from error
 
@@ -81,7 +82,7 @@ class EnvSession:
 
     async def state(self) -> Any:
         """A copy of the environment's state; None if it has none."""
-        if not isinstance(self._env, Stateful):
+        if not self._is_stateful:
             return None
         state = await self._call("state_dict")
         try:
@@ -102,7 +103,7 @@ class EnvSession:
         """
         saved = recorded.env_state
         try:
-            if saved is not None and isinstance(self._env, Stateful):
+            if saved is not None and self._is_stateful:
                 await self._call("load_state_dict", saved.state)
                 answer = saved.answer
             else:

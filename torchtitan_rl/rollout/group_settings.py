@@ -26,6 +26,8 @@ EnvironmentFactory = Callable[[Problem], TokenEnv]
 OnTurn = Callable[[RecordedRollout], None]  # after a turn; with the state after it
 OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
 
+_MOST_UNEVEN = 1.125  # rollouts of the busiest replica, of the mean
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
@@ -41,6 +43,7 @@ class GroupSettings:
     active_time: ActiveTime
     attempt: int
     min_version: int
+    siblings_together: int
     on_turn: OnTurn | None
     on_discard: OnDiscard | None
 
@@ -60,6 +63,7 @@ class GroupSettings:
         return GenerationRequest(
             request_id=self.request_id(rollout_id, turn),
             session_id=rollout_id,
+            prompt_id=self._prompt_id(rollout_id),
             prompt_token_ids=observation.prompt_token_ids,
             sampling=SamplingParams(
                 max_tokens=budget,
@@ -76,6 +80,11 @@ class GroupSettings:
             resume_from=partial if partial and partial.token_ids else None,
         )
 
+    def _prompt_id(self, rollout_id: str) -> str:
+        """The same for so many siblings as are to be on one replica."""
+        number = int(rollout_id.removeprefix(f"{self.group_id}/r"))
+        return f"{self.group_id}/prompt{number // self.siblings_together}"
+
     def may_resume(self, recorded: RecordedRollout) -> bool:
         """Whether there is something recorded, and all of it in this attempt."""
         completions = [turn.completion for turn in recorded.turns]
@@ -84,6 +93,22 @@ class GroupSettings:
         ids = [completion.request_id for completion in completions]
         expected = [self.request_id(recorded.rollout_id, turn) for turn in range(len(ids))]
         return ids == expected and bool(ids or recorded.ended)
+
+
+def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
+    """How many siblings share a replica, which then computes their prompt once: as many as leave
+    the busiest replica at most an eighth more rollouts of a step than the mean.
+
+    >>> [siblings_together(RolloutConfig(groups_per_step=8, group_size=8), n) for n in (2, 5, 16)]
+    [8, 2, 4]
+    """
+    size = config.group_size
+    for together in range(size, 1, -1):
+        parts = config.groups_per_step * (size // together)
+        busiest = -(-parts // num_replicas)
+        if size % together == 0 and busiest * num_replicas <= _MOST_UNEVEN * parts:
+            return together
+    return 1
 
 
 def request_seed(run_seed: int, rollout_id: str, turn: int, attempt: int = 0) -> int:

@@ -16,8 +16,8 @@ from torchtitan_rl.rollout.calls import compute
 from torchtitan_rl.rollout.chatml import Message, TokenIds
 from torchtitan_rl.rollout.env import (
     Observation,
-    Stateful,
     Terminal,
+    is_stateful,
     require_async,
     require_stateful,
 )
@@ -94,6 +94,7 @@ class MessageTokenEnv:
     def __init__(self, env: MessageEnv, renderer: ChatRenderer) -> None:
         require_async(env)
         self._env = env
+        self.wraps_stateful = is_stateful(env)
         self._renderer = renderer
         self._messages: list[Message] = []
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -110,7 +111,7 @@ class MessageTokenEnv:
 
     async def state_dict(self) -> dict[str, Any] | None:
         """The conversation and the state of the `MessageEnv`; None if that has none."""
-        state = await self._env.state_dict() if isinstance(self._env, Stateful) else None
+        state = await require_stateful(self._env).state_dict() if self.wraps_stateful else None
         if state is None:
             return None
         return {

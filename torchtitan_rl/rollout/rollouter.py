@@ -19,6 +19,7 @@ from torchtitan_rl.rollout.group_settings import (
     GroupSettings,
     OnDiscard,
     OnTurn,
+    siblings_together,
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity, RolloutRun
@@ -47,6 +48,7 @@ class Rollouter:
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
     environment's ``reset``. Without a ``rubric`` the environment's reward is the rollout's.
     ``active_time`` (usually the router's) stands still while no rollout can generate.
+    ``num_replicas`` share the rollouts of a step.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Rollouter:
         config: RolloutConfig,
         rubric: Rubric | None = None,
         active_time: ActiveTime | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self._generate = generate
+        self._siblings_together = siblings_together(config, num_replicas)
         self._active_time = active_time or ActiveTime()
         self._environment = environment
         self._config = config
@@ -137,6 +141,7 @@ class Rollouter:
             active_time=active_time or self._active_time,
             attempt=attempt,
             min_version=min_version,
+            siblings_together=self._siblings_together,
             on_turn=on_turn,
             on_discard=on_discard,
         )

@@ -36,7 +36,7 @@ from torchtitan_rl.weights.handle import WeightHandle
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _STATS_TIMEOUT_S = 60.0
-_MAX_SESSIONS = 262_144  # whose replica is remembered; the longest unused are forgotten first
+_MAX_REMEMBERED = 262_144  # sessions and prompts; the longest unused are forgotten first
 
 
 class GeneratorRouter:
@@ -70,7 +70,7 @@ class GeneratorRouter:
         self._requests = RunningRequests(
             self._slots, timeout_s=request_timeout_s, on_ended=on_ended
         )
-        self._session_replicas: OrderedDict[str, int] = OrderedDict()
+        self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # session or prompt
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -222,7 +222,8 @@ class GeneratorRouter:
         return {slot.name: slot.version for slot in self._slots.live()}
 
     async def wait_for_version(self, version: int, *, timeout_s: float | None = None) -> None:
-        """Return when some replica that takes requests holds ``version`` or a newer one.
+        """Return when some replica that takes requests holds ``version`` or a newer one, and those
+        that get it at the same time have it, too, so that requests spread over all of them.
 
         Raises:
             GenerationError: no replica is left.
@@ -239,6 +240,7 @@ class GeneratorRouter:
                 f"no replica held version {version} within {timeout_s} s; "
                 f"versions: {self.versions()}"
             )
+        await self._weights.wait_for_others(version)
 
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name, without those that are lost or do not answer in
@@ -328,23 +330,22 @@ class GeneratorRouter:
     def _choose(self, request: GenerationRequest) -> Slot | None:
         if self._slots.is_paused:
             return None
-        index = self._strategy.choose(
-            self._slots.index, self._last_replica(request.session_id), request.min_version
-        )
+        last = self._replica_of.get(request.session_id)
+        if last is None:
+            last = self._replica_of.get(request.prompt_id)
+        index = self._strategy.choose(self._slots.index, last, request.min_version)
         if index is None:
             if not self._keeps_requests:
                 self._slots.require_unreserved()
             return None
         self._remember(request.session_id, index)
+        self._remember(request.prompt_id, index)
         return self._slots.all[index]
 
-    def _last_replica(self, session_id: str | None) -> int | None:
-        return None if session_id is None else self._session_replicas.get(session_id)
-
-    def _remember(self, session_id: str | None, index: int) -> None:
-        if session_id is None:
+    def _remember(self, name: str | None, index: int) -> None:
+        if name is None:
             return
-        self._session_replicas[session_id] = index
-        self._session_replicas.move_to_end(session_id)
-        if len(self._session_replicas) > _MAX_SESSIONS:
-            self._session_replicas.popitem(last=False)
+        self._replica_of[name] = index
+        self._replica_of.move_to_end(name)
+        if len(self._replica_of) > _MAX_REMEMBERED:
+            self._replica_of.popitem(last=False)

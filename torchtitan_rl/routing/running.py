@@ -179,20 +179,24 @@ class RunningRequests:
     async def _slot_for(self, running: _Routed) -> Slot | None:
         """The replica that is to serve the next piece, once there is one; None: abort instead."""
         request, route = running.request, running.route
+
+        def choose() -> Slot | None:
+            if self._is_closed:
+                raise GenerationError(f"request {request.request_id}: the router is closed")
+            return None if running.is_abort_asked else route.choose(request)
+
+        chosen = choose()
+        if chosen is not None:
+            return chosen
         try:
             async with route.active_time.timeout_at(running.deadline_s):
-                while True:
-                    if self._is_closed:
-                        raise GenerationError(f"request {request.request_id}: the router is closed")
-                    if running.is_abort_asked:
-                        return None
-                    chosen = route.choose(request)
-                    if chosen is not None:
-                        return chosen
+                while chosen is None and not running.is_abort_asked:
                     running.waiting = asyncio.get_running_loop().create_future()
                     await self._slots.wakeups.once(
                         lambda: self._is_closed or route.may_go(), route.key, running.waiting
                     )
+                    chosen = choose()
+                return chosen
         except TimeoutError as error:
             states = {slot.name: (slot.state.value, slot.version) for slot in self._slots.all}
             raise GenerationTimeoutError(

@@ -63,6 +63,7 @@ class WeightSync:
         self._pullers: dict[int, asyncio.Task[None]] = {}  # by slot; those that run
         self._pulls: dict[int, _Pull] = {}  # by slot, its newest
         self._num_syncs = 0  # that wait
+        self._begun_s = self._first_s = 0.0  # the newest sync: its begin, the seconds of its first
         self._is_closed = False
         self._crash: BaseException | None = None  # of a puller, for the next sync to raise
 
@@ -82,6 +83,7 @@ class WeightSync:
         """Let all replicas follow ``handle``; see `GeneratorRouter.sync_weights`."""
         if self._newest is None or handle.version >= self._newest.version:
             self._newest = handle
+            self._begun_s = _now()
             self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
         self._slots.notify()
         self._num_syncs += 1
@@ -123,6 +125,20 @@ class WeightSync:
         if slot.version != handle.version:
             stage_s = await self._stage(slot, handle)
             await self._swap(slot, handle, stage_s)
+
+    async def wait_for_others(self, version: int) -> None:
+        """Return when all replicas that are about to swap to ``version`` have done so, or take more
+        than twice as long as the first one: requests that wait for it spread over all of them."""
+
+        def hold() -> bool:
+            return not any(
+                slot.version < version and slot.index in self._pullers
+                for slot in self._slots.live_unreserved()
+                if slot.state is not ReplicaState.DRAINING and not slot.is_lagging
+            )
+
+        key = ("others", version)
+        await self._slots.wait_until(hold, timeout_s=self._first_s, key=key)
 
     async def close(self) -> None:
         """End all pullers, where they are; a sync that waits fails."""
@@ -236,6 +252,8 @@ class WeightSync:
         async with deadline(self._timeout_s):
             report = await self._slots.answer(slot, slot.replica.execute(Pull(handle.version)))
         slot.is_lagging = False
+        if all(other.version < report.version for other in self._slots.live_unreserved()):
+            self._first_s = _now() - self._begun_s
         self._slots.set_version(slot, report.version)
         self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
         self._slots.set_state(slot, ReplicaState.SERVING)

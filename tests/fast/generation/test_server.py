@@ -100,7 +100,7 @@ def test_a_loop_that_fails_or_is_closed_ends_its_calls_over_the_connection() -> 
 
 
 @on_virtual_clock
-async def test_news_comes_at_once_and_while_requests_run_once_per_interval() -> None:
+async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
     with running_loop(ScriptedEngine()) as loop:
         server = EngineServer(loop, interval_s=1.0, idle_s=30.0)
         clock = asyncio.get_running_loop()
@@ -122,19 +122,7 @@ async def test_news_comes_at_once_and_while_requests_run_once_per_interval() -> 
         assert await refusals() == pytest.approx([35.0, 35.0, 35.3, 35.3])
         loop.execute(Pause("keep")).result(60)
         server.deliver([called(request("frozen"))])
-        assert await refusals() == pytest.approx([40.3, 41.3, 42.3, 43.3])
-
-
-@on_event_loop
-async def test_the_end_of_the_last_request_waits_for_no_interval() -> None:
-    with running_loop(ScriptedEngine()) as loop:
-        server = EngineServer(loop, interval_s=1e6, idle_s=1e6)
-        for index in range(5):
-            server.deliver([called(request(f"r{index}"))])
-            async with asyncio.timeout(60):
-                (end,) = await server.poll()
-            assert isinstance(end, End)
-            assert end.result is not None
+        assert await refusals() == pytest.approx([40.3, 40.3, 40.6, 40.6])
 
 
 @pytest.mark.parametrize("streams", [True, False])

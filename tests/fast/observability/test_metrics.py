@@ -152,6 +152,7 @@ def test_lengths_and_generation_times_are_means_and_maxima() -> None:
     assert metrics["train/generation/queue_s_max"] == pytest.approx(0.3)
     assert metrics["train/generation/requests_in_flight_max"] == 3.0
     assert metrics["train/generation/cached_share"] == pytest.approx(0.4)
+    assert metrics["train/generation/first_turn_cached_share"] == 0.0
     assert metrics["train/task/exact"] == 0.5
 
 

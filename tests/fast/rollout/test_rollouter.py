@@ -6,6 +6,9 @@ import asyncio
 import threading
 from functools import partial
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.support.async_tests import cancel, ticks
 from tests.support.rollouts import (
     PROBLEM,
@@ -19,7 +22,9 @@ from tests.support.rollouts import (
     only,
     run_rollouts,
 )
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, threaded
+from torchtitan_rl.rollout.group_settings import siblings_together
 from torchtitan_rl.rollout.rollout_run import Phase
 from torchtitan_rl.types import RolloutStatus
 
@@ -48,6 +53,22 @@ def test_each_turn_is_a_request_of_its_own_in_the_rollouts_session():
     ]
     assert {request.sampling.temperature for request in generate.requests} == {0.7}
     assert len({request.sampling.seed for request in generate.requests}) == 4
+
+
+@given(st.integers(1, 64), st.integers(2, 64), st.integers(1, 64))
+def test_siblings_that_share_a_replica_leave_replicas_evenly_loaded(groups, size, replicas):
+    config = RolloutConfig(groups_per_step=groups, group_size=size)
+    together = siblings_together(config, replicas)
+    assert size % together == 0
+    if together > 1:
+        parts = groups * size // together
+        assert -(-parts // replicas) * replicas <= 1.125 * parts
+
+
+def test_siblings_of_a_part_have_one_prompt_id_in_all_turns():
+    generate = ScriptedGenerate(SCRIPT)
+    run_rollouts(Factory(CountingEnv), generate=generate, size=2)
+    assert len({request.prompt_id for request in generate.requests}) == 1
 
 
 def test_two_runs_with_one_seed_ask_for_the_same():

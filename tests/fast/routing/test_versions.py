@@ -94,3 +94,21 @@ async def test_a_wait_for_a_version_that_does_not_come_ends_and_says_what_there_
     router = GeneratorRouter([GatedReplica("r")])
     with pytest.raises(DeadlineError, match=r"no replica held version 3.*'r': 0"):
         await router.wait_for_version(3, timeout_s=0.01)
+
+
+@pytest.mark.parametrize(("other_s", "waited_s"), [(1.5, 1.5), (60.0, 2.0)])
+@on_virtual_clock
+async def test_a_wait_for_a_version_gives_other_replicas_as_long_as_the_first_one_took(
+    other_s, waited_s
+):
+    replicas = [GatedReplica(f"r{i}") for i in range(2)]
+    router = GeneratorRouter(replicas)
+    clock = asyncio.get_running_loop()
+    for replica, gate_s in zip(replicas, (1.0, other_s), strict=True):
+        replica.pull_gate.clear()
+        clock.call_later(gate_s, replica.pull_gate.set)
+    started_s = clock.time()
+    sync = asyncio.create_task(router.sync_weights(handle(1), mode="hot_swap"))
+    await router.wait_for_version(1)
+    assert clock.time() - started_s == pytest.approx(waited_s)
+    await sync

@@ -1,16 +1,17 @@
 """A generator replica in processes of its own: one actor a rank, each with its engine loop.
 
-Rank 0 serves the router's connection, over which requests and commands travel in few calls, for
-each costs milliseconds; the other ranks follow the broadcast decisions and only stage weights. All
-endpoints are concurrent, for a plain one would hold up every other call of its actor.
+Rank 0 serves the router's connection, a `Stream` of requests, commands and their ends; the other
+ranks follow the broadcast decisions and only stage weights. All endpoints are concurrent, for a
+plain one would hold up every other call of its actor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
@@ -19,12 +20,14 @@ from torchtitan_rl.backends.monarch.runtime import (
     spawn_processes,
     stop_processes,
 )
+from torchtitan_rl.backends.monarch.stream import ActorEnd, Stream
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.rpc.messages import Abort
 from torchtitan_rl.weights.handle import WeightHandle
 
 _CLOSE_S = 60.0
@@ -44,14 +47,17 @@ class GeneratorActor(Actor):
         from torchtitan_rl.backends.monarch.generator_rank import GeneratorRank
 
         self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
+        server = self._generator.server
+        self._connection = ActorEnd(server.deliver, server.poll)
 
     @concurrent_endpoint
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        self._generator.server.deliver(messages)
+    async def connect(self, port: Port[Any]) -> None:
+        """Serve the connection, on rank 0 alone, until it fails."""
+        await self._connection.run(port)
 
     @concurrent_endpoint
-    async def poll(self) -> tuple[FromReplica, ...]:
-        return await self._generator.server.poll()
+    async def until_received(self, count: int) -> None:
+        await self._connection.until_received(count)
 
     @concurrent_endpoint
     async def stage(self, handle: WeightHandle) -> None:
@@ -70,6 +76,11 @@ class GeneratorProcesses:
         self._spec = spec
         self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
+        self._stream: Stream[tuple[ToReplica, ...], tuple[FromReplica, ...]] = Stream(
+            self.name,
+            run=self._leader.connect.call_one,
+            until_received=self._leader.until_received.call_one,
+        )
 
     @property
     def name(self) -> str:
@@ -86,18 +97,20 @@ class GeneratorProcesses:
             what=f"start of {self.name}",
             timeout_s=self._spec.generator.start_timeout_s,
         )
+        await self._stream.open(timeout_s=self._silence_s)
 
     async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        # The router holds the deadlines of calls.
-        await call(self._leader.deliver.call_one(messages), what=f"{self.name}: delivery")
+        self._stream.send(messages)
+        if any(isinstance(one, Abort) for one in messages):
+            await self._stream.until_received()  # the router holds the deadline
 
     async def poll(self) -> tuple[FromReplica, ...]:
-        return await call(
-            self._leader.poll.call_one(),
-            what=f"{self.name}: poll",
-            # A process that does not answer for so long counts as lost.
-            timeout_s=2 * self._spec.generator.stall_timeout_s,
-        )
+        return await self._stream.receive(timeout_s=self._silence_s)
+
+    @property
+    def _silence_s(self) -> float:
+        """A process that sends nothing, not even an empty batch, for so long counts as lost."""
+        return 2 * self._spec.generator.stall_timeout_s
 
     async def stage(self, handle: WeightHandle) -> None:
         await call(
@@ -111,6 +124,7 @@ class GeneratorProcesses:
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
 
     async def close(self) -> None:
+        await self._stream.close()
         await stop_processes(self._mesh)
 
 
