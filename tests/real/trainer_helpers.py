@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from torchtitan_rl.generation.kept_tokens import kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
@@ -123,6 +124,11 @@ def hf_packed_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:
         tokens = torch.from_numpy(batch.token_ids[start : start + length])
         with torch.inference_mode():
             logits = model(tokens[None]).logits[0] / batch.temperature
+        for index in range(1, length):
+            if batch.kept is not None and (number := batch.kept[start + index]) >= 0:
+                bits = kept_bits([batch.kept_sets[number]], logits.shape[1])[0]
+                kept = np.unpackbits(bits, count=logits.shape[1], bitorder="little")
+                logits[index - 1, torch.from_numpy(kept == 0)] = -torch.inf
         chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         result[start + 1 : start + length] = chosen.numpy()
     return result

@@ -9,7 +9,8 @@ are answered one after another, first come, first served.
 |---|---|
 | ``max_tokens``, stop strings, stop tokens, logprobs | used, within the rollout's limits |
 | ``temperature``, ``seed`` | the run's are used |
-| ``top_p``, ``top_k``, ``min_p``, penalties | ignored and counted: the loss does not know them |
+| ``top_p``, ``top_k``, ``min_p`` | the run's are used; counted |
+| penalties | ignored and counted: the loss does not know them |
 | ``logit_bias``, structured outputs, ``min_tokens``, ... | refused (400): the answer needs them |
 
 Tokens are not streamed: they come at once, at the end of the turn.

@@ -33,6 +33,7 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import (
     StepOutput,
     TrainingBatch,
+    cut_share,
     num_masked_nonfinite,
     predicted_mask,
     trained_mask,
@@ -109,6 +110,7 @@ class PolicyTrainer:
         )
         output = self._step(batch, selected_N, objective)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
+        output.metrics["cut_share"] = cut_share(batch, selected_N)
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
