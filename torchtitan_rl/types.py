@@ -93,6 +93,12 @@ class SamplingParams:
 
 
 _CUTTING_OPTIONS = frozenset({"allowed_token_ids", "bad_words"})
+CONSTRAINTS = _CUTTING_OPTIONS | {
+    "reasoning_ended",
+    "reasoning_parser_kwargs",
+    "structured_outputs",
+}
+"""Engine options that only cut tokens, or say from where on: what they leave can be trained on."""
 _SHIFTING_OPTIONS = frozenset(
     {"frequency_penalty", "logit_bias", "presence_penalty", "repetition_penalty"}
 )

@@ -70,6 +70,7 @@ class GroupSettings:
                 stop_token_ids=observation.stop_token_ids,
                 stop=observation.stop,
                 num_logprobs=observation.num_logprobs,
+                engine_options=observation.constraints,
                 seed=request_seed(self.seed, rollout_id, turn, self.attempt),
             ),
             min_version=self.min_version,
