@@ -57,7 +57,9 @@ class KeptSets:
         rows = [row for row, name in enumerate(names) if name in self._sets]
         if not rows:
             return
-        for row, kept_V in zip(rows, (processed_RV[rows] > -math.inf).cpu().numpy(), strict=True):
+        if len(rows) < len(processed_RV):  # a copy, which is slow
+            processed_RV = processed_RV[rows]
+        for row, kept_V in zip(rows, (processed_RV > -math.inf).cpu().numpy(), strict=True):
             packed = pack_kept(kept_V) if kept_V.any() else None  # none: NaN
             is_small = packed is not None and len(packed) <= self._max_bytes
             self._sets[names[row]] = packed if is_small else None
