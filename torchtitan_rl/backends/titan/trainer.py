@@ -135,7 +135,8 @@ class PolicyTrainer:
         for part in self._share(batch, predicted_mask(batch)).parts:
             with torch.no_grad():
                 output = forward(self._model, batch, part, self._layout)
-            logprobs_N[part.sources_E] = output.logprobs_E[: len(part.sources_E)].cpu()
+            num_entries = len(part.sources_E)  # without a placeholder
+            logprobs_N[output.sources_E[:num_entries]] = output.logprobs_E[:num_entries].cpu()
         if self._layout.data_group is not None:
             reduced_N = logprobs_N.to(self._layout.device)
             dist.all_reduce(reduced_N, group=self._layout.data_group)
