@@ -22,8 +22,8 @@ from torchtitan_rl.training.trees import Microbatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
     """E entries of a microbatch, in an order of their own; ``sources_E`` are their tokens, as
-    indices into the batch. Without any, E is 1: a placeholder with ``is_entry_E`` False, since every
-    rank must run the pass."""
+    indices into the batch. Without any, E is 1: a placeholder with ``is_entry_E`` False, since
+    every rank must run the pass."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor

@@ -114,7 +114,8 @@ class PolicyTrainer:
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step on the mean negative logprob (temperature 1) over ``loss_mask``.
+        """One optimizer step on the mean negative logprob (of temperature 1 and the whole
+        vocabulary) over ``loss_mask``.
 
         Raises:
             DivergedError, ValueError: as `train_step`.
@@ -125,7 +126,7 @@ class PolicyTrainer:
         def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
             return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        return self._step(replace(batch, temperature=1.0), selected_N, objective)
+        return self._step(replace(batch, temperature=1.0, kept=None), selected_N, objective)
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Logprob [N] of every token given the tokens before it in its episode, at the batch's
