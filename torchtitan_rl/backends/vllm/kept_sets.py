@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan_rl.generation.kept_tokens import pack_kept
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.types import Grammar, KeptTokens
 
 _MAX_GRAMMARS = 64  # serialized ones that are kept
@@ -60,9 +60,9 @@ class KeptSets:
         if len(rows) < len(processed_RV):  # a copy, which is slow
             processed_RV = processed_RV[rows]
         for row, kept_V in zip(rows, (processed_RV > -math.inf).cpu().numpy(), strict=True):
-            packed = pack_kept(kept_V) if kept_V.any() else None  # none: NaN
-            is_small = packed is not None and len(packed) <= self._max_bytes
-            self._sets[names[row]] = packed if is_small else None
+            # Of NaN nothing is left; the token's logprob is NaN, too, which is masked by itself.
+            packed = pack_kept(kept_V) if kept_V.any() else WHOLE_VOCABULARY
+            self._sets[names[row]] = packed if len(packed) <= self._max_bytes else None
 
 
 class Grammars:
