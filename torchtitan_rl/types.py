@@ -315,6 +315,11 @@ class Episode:
     def num_trained_tokens(self) -> int:
         return sum(self.loss_mask)
 
+    @property
+    def num_unknown_tokens(self) -> int:
+        """Sampled tokens without loss, since it is not known what they were sampled from."""
+        return self.kept_tokens.count(None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:

@@ -48,15 +48,11 @@ class EpisodeBatcher:
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
-                    own = [
-                        self.replay_grammars(episode)
-                        for episode in rollout_to_episodes(rollout, advantage)
-                    ]
-                    unseen = num_unseen_tokens(rollout)
-                    trained = sum(episode.num_trained_tokens for episode in own)
-                    discarded["unseen_turn"] += unseen
-                    discarded["truncated_sampling"] += rollout.num_sampled_tokens - unseen - trained
-                    episodes += own
+                    discarded["unseen_turn"] += num_unseen_tokens(rollout)
+                    made = rollout_to_episodes(rollout, advantage)
+                    episodes += map(self.replay_grammars, made)
+        unknown = sum(episode.num_unknown_tokens for episode in episodes)
+        discarded["truncated_sampling"] += unknown
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens

@@ -190,9 +190,8 @@ def session_report(
         masked["shifted_sampling"] = sum(
             turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
         )
-        masked["truncated_sampling"] = (
-            rollout.num_sampled_tokens - masked.total() - _num_trained(known)
-        )
+        unknown = sum(episode.num_unknown_tokens for episode in known)
+        masked["truncated_sampling"] = unknown - masked["shifted_sampling"]
         masked["nonfinite_logprob"] = _num_trained(known) - _num_trained(episodes)
     elif ending is not None:
         discarded[ending.value] += sum(turn.num_tokens for turn in done)
