@@ -80,10 +80,28 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether anything but the temperature changes the distribution; such samples cannot be
-        trained on."""
+        """Whether tokens are cut from the distribution, other than by a grammar;
+        `Completion.kept_tokens` has what is left. A greedy sampler ignores top_p, top_k, min_p."""
         is_cut = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-        return is_cut or bool(self.engine_options)
+        has_options = not _CUTTING_OPTIONS.isdisjoint(self.engine_options)
+        return (is_cut and self.temperature > 0.0) or self.min_tokens > 0 or has_options
+
+    @property
+    def shifts_logits(self) -> bool:
+        """Whether penalties or biases change the distribution; such samples are not trained on."""
+        return not _SHIFTING_OPTIONS.isdisjoint(self.engine_options)
+
+
+_CUTTING_OPTIONS = frozenset({"allowed_token_ids", "bad_words"})
+CONSTRAINTS = _CUTTING_OPTIONS | {
+    "reasoning_ended",
+    "reasoning_parser_kwargs",
+    "structured_outputs",
+}
+"""Engine options that only cut tokens, or say from where on: what they leave can be trained on."""
+_SHIFTING_OPTIONS = frozenset(
+    {"frequency_penalty", "logit_bias", "presence_penalty", "repetition_penalty"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +153,33 @@ class CompletionMetrics:
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, logprob) pairs of one position: the sampled token, then the most likely ones."""
 
+KeptTokens = bytes | None
+"""The tokens that one token was sampled from: `generation/kept_tokens.py` packs and unpacks them.
+Empty: the whole vocabulary; None: not known, so that the token is not trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """A grammar as it was compiled, from which the tokens that it allowed follow (see
+    `training/grammars.py`).
+
+    ``data`` is xgrammar's serialization (compressed), which says what version can read it.
+    """
+
+    data: bytes
+    stop_token_ids: tuple[int, ...]  # that may end it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The tokens sampled for one request, with the logprob and version each was sampled under.
 
-    ``logprobs`` are of the processed distribution (temperature applied). A completion that was
-    aborted before its first token is empty. A stop token that ended it is its last token;
-    ``stop_reason`` is the stop string, or the stop token other than the model's own, that ended it.
-    ``top_logprobs`` is empty unless the request asked for alternatives.
+    ``logprobs`` are of the processed distribution: temperature applied, renormalized over the
+    tokens that were kept. A completion that was aborted before its first token is empty. A stop
+    token that ended it is its last token; ``stop_reason`` is the stop string, or the stop token
+    other than the model's own, that ended it. ``top_logprobs`` is empty unless the request asked
+    for alternatives, ``kept_tokens`` where nothing was cut; ``grammar`` is that of the tokens whose
+    entry there is `GRAMMAR_TOKENS`.
     """
 
     request_id: str
@@ -155,6 +191,8 @@ class Completion:
     replica: str = ""
     stop_reason: int | str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    kept_tokens: tuple[KeptTokens, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -180,6 +218,7 @@ class Progress:
     logprobs: tuple[float, ...]
     version_runs: tuple[VersionRun, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    kept_tokens: tuple[KeptTokens, ...] = ()
 
 
 OnProgress = Callable[[Progress], None]
@@ -246,12 +285,22 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
 
+class GrammarSpan(NamedTuple):
+    """The completion from token ``start`` to before ``end`` of an episode, under a grammar."""
+
+    start: int
+    end: int
+    grammar: Grammar
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """What is trained on: one token sequence; all token-aligned fields have its length.
 
-    ``loss_mask`` is True exactly on sampled tokens. Elsewhere ``logprobs`` and ``advantages`` are
-    0.0 and ``versions`` is -1, and none of the three has a meaning.
+    ``loss_mask`` is True on the sampled tokens whose distribution is known: the others have None in
+    ``kept_tokens``. Of tokens that were not sampled ``logprobs`` and ``advantages`` are 0.0 and
+    ``versions`` is -1, and none of the three has a meaning. ``kept_tokens`` is empty where nothing
+    was cut.
     """
 
     rollout_id: str
@@ -261,10 +310,17 @@ class Episode:
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[int, ...]
+    kept_tokens: tuple[KeptTokens, ...] = ()
+    grammars: tuple[GrammarSpan, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def num_unknown_tokens(self) -> int:
+        """Sampled tokens without loss, since it is not known what they were sampled from."""
+        return self.kept_tokens.count(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

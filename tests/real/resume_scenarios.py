@@ -25,6 +25,7 @@ SCHEMA = {
     "required": ["n", "yes"],
     "additionalProperties": False,
 }
+TEMPERATURE = 0.7  # of truncated requests
 REFUSED: dict[str, Any] = {
     "an unknown name": {"nonsense": 1},
     "a field of ours": {"seed": 1},
@@ -85,6 +86,29 @@ def sensitive_requests(engine: Any) -> list[GenerationRequest]:
         greedy("regex", ignore_eos=False, engine_options=_structured(regex=REGEX)),
         greedy("json", ignore_eos=False, engine_options=_compact_json()),
         greedy("cached prompt", prompt=longer),
+    ]
+
+
+def truncated_requests() -> list[GenerationRequest]:
+    """One temperature, and every way to cut tokens."""
+    cuts: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "top_p": {"top_p": 0.7},
+        "top_k": {"top_k": 5},
+        "min_p": {"min_p": 0.05},
+        "all three": {"top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        "minimum length": {"min_tokens": 12, "ignore_eos": False},
+        "allowed tokens": {"engine_options": {"allowed_token_ids": list(LETTERS)}},
+        "regex": {"engine_options": _structured(regex=REGEX)},
+        "json": {"engine_options": _structured(json=SCHEMA)},
+        "choice": {"engine_options": _structured(choice=["north", "south", "southwest"])},
+        "grammar": {"engine_options": _structured(grammar='root ::= "a" [b-x]+ "yz"')},
+        "json and top_p": {"top_p": 0.8, "engine_options": _structured(json=SCHEMA)},
+        "regex and minimum": {"min_tokens": 9, "engine_options": _structured(regex=REGEX)},
+    }
+    return [
+        greedy(name, **{"temperature": TEMPERATURE, "seed": seed, "ignore_eos": False, **sampling})
+        for seed, (name, sampling) in enumerate(cuts.items())
     ]
 
 
@@ -221,4 +245,6 @@ def _completion(output: EngineOutput) -> Completion:
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         top_logprobs=output.top_logprobs,
+        kept_tokens=output.kept_tokens,
+        grammar=output.grammar,
     )

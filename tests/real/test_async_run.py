@@ -78,8 +78,14 @@ def test_trap_28_a_killed_run_keeps_its_bound_evaluates_one_version_and_trains_e
     tmp_path: Path,
 ) -> None:
     """Its requests are aborted before each pull and go on from their tokens under new weights; what
-    is discarded was sampled under versions after the checkpoint."""
-    run_dir = kill_and_resume(tmp_path, 3.0, "--schedule.in_flight", "aborted")
+    is discarded was sampled under versions after the checkpoint. What the sampler kept goes with
+    the tokens all the way: at age 0 the trainer's distribution is the engine's."""
+    truncated = ("--rollout.sampling.top-p", "0.95", "--rollout.sampling.top-k", "40")
+    run_dir = kill_and_resume(tmp_path, 3.0, "--schedule.in_flight", "aborted", *truncated)
+    rows = [row for row in read_metrics(run_dir) if "trainer/cut_share" in row]
+    assert all(row["trainer/cut_share"] == 1.0 for row in rows)
+    on_policy = [row["trainer/age_0/ratio_max"] for row in rows if "trainer/age_0/tokens" in row]
+    assert on_policy == pytest.approx([1.0] * len(on_policy), abs=1e-4)
     last = read_metrics(run_dir)[-1]
     rolled_back = last.get("total/tokens_discarded/rolled_back", 0)
     assert last["total/tokens_discarded"] == rolled_back

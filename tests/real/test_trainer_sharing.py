@@ -36,7 +36,8 @@ OF_ROWS = ("computed_tokens", "shared_share")
 
 def tree_batch(seed: int) -> TrainingBatch:
     """Groups with one system prompt; siblings that part at once, late, or not at all; branches; all
-    with logprobs, advantages, versions and masks of their own, also on tokens that they share."""
+    with logprobs, advantages, versions, masks and kept tokens of their own, also on tokens that
+    they share."""
     rng = np.random.default_rng(seed)
     system = rng.integers(0, 288, 4).tolist()
     sequences: list[list[int]] = []
@@ -54,7 +55,10 @@ def tree_batch(seed: int) -> TrainingBatch:
     episodes = []
     for index, tokens in enumerate(sequences):
         mask = (rng.random(len(tokens)) < 0.7) & (np.arange(len(tokens)) > 3)
-        episodes.append(make_episode(tokens, mask.tolist(), seed=1000 * seed + index))
+        # Episodes of which nothing was cut are in most batches.
+        vocab_size = 288 if index % 3 else 0
+        own = make_episode(tokens, mask.tolist(), seed=1000 * seed + index, cut_from=vocab_size)
+        episodes.append(own)
     return batch_of(episodes, row_len=ROW_LEN)
 
 

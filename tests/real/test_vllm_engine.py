@@ -8,14 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.real.models import hf_logprobs
+from tests.real.models import VOCAB_SIZE, hf_logprobs, tiny_tokenizer
 from tests.real.pause_scenarios import FREEZE_STEP
-from tests.real.resume_scenarios import LETTERS, REFUSED
+from tests.real.resume_scenarios import LETTERS, REFUSED, TEMPERATURE
 from tests.real.runs import run_module
+from tests.real.trainer_helpers import trainer
+from tests.support import turns
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
-from torchtitan_rl.types import Completion, FinishReason, VersionRun
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.training.grammars import GrammarReplay
+from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.types import Completion, FinishReason, Turn, VersionRun
 
 TOLERANCE = 1e-5  # float32 on both sides
 PROMPT = tuple(range(40, 70))
@@ -277,6 +283,48 @@ def test_engine_options_that_cannot_be_served_are_refused_one_by_one(
     solo: dict[str, Any], what: str
 ) -> None:
     assert f"{what!r} refused" in solo["refused"]["told"][what]
+
+
+@pytest.mark.parametrize("replica", ["solo", "tp"])
+def test_trap_25_the_ratio_is_1_at_age_0_whatever_was_cut(
+    replica: str, root: Path, request: pytest.FixtureRequest
+) -> None:
+    """The trainer's logprobs of the engine's tokens, for every sampler that the loss knows."""
+    seen = request.getfixturevalue(replica)["truncated"]
+    replay = GrammarReplay(tiny_tokenizer(), VOCAB_SIZE)
+    episodes = {}
+    for name, done in seen.items():
+        assert len(done.kept_tokens) == (0 if name == "nothing" else len(done.token_ids))
+        assert (done.grammar is not None) is (name in ("regex", "json", "choice", "grammar"))
+        rollout = turns.rollout(Turn(prompt_token_ids=PROMPT, completion=done))
+        (episode,) = rollout_to_episodes(rollout, 1.0)
+        episodes[name] = replay(episode)
+        assert episodes[name].num_trained_tokens == len(done.token_ids)
+    batch = pack_episodes(list(episodes.values()), row_len=64, temperature=TEMPERATURE).batch
+    with trainer(root / "tied-old", row_len=64) as policy_trainer:
+        for name, episode in episodes.items():
+            alone = pack_episodes([episode], row_len=64, temperature=TEMPERATURE).batch
+            assert alone is not None
+            found = policy_trainer.logprobs(alone)[alone.loss_mask]
+            np.testing.assert_allclose(found, alone.logprobs[alone.loss_mask], atol=1e-5)
+            if name != "nothing":  # or the line above would prove nothing
+                whole = replace(alone, kept=None)
+                assert np.abs(policy_trainer.logprobs(whole)[alone.loss_mask] - found).max() > 1e-3
+        assert batch is not None
+        metrics = policy_trainer.train_step(batch).metrics
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["logprob_diff_max"] < TOLERANCE
+    assert 0.8 < metrics["cut_share"] < 1.0
+
+
+def test_tensor_parallel_ranks_report_the_tokens_that_one_rank_keeps(
+    solo: dict[str, Any], tp: dict[str, Any]
+) -> None:
+    for name, one in solo["truncated"].items():
+        two = tp["truncated"][name]
+        assert (two.token_ids, two.kept_tokens) == (one.token_ids, one.kept_tokens), name
+        assert two.grammar == one.grammar
+    assert solo["left over"] == {}
 
 
 def test_a_refused_request_disturbs_no_neighbour(solo: dict[str, Any]) -> None:

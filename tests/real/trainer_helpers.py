@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tests.support.episodes import random_set
+from torchtitan_rl.generation.kept_tokens import kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
@@ -34,7 +36,12 @@ CONFIG = TrainerConfig(
 
 
 def random_batch(
-    *, vocab_size: int = 288, seed: int = 0, num_episodes: int = 9, temperature: float = 0.7
+    *,
+    vocab_size: int = 288,
+    seed: int = 0,
+    num_episodes: int = 9,
+    temperature: float = 0.7,
+    cuts_tokens: bool = False,
 ) -> TrainingBatch:
     """Several episodes a row; about two thirds of the tokens are sampled, near -5 nats each."""
     rng = np.random.default_rng(seed)
@@ -43,11 +50,13 @@ def random_batch(
         mask = [i >= 3 and i % 7 != 0 for i in range(length)]
         logprobs = rng.normal(-5.0, 1.0, length)
         advantages = rng.normal(0.0, 1.0, length)
+        token_ids = tuple(rng.integers(0, vocab_size, length).tolist())
+        kept = [random_set(rng, token, vocab_size) for token in token_ids if cuts_tokens]
         episodes.append(
             Episode(
                 rollout_id=f"rollout-{index}",
                 group_id="group",
-                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
+                token_ids=token_ids,
                 loss_mask=tuple(mask),
                 logprobs=tuple(
                     float(v) if on else 0.0 for v, on in zip(logprobs, mask, strict=True)
@@ -56,6 +65,7 @@ def random_batch(
                     float(v) if on else 0.0 for v, on in zip(advantages, mask, strict=True)
                 ),
                 versions=tuple(0 if on else -1 for on in mask),
+                kept_tokens=tuple(kept),
             )
         )
     batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=temperature).batch
@@ -121,8 +131,13 @@ def hf_packed_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:
     result = np.zeros(batch.num_tokens, dtype=np.float32)
     for start, length in zip(batch.episode_starts, batch.episode_lengths, strict=True):
         tokens = torch.from_numpy(batch.token_ids[start : start + length])
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = model(tokens[None]).logits[0] / batch.temperature
+        for index in range(1, length):
+            if batch.kept is not None and (number := batch.kept[start + index]) >= 0:
+                bits = kept_bits([batch.kept_sets[number]], logits.shape[1])[0]
+                kept = np.unpackbits(bits, count=logits.shape[1], bitorder="little")
+                logits[index - 1, torch.from_numpy(kept == 0)] = -torch.inf
         chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         result[start + 1 : start + length] = chosen.numpy()
     return result

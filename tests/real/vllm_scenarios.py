@@ -32,6 +32,7 @@ from tests.real.resume_scenarios import (
     refused_alongside_a_neighbour,
     run_all,
     sensitive_requests,
+    truncated_requests,
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine
@@ -335,6 +336,8 @@ def solo(root: Path) -> dict[str, Any]:
     )["seeded"]
     seen["paused"] = paused(tied)
     seen["cut"] = cut_everywhere(tied, sensitive_requests(tied))
+    seen["truncated"] = run_all(tied, truncated_requests())
+    seen["left over"] = dict(tied._kept_sets._sets)
     seen["progress"] = progress(tied, greedy("read", num_logprobs=2))
     both = [greedy("with"), greedy("without", with_logprobs=False)]
     seen["without-logprobs"] = run_all(tied, both)
@@ -365,6 +368,7 @@ def tp(root: Path) -> dict[str, Any]:
     engine = build(paths["tied-old"], weights, tensor_parallel=2)
     channel = GlooLockstep(timeout_s=120.0)
     seen: dict[str, Any] = {"cut": cut_everywhere(engine, sensitive_requests(engine), stride=9)}
+    seen["truncated"] = run_all(engine, truncated_requests())
     seen["mixed"] = mixed(engine, channel)
     seen["shm"] = [path.name for path in Path("/dev/shm").iterdir()]
     # A second loop on the same ranks: a tied head is updated under TP as well.

@@ -15,6 +15,8 @@ from torchtitan_rl.types import (
     Completion,
     FinishReason,
     GenerationRequest,
+    Grammar,
+    KeptTokens,
     OnProgress,
     Problem,
     Progress,
@@ -46,6 +48,8 @@ class TokenRouter:
     ignores_aborts: bool = False
     aborted: set[str] = field(default_factory=set)
     num_sampled: int = 0
+    kept_tokens: tuple[KeptTokens, ...] = ()  # of each completion
+    grammar: Grammar | None = None
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -81,6 +85,8 @@ class TokenRouter:
             logprobs=tuple(-1 / token for token in tokens),
             version_runs=(VersionRun(0, 3),) if tokens else (),
             finish_reason=reason,
+            kept_tokens=self.kept_tokens[: len(tokens)],
+            grammar=self.grammar,
         )
 
 

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 
 
 def make_episode(
-    token_ids: Sequence[int], mask: Sequence[bool], *, name: str = "rollout", seed: int = 0
+    token_ids: Sequence[int],
+    mask: Sequence[bool],
+    *,
+    name: str = "rollout",
+    seed: int = 0,
+    cut_from: int = 0,
 ) -> Episode:
-    """Its logprobs, advantages and versions differ from token to token and from seed to seed."""
+    """Its logprobs, advantages and versions differ from token to token and from seed to seed; so do
+    the sets that tokens were sampled from, where they were cut from ``cut_from`` tokens."""
     rng = np.random.default_rng(seed)
     size = len(token_ids)
     values = zip(
@@ -34,7 +41,22 @@ def make_episode(
         logprobs=tuple(p for p, _, _ in drawn),
         advantages=tuple(a for _, a, _ in drawn),
         versions=tuple(v for _, _, v in drawn),
+        kept_tokens=tuple(random_set(rng, token, cut_from) for token in token_ids)
+        if cut_from
+        else (),
     )
+
+
+def random_set(rng: np.random.Generator, token_id: int, vocab_size: int) -> bytes:
+    """A packed set that has the token: half of the time one of few, a third of it all."""
+    if rng.random() < 0.3:
+        return WHOLE_VOCABULARY
+    if rng.random() < 0.5:
+        kept_V = np.arange(vocab_size) % 2 == token_id % 2
+    else:
+        kept_V = rng.random(vocab_size) < rng.random()
+        kept_V[token_id] = True
+    return pack_kept(kept_V)
 
 
 def batch_of(

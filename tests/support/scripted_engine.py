@@ -3,7 +3,8 @@
 One token per running request and step. The next token is a pure function of all tokens so far, the
 seed and the weight version (`scripted_token`): a request that continues from its partial tokens, on
 any replica, samples what it would have sampled without the interruption. Each token is a letter of
-text (`scripted_text`), so that stop strings work. Engine options are ignored.
+text (`scripted_text`), so that stop strings work. Engine options are ignored. Requests with a top_p
+get kept tokens (`scripted_kept`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
 from torchtitan_rl.generation.rate import ReadingRate
-from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, TopLogprobs
+from torchtitan_rl.types import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    KeptTokens,
+    TopLogprobs,
+)
 
 
 def scripted_token(
@@ -29,6 +38,11 @@ def scripted_token(
 def scripted_text(tokens: Iterable[int]) -> str:
     """The text of ``tokens``: one letter each."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def scripted_kept(token: int) -> KeptTokens:
+    """What a sampler with a top_p kept with ``token``; of some tokens it is not known."""
+    return None if token % 50 == 7 else np.array([token, token + 1], dtype="<i4").tobytes()
 
 
 @dataclass(slots=True)
@@ -64,6 +78,9 @@ class _Request:
             stop_reason=stop_reason,
             top_logprobs=tuple(map(self._alternatives, tokens, logprobs))
             if self.request.sampling.num_logprobs
+            else (),
+            kept_tokens=tuple(map(scripted_kept, tokens))
+            if self.request.sampling.top_p < 1.0
             else (),
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.support.rollouts import PROBLEM
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
+    KeptTokens,
     Problem,
     Rollout,
     RolloutGroup,
@@ -39,6 +41,10 @@ def turn(
         finish_reason=FinishReason.STOP,
     )
     return Turn(prompt_token_ids=tuple(prompt), completion=completion, **fields)
+
+
+def with_kept(one: Turn, kept: tuple[KeptTokens, ...]) -> Turn:
+    return replace(one, completion=replace(one.completion, kept_tokens=kept))
 
 
 def rollout(

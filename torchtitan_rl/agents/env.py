@@ -9,8 +9,10 @@ are answered one after another, first come, first served.
 |---|---|
 | ``max_tokens``, stop strings, stop tokens, logprobs | used, within the rollout's limits |
 | ``temperature``, ``seed`` | the run's are used |
-| ``top_p``, ``top_k``, ``min_p``, penalties | ignored and counted: the loss does not know them |
-| ``logit_bias``, structured outputs, ``min_tokens``, ... | refused (400): the answer needs them |
+| ``top_p``, ``top_k``, ``min_p`` | the run's are used; counted |
+| structured outputs, allowed tokens, bad words | used: the loss knows what they leave |
+| penalties | ignored and counted: the loss does not know them |
+| ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
 
 Tokens are not streamed: they come at once, at the end of the turn.
 
@@ -34,6 +36,7 @@ from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
+    CONSTRAINTS,
     Completion,
     GenerationRequest,
     Problem,
@@ -232,7 +235,7 @@ class AgentEnv:
     def _check(self, sampling: SamplingParams) -> None:
         """Refuse what would change the distribution and cannot be ignored; count the rest."""
         options = set(sampling.engine_options)
-        unsupported = options - _IGNORED
+        unsupported = options - _IGNORED - CONSTRAINTS
         if sampling.min_tokens > 0:
             unsupported.add("min_tokens")
         if sampling.ignore_eos:
@@ -245,7 +248,7 @@ class AgentEnv:
             )
             raise refused(400, "invalid_request", message)
         truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
-        self._counts["ignored_options"] += sum(truncations) + len(options)
+        self._counts["ignored_options"] += sum(truncations) + len(options - CONSTRAINTS)
 
 
 def _rollout_error(error: BaseException) -> BaseException:
@@ -262,4 +265,9 @@ def _observation(request: GenerationRequest) -> Observation:
         stop_token_ids=request.sampling.stop_token_ids,
         stop=request.sampling.stop,
         num_logprobs=request.sampling.num_logprobs,
+        constraints={
+            name: value
+            for name, value in request.sampling.engine_options.items()
+            if name in CONSTRAINTS
+        },
     )

@@ -60,6 +60,11 @@ def completion_errors(completion: Completion, *, newest: int, oldest: int = 0) -
             f"{completion.request_id}: {num_tokens} tokens, {len(completion.logprobs)} logprobs "
             f"and {len(completion.versions)} versions"
         )
+    if len(completion.kept_tokens) not in (0, num_tokens):
+        errors.append(
+            f"{completion.request_id}: {num_tokens} tokens, and what was kept of "
+            f"{len(completion.kept_tokens)}"
+        )
     starts = [run.start for run in completion.version_runs]
     if starts != sorted(starts) or (num_tokens and (not starts or starts[0] != 0)):
         errors.append(f"{completion.request_id}: runs of versions start at {starts}")

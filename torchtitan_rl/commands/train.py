@@ -21,6 +21,7 @@ from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
@@ -38,6 +39,7 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
+from torchtitan_rl.training.grammars import GrammarReplay
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.run import RunProcesses
@@ -205,6 +207,9 @@ def _parts(
             advantage=config.rollout.advantage,
             row_len=config.trainer.row_len,
             temperature=config.rollout.sampling.temperature,
+            replay_grammars=GrammarReplay(
+                tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
+            ),
         ),
         trainer=trainer,
         router=router,

@@ -28,6 +28,10 @@ class EngineConfig:
     """Seconds for one exchange between a replica's ranks."""
     threads: int = 1
     """OpenMP threads of each rank."""
+    max_kept_tokens: int = 4096
+    """Where ``top_p``, ``top_k`` or ``min_p`` cut tokens, the tokens that are left are recorded for
+    the loss, at four bytes each. A token of a larger set (unless it cuts as few) is not trained on,
+    and counted as ``truncated_sampling``. Raise it if that happens often."""
 
 
 @dataclass(frozen=True, kw_only=True)

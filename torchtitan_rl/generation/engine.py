@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, TopLogprobs
+from torchtitan_rl.types import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    KeptTokens,
+    TopLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +32,10 @@ class EngineOutput:
     """A request that ended in a step or by an abort; or, with ABORT as the finish reason, tokens of
     one that still runs. Times are time.monotonic() seconds.
 
-    ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason`` and
-    ``top_logprobs`` are those of `Completion`. ``refusal`` says why a request could not be
-    continued, such as constraints that leave it no token: it fails alone, and its error carries
-    what it has sampled.
+    ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason``,
+    ``top_logprobs``, ``kept_tokens`` and ``grammar`` are those of `Completion`. ``refusal`` says
+    why a request could not be continued, such as constraints that leave it no token: it fails
+    alone, and its error carries what it has sampled.
     """
 
     request_id: str
@@ -41,6 +48,8 @@ class EngineOutput:
     last_token_s: float | None
     stop_reason: int | str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    kept_tokens: tuple[KeptTokens, ...] = ()
+    grammar: Grammar | None = None
     refusal: str = ""
 
 

@@ -129,6 +129,7 @@ class OutstandingRequests:
                 logprobs=output.logprobs,
                 version_runs=runs_before(request.runs, request.num_reported),
                 top_logprobs=output.top_logprobs,
+                kept_tokens=output.kept_tokens,
             )
             batches.setdefault(request.listener.sink, []).append(progress)
             if request.listener.streams:
@@ -179,6 +180,8 @@ class OutstandingRequests:
             replica=self._replica,
             stop_reason=output.stop_reason,
             top_logprobs=output.top_logprobs,
+            kept_tokens=output.kept_tokens,
+            grammar=output.grammar,
         )
         if output.refusal:
             message = f"request {output.request_id!r} given up: {output.refusal}"

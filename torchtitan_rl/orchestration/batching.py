@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,23 +12,29 @@ from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
+from torchtitan_rl.training.grammars import without_grammars
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeBatcher:
-    """Computes advantages within each group, turns rollouts into episodes and packs them."""
+    """Computes advantages within each group, turns rollouts into episodes and packs them.
+
+    ``replay_grammars`` finds what tokens were sampled from under a grammar.
+    """
 
     advantage: Literal["mean", "std", "leave_one_out"]
     row_len: int
     temperature: float
+    replay_grammars: Callable[[Episode], Episode] = without_grammars
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
         """The batch (None where it has no token to train on) and its token counts.
 
-        Failed rollouts and episodes longer than a row are discarded; turns that no agent saw and
-        tokens with non-finite logprobs are masked; each is counted by cause.
+        Failed rollouts and episodes longer than a row are discarded; turns that no agent saw,
+        tokens of which it is not known what they were sampled from and tokens with non-finite
+        logprobs are masked; each is counted by cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -43,7 +49,10 @@ class EpisodeBatcher:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    episodes += rollout_to_episodes(rollout, advantage)
+                    made = rollout_to_episodes(rollout, advantage)
+                    episodes += map(self.replay_grammars, made)
+        unknown = sum(episode.num_unknown_tokens for episode in episodes)
+        discarded["truncated_sampling"] += unknown
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens

@@ -155,7 +155,8 @@ class Consumer:
         if self._empty_batches >= self._config.schedule.max_empty_batches:
             raise TorchtitanRLError(
                 f"{self._empty_batches} steps in a row had no token to train on; see the endings "
-                "by status in metrics.jsonl and the causes in rollouts.jsonl"
+                "by status and tokens/discarded/* in metrics.jsonl, and the causes in "
+                "rollouts.jsonl"
             )
 
     def _commit(

@@ -13,7 +13,7 @@ from operator import index
 from typing import Any
 
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl.types import CONSTRAINTS, RolloutStatus
 
 
 class WrongAnswerError(Exception):
@@ -43,6 +43,7 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
         stop_token_ids=_token_ids("stop_token_ids", answer.stop_token_ids),
         stop=_stop_strings(answer.stop),
         num_logprobs=_count("num_logprobs", answer.num_logprobs, least=0),
+        constraints=_constraints(answer.constraints),
         **_turn_fields(answer),
     )
 
@@ -113,6 +114,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(s, str) and s for s in strings):
         raise _wrong("a tuple of non-empty strings as stop", value)
     return strings
+
+
+def _constraints(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not CONSTRAINTS.issuperset(value):
+        raise _wrong(f"a mapping with names of {sorted(CONSTRAINTS)} as constraints", value)
+    return value
 
 
 def _number(name: str, value: Any) -> float | None:

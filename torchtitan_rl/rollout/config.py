@@ -10,8 +10,8 @@ from typing import Literal
 class SamplingConfig:
     """How completions are sampled.
 
-    Training refuses truncated sampling (``top_p``, ``top_k``, ``min_p``): its logprobs would not be
-    those of the trained policy.
+    Where ``top_p``, ``top_k`` or ``min_p`` cut tokens, the loss compares distributions over the
+    tokens that were left: see `training/losses/policy.py`. Evaluation cuts none.
     """
 
     temperature: float = 1.0

@@ -26,8 +26,9 @@ class Observation:
     """The whole prompt of the next turn: everything that the model sees, not only what is new.
 
     As long as it extends the previous prompt and completion, the rollout stays one episode.
-    ``turn_reward``, ``turn_text`` and ``turn_is_seen`` (see `Turn`) describe the completion that
-    `TokenEnv.step` was called with.
+    ``constraints`` are engine options that cut tokens (structured_outputs, allowed_token_ids,
+    bad_words), which the loss takes into account. ``turn_reward``, ``turn_text`` and
+    ``turn_is_seen`` (see `Turn`) describe the completion that `TokenEnv.step` was called with.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -35,6 +36,7 @@ class Observation:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     num_logprobs: int = 0  # alternatives of each token to return with the next completion
+    constraints: Mapping[str, Any] = field(default_factory=dict)
     turn_reward: float | None = None
     turn_text: str | None = None
     turn_is_seen: bool = True

@@ -6,19 +6,21 @@ conversations that an agent has at once stay one episode each. A prompt that ext
 history was edited) starts a new episode. Turns without sampled tokens are left out, and so are
 turns that their agent never saw.
 
-Invariant: every other sampled token is in exactly one episode, with loss; no other token has loss.
+Invariant: every other sampled token is in exactly one episode, and has loss if it is known which
+tokens it was sampled from; no other token has loss.
 """
 
 from __future__ import annotations
 
-from torchtitan_rl.types import Episode, Rollout, Turn
+from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
+from torchtitan_rl.types import Completion, Episode, GrammarSpan, KeptTokens, Rollout, Turn
 
 
 def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
     """The episodes of one rollout, in the order of their first turns; none if nothing was sampled.
 
     Raises:
-        ValueError: a completion's tokens, logprobs and versions differ in length.
+        ValueError: a completion's token-aligned fields differ in length.
     """
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
@@ -65,13 +67,21 @@ def _episode(rollout: Rollout, turns: list[Turn], advantage: float) -> Episode:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    kept_tokens: list[KeptTokens] = []
+    grammars: list[GrammarSpan] = []
     for turn in turns:
         observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
+        kept = _known_kept(sampled)
         token_ids += observed + sampled.token_ids
-        loss_mask += [False] * len(observed) + [True] * len(sampled.token_ids)
+        loss_mask += [False] * len(observed) + [one is not None for one in kept]
         logprobs += [0.0] * len(observed) + list(sampled.logprobs)
         versions += [-1] * len(observed) + list(sampled.versions)
+        kept_tokens += [WHOLE_VOCABULARY] * len(observed) + kept
+        if sampled.grammar is not None:
+            start = len(token_ids) - len(sampled.token_ids)
+            grammars.append(GrammarSpan(start, len(token_ids), sampled.grammar))
+    is_cut = any(turn.completion.kept_tokens for turn in turns)
     return Episode(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
@@ -80,14 +90,28 @@ def _episode(rollout: Rollout, turns: list[Turn], advantage: float) -> Episode:
         logprobs=tuple(logprobs),
         advantages=tuple(advantage if trained else 0.0 for trained in loss_mask),
         versions=tuple(versions),
+        kept_tokens=tuple(kept_tokens) if is_cut else (),
+        grammars=tuple(grammars),
     )
+
+
+def _known_kept(completion: Completion) -> list[KeptTokens]:
+    """What each token was sampled from; None where the grammar that says it is missing."""
+    if completion.grammar is None and GRAMMAR_TOKENS in completion.kept_tokens:
+        return [None if kept == GRAMMAR_TOKENS else kept for kept in completion.kept_tokens]
+    return list(completion.kept_tokens or [WHOLE_VOCABULARY] * len(completion.token_ids))
 
 
 def _check_alignment(rollout_id: str, turn: Turn) -> None:
     completion = turn.completion
-    lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
+    lengths = (
+        len(completion.token_ids),
+        len(completion.logprobs),
+        len(completion.versions),
+        len(completion.kept_tokens or completion.token_ids),
+    )
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"rollout {rollout_id}, request {completion.request_id}: tokens, logprobs and versions "
-            f"have lengths {lengths}"
+            f"rollout {rollout_id}, request {completion.request_id}: tokens, logprobs, versions "
+            f"and kept tokens have lengths {lengths}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, TokenEnv
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.routing.active_time import ActiveTime
@@ -39,7 +39,7 @@ class GroupSettings:
     generate: GenerateFn
     config: RolloutConfig
     seed: int
-    temperature: float
+    sampling: SamplingConfig
     active_time: ActiveTime
     attempt: int
     min_version: int
@@ -55,7 +55,7 @@ class GroupSettings:
         self, rollout_id: str, turn: int, observation: Observation, partial: Completion | None
     ) -> GenerationRequest:
         """The request for a turn's completion, which continues ``partial``."""
-        sampling = self.config.sampling
+        sampling = self.sampling
         room = self.config.max_total_tokens - len(observation.prompt_token_ids)
         budget = min(room, sampling.max_tokens_per_turn)
         if observation.max_tokens is not None:
@@ -67,13 +67,14 @@ class GroupSettings:
             prompt_token_ids=observation.prompt_token_ids,
             sampling=SamplingParams(
                 max_tokens=budget,
-                temperature=self.temperature,
+                temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 stop_token_ids=observation.stop_token_ids,
                 stop=observation.stop,
                 num_logprobs=observation.num_logprobs,
+                engine_options=observation.constraints,
                 seed=request_seed(self.seed, rollout_id, turn, self.attempt),
             ),
             min_version=self.min_version,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.group_settings import (
@@ -110,7 +111,7 @@ class Rollouter:
 
         Args:
             seed: the run's; the seed of each request is derived from it.
-            temperature: replaces the configured one (validation).
+            temperature: replaces the configured sampling (validation), and cuts no tokens.
             on_rollout: called once for each sibling, with its final status and reward; with
                 CANCELLED if this call is cancelled.
             attempt: changes the ids and seeds of the requests.
@@ -129,7 +130,9 @@ class Rollouter:
             ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised, or too many
                 abandoned calls hang (`HangingCallsError`); siblings are cancelled.
         """
-        default = self._config.sampling.temperature
+        sampling = self._config.sampling
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
         settings = GroupSettings(
             group_id=group_id,
             problem=problem,
@@ -137,7 +140,7 @@ class Rollouter:
             generate=generate or self._generate,
             config=self._config,
             seed=seed,
-            temperature=default if temperature is None else temperature,
+            sampling=sampling,
             active_time=active_time or self._active_time,
             attempt=attempt,
             min_version=min_version,

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.generation.kept_tokens import joined_kept
 from torchtitan_rl.generation.versions import join_runs
 from torchtitan_rl.types import (
     Completion,
@@ -53,6 +54,8 @@ def check_resumable(request: GenerationRequest) -> None:
         errors.append(
             f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
         )
+    if len(so_far.kept_tokens) not in (0, num_tokens):
+        errors.append(f"it has kept tokens for {len(so_far.kept_tokens)} of {num_tokens} tokens")
     if errors:
         raise InvalidRequestError(
             f"request {request.request_id!r} refused: resume_from is not the beginning of its "
@@ -109,6 +112,7 @@ def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
         version_runs=progress[-1].version_runs if progress else (),
         finish_reason=FinishReason.ABORT,
         top_logprobs=tuple(top for one in progress for top in one.top_logprobs),
+        kept_tokens=tuple(kept for one in progress for kept in one.kept_tokens),
     )
 
 
@@ -150,6 +154,10 @@ def _append(joined: Completion, piece: Completion) -> Completion:
         replica=piece.replica or joined.replica,
         stop_reason=piece.stop_reason,
         top_logprobs=joined.top_logprobs + piece.top_logprobs,
+        kept_tokens=joined_kept(
+            joined.kept_tokens, len(joined.token_ids), piece.kept_tokens, len(piece.token_ids)
+        ),
+        grammar=piece.grammar or joined.grammar,
     )
 
 

@@ -7,16 +7,11 @@ lost with a replica.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchtitan_rl.generation.versions import join_runs
 from torchtitan_rl.routing.continuation import join, reported
-from torchtitan_rl.types import (
-    Completion,
-    GenerationRequest,
-    OnProgress,
-    Progress,
-    TopLogprobs,
-    VersionRun,
-)
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 
 class PartialTokens:
@@ -55,14 +50,17 @@ class PartialTokens:
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece; tokens of earlier ones that were not reported are reported first."""
         self.piece_id = piece_id
-        start = self._num_reported
-        if start < len(self._ended.token_ids):
-            self._report(
-                self._ended.token_ids[start:],
-                self._ended.logprobs[start:],
-                self._ended.version_runs,
-                self._ended.top_logprobs[start:],
+        start, ended = self._num_reported, self._ended
+        if start < len(ended.token_ids):
+            unreported = Progress(
+                request_id=self._request_id,
+                start=start,
+                token_ids=ended.token_ids[start:],
+                logprobs=ended.logprobs[start:],
+                version_runs=ended.version_runs,
+                top_logprobs=ended.top_logprobs[start:],
             )
+            self._report(unreported)
 
     def add_progress(self, progress: Progress) -> None:
         """Take the running piece's progress; that of any other piece is ignored."""
@@ -71,7 +69,7 @@ class PartialTokens:
         self._piece.append(progress)
         num_before = len(self._ended.token_ids)
         runs = join_runs(self._ended.version_runs, progress.version_runs, length=num_before)
-        self._report(progress.token_ids, progress.logprobs, runs, progress.top_logprobs)
+        self._report(replace(progress, version_runs=runs))
 
     def end_piece(self, done: Completion) -> None:
         self._ended = join(self._request_id, [self._ended, done])
@@ -83,22 +81,12 @@ class PartialTokens:
         self.end_piece(reported(self._request_id, self._piece))
         return len(self._ended.token_ids) - num_before
 
-    def _report(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        runs: tuple[VersionRun, ...],
-        top_logprobs: tuple[TopLogprobs, ...],
-    ) -> None:
+    def _report(self, progress: Progress) -> None:
+        """Report the next tokens; a caller that follows them has no use for the kept tokens."""
         if self._on_progress is None:
             return
-        progress = Progress(
-            request_id=self._request_id,
-            start=self._num_reported,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            version_runs=runs,
-            top_logprobs=top_logprobs,
+        start = self._num_reported
+        self._num_reported += len(progress.token_ids)
+        self._on_progress(
+            replace(progress, request_id=self._request_id, start=start, kept_tokens=())
         )
-        self._num_reported += len(token_ids)
-        self._on_progress(progress)

@@ -193,7 +193,8 @@ class EndpointBridge:
         completion = await self._complete(
             request.request, on_progress=on_progress if request.streams else None
         )
-        return dataclasses.replace(completion, request_id=request_id)
+        # What the loss needs stays here.
+        return dataclasses.replace(completion, request_id=request_id, kept_tokens=(), grammar=None)
 
     def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)

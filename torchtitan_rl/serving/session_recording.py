@@ -2,8 +2,9 @@
 
 Invariants: a request whose caller is gone, or whose session ends, is aborted at the router; its
 tokens are recorded as an unseen turn, and masked. The tokens of one session, and of all sessions
-together, are bounded: a request reserves the most tokens that it may need, and releases the rest at
-its end; the session's end releases all of them.
+together, are bounded: a request reserves the most tokens that it may need (without the kept ones,
+which are reserved when they are known), and releases the rest at its end; the session's end
+releases all of them.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class SessionRecording:
             completion = await self._router.generate(request, None if on_progress is None else note)
             turn.completion = replace(completion, top_logprobs=())  # for the client alone
             turn.partial.clear()
-            self._held_tokens += turn.num_tokens
+            self._held_tokens += turn.num_held
             return completion
         except asyncio.CancelledError:  # the router did not return the aborted request in time
             turn.completion = reported(request.request_id, turn.partial)
@@ -183,7 +184,7 @@ class SessionRecording:
             raise
         finally:
             del self.running[request.request_id]
-            self._reserve(turn.num_tokens - request.sampling.max_tokens)
+            self._reserve(turn.num_held - request.sampling.max_tokens)
             self._on_change()
 
     def _reserve(self, num_tokens: int) -> None:

@@ -6,6 +6,7 @@ while the session is open). Turns are in the order in which their requests began
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from torchtitan_rl.generation.kept_tokens import kept_to_json
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.types import (
     Completion,
@@ -24,8 +26,7 @@ from torchtitan_rl.types import (
     Turn,
 )
 
-# Engine options that only decide in which text a stop string is searched.
-_TEXT_OPTIONS = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
+TOKEN_BYTES = 40  # of a token in memory, about
 
 
 class SessionEnding(StrEnum):
@@ -45,7 +46,7 @@ class SessionTurn:
 
     prompt_token_ids: tuple[int, ...]
     temperature: float = 1.0
-    is_truncated: bool = False  # sampled from a distribution that temperature alone does not give
+    is_shifted: bool = False  # by penalties or biases, which the loss does not know
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
@@ -57,14 +58,18 @@ class SessionTurn:
             return len(self.completion.token_ids)
         return sum(len(progress.token_ids) for progress in self.partial)
 
+    @property
+    def num_held(self) -> int:
+        """Its size in memory, in tokens without kept ones, after its prompt."""
+        kept = () if self.completion is None else self.completion.kept_tokens
+        return self.num_tokens + sum(len(one) for one in kept if one) // TOKEN_BYTES
+
     @classmethod
     def of(cls, request: GenerationRequest) -> SessionTurn:
-        sampling = request.sampling
-        options = {k: v for k, v in sampling.engine_options.items() if k not in _TEXT_OPTIONS}
         return cls(
             prompt_token_ids=request.prompt_token_ids,
-            temperature=sampling.temperature,
-            is_truncated=replace(sampling, engine_options=options).truncates,
+            temperature=request.sampling.temperature,
+            is_shifted=request.sampling.shifts_logits,
         )
 
 
@@ -112,15 +117,7 @@ class SessionReport:
                 "discarded": dict(self.tokens_discarded),
                 "pending": self.tokens_pending,
             },
-            "episodes": [
-                {
-                    "token_ids": list(episode.token_ids),
-                    "loss_mask": list(episode.loss_mask),
-                    "logprobs": list(episode.logprobs),
-                    "versions": list(episode.versions),
-                }
-                for episode in self.episodes
-            ],
+            "episodes": [_episode_to_json(episode) for episode in self.episodes],
         }
 
 
@@ -174,9 +171,9 @@ def session_report(
     """The report of a session's turns, with episodes where it ended with a reward.
 
     The reward is the advantage of every token, because a session has no siblings. Masked are turns
-    that their caller never got, turns of truncated sampling (the loss does not know their
-    distribution) and logprobs that are not finite. Tokens of failed requests and of sessions
-    without a reward are discarded.
+    that their caller never got, turns whose logits were shifted by penalties or biases, tokens of
+    which it is not known what they were sampled from and logprobs that are not finite. Tokens of
+    failed requests and of sessions without a reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})
@@ -187,14 +184,15 @@ def session_report(
     episodes: tuple[Episode, ...] = ()
     if ending is SessionEnding.REWARDED and reward is not None:
         rollout = _rollout(session_id, done, reward)
-        episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward)))
+        known = rollout_to_episodes(rollout, reward)
+        episodes = tuple(map(_without_nonfinite, known))
         masked["unseen_turn"] = num_unseen_tokens(rollout)
-        masked["truncated_sampling"] = sum(
-            turn.num_tokens for turn in done if turn.is_truncated and turn.is_seen
+        masked["shifted_sampling"] = sum(
+            turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
         )
-        masked["nonfinite_logprob"] = (
-            rollout.num_sampled_tokens - masked.total() - _num_trained(episodes)
-        )
+        unknown = sum(episode.num_unknown_tokens for episode in known)
+        masked["truncated_sampling"] = unknown - masked["shifted_sampling"]
+        masked["nonfinite_logprob"] = _num_trained(known) - _num_trained(episodes)
     elif ending is not None:
         discarded[ending.value] += sum(turn.num_tokens for turn in done)
     return SessionReport(
@@ -221,7 +219,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
         turns=tuple(
             Turn(
                 prompt_token_ids=turn.prompt_token_ids,
-                completion=_with_trainable_logprobs(turn.completion, turn.is_truncated),
+                completion=_unknown(turn.completion) if turn.is_shifted else turn.completion,
                 is_seen=turn.is_seen,
             )
             for turn in turns
@@ -232,10 +230,35 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
     )
 
 
-def _with_trainable_logprobs(completion: Completion, is_truncated: bool) -> Completion:
-    if not is_truncated:
-        return completion
-    return replace(completion, logprobs=(math.nan,) * len(completion.token_ids))
+def _unknown(completion: Completion) -> Completion:
+    """The completion with no token of which it is known what it was sampled from."""
+    return replace(completion, kept_tokens=(None,) * len(completion.token_ids), grammar=None)
+
+
+def _episode_to_json(episode: Episode) -> dict[str, Any]:
+    """``kept_tokens`` and ``grammars`` are there where tokens were cut."""
+    fields: dict[str, Any] = {
+        "token_ids": list(episode.token_ids),
+        "loss_mask": list(episode.loss_mask),
+        "logprobs": list(episode.logprobs),
+        "versions": list(episode.versions),
+    }
+    if episode.kept_tokens:
+        fields["kept_tokens"] = [
+            kept_to_json(kept) if trained else None
+            for kept, trained in zip(episode.kept_tokens, episode.loss_mask, strict=True)
+        ]
+    if episode.grammars:
+        fields["grammars"] = [
+            {
+                "start": start,
+                "end": end,
+                "grammar": base64.b64encode(grammar.data).decode(),
+                "stop_token_ids": list(grammar.stop_token_ids),
+            }
+            for start, end, grammar in episode.grammars
+        ]
+    return fields
 
 
 def _num_trained(episodes: Sequence[Episode]) -> int:

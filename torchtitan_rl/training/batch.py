@@ -19,6 +19,9 @@ class TrainingBatch:
     ``loss_mask`` is True on sampled tokens; ``logprobs`` are the behaviour policy's. Logprobs,
     advantages and versions are valid only where ``loss_mask`` is True. An episode's first token has
     no distribution, so it is never trained on.
+
+    Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `generation/kept_tokens.py`);
+    -1 stands for the whole vocabulary, as None does for all tokens.
     """
 
     episode_lengths: npt.NDArray[np.int64]  # of each episode, at least 1
@@ -28,6 +31,8 @@ class TrainingBatch:
     advantages: npt.NDArray[np.float32]  # [N]
     versions: npt.NDArray[np.int64]  # [N]
     temperature: float  # of sampling
+    kept: npt.NDArray[np.int32] | None = None  # [N]
+    kept_sets: tuple[bytes, ...] = ()
 
     @property
     def num_episodes(self) -> int:
@@ -65,6 +70,11 @@ def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
 def num_masked_nonfinite(batch: TrainingBatch) -> int:
     """Number of sampled tokens without loss because their behaviour logprob is not finite."""
     return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
+
+
+def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
+    """Share of the selected tokens that were sampled from a part of the vocabulary."""
+    return 0.0 if batch.kept is None else float((batch.kept[selected_N] >= 0).mean())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

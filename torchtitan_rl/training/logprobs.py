@@ -4,7 +4,7 @@ Forward and backward pass work on chunks of rows, in float32 whatever the type o
 on a vocabulary that may be split over the ranks of a group (tensor parallelism).
 
 Shapes: S rows of logits, E targets, V vocabulary entries of this rank; C rows of a chunk and their
-F targets.
+F targets; B bytes of one bit for each token of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ def selected_logprobs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
+    kept_SB: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each target under softmax(logits / temperature) of its row, and the entropy there.
+
+    With ``kept_SB`` (uint8, the lowest bit first) the softmax of a row is over the tokens whose bit
+    is 1, which have all of its gradient. A target without its bit has the logprob -inf.
 
     ``rows_E`` is ascending; several targets may have the same row. The ranks of ``group`` split the
     vocabulary: this one holds V entries from ``vocab_start`` on; ``targets_E`` are indices into the
@@ -39,7 +43,7 @@ def selected_logprobs(
         (logprobs [E], entropy [E]), float32.
     """
     logprobs_E, entropy_E = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_SV, targets_E, rows_E, temperature, group, vocab_start
+        logits_SV, targets_E, rows_E, kept_SB, temperature, group, vocab_start
     )
     return logprobs_E, entropy_E
 
@@ -59,6 +63,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         logits_SV: torch.Tensor,
         targets_E: torch.Tensor,
         rows_E: torch.Tensor,
+        kept_SB: torch.Tensor | None,
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_start: int,
@@ -67,10 +72,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         targets_E = targets_E - vocab_start
         parts = [
             _forward_chunk(
-                logits_SV[chunk.rows],
+                _scaled(logits_SV, chunk, temperature, kept_SB, vocab_start),
                 targets_E[chunk.targets],
                 rows_E[chunk.targets] - chunk.rows.start,
-                temperature,
                 group,
             )
             for chunk in chunks
@@ -78,43 +82,58 @@ class _SelectedLogprobs(torch.autograd.Function):
         logprobs_E, entropy_E, normalizer_S = (
             torch.cat(column) for column in zip(*parts, strict=True)
         )
-        ctx.save_for_backward(logits_SV, targets_E, rows_E, normalizer_S)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.save_for_backward(logits_SV, targets_E, rows_E, normalizer_S, kept_SB)
+        ctx.temperature, ctx.chunks, ctx.vocab_start = temperature, chunks, vocab_start
         ctx.mark_non_differentiable(entropy_E)
         return logprobs_E, entropy_E
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
-        logits_SV, targets_E, rows_E, normalizer_S = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+        logits_SV, targets_E, rows_E, normalizer_S, kept_SB = ctx.saved_tensors
         grad_SV = torch.empty_like(logits_SV)
         # d logprob / d logits = (onehot(target) - softmax) / temperature
         scale_E = grads[0] / ctx.temperature
         scale_S = torch.zeros_like(normalizer_S).index_add_(0, rows_E, scale_E)
         for chunk in ctx.chunks:
-            logits_CV = logits_SV[chunk.rows].float() / ctx.temperature
-            grad_CV = (logits_CV - normalizer_S[chunk.rows, None]).exp_()
+            scaled_CV = _scaled(logits_SV, chunk, ctx.temperature, kept_SB, ctx.vocab_start)
+            grad_CV = (scaled_CV - normalizer_S[chunk.rows, None]).exp_()
             grad_CV.mul_(-scale_S[chunk.rows, None])
             index_F, held_F = _held(
                 targets_E[chunk.targets], rows_E[chunk.targets] - chunk.rows.start, grad_CV
             )
             grad_CV.view(-1).index_add_(0, index_F, scale_E[chunk.targets] * held_F)
             grad_SV[chunk.rows] = grad_CV
-        return grad_SV, None, None, None, None, None
+        return grad_SV, None, None, None, None, None, None
+
+
+def _scaled(
+    logits_SV: torch.Tensor,
+    chunk: _Chunk,
+    temperature: float,
+    kept_SB: torch.Tensor | None,
+    vocab_start: int,
+) -> torch.Tensor:
+    """[C, V]: the chunk's logits over temperature, -inf for tokens that were cut."""
+    scaled_CV = logits_SV[chunk.rows].float() / temperature
+    if kept_SB is None:
+        return scaled_CV
+    bits_8 = torch.arange(8, dtype=torch.uint8, device=kept_SB.device)
+    kept_CV = (kept_SB[chunk.rows, :, None] >> bits_8).bitwise_and_(1).flatten(1)
+    end = vocab_start + scaled_CV.shape[1]
+    return scaled_CV.masked_fill_(kept_CV[:, vocab_start:end] == 0, -torch.inf)
 
 
 def _forward_chunk(
-    logits_CV: torch.Tensor,
+    scaled_CV: torch.Tensor,
     targets_F: torch.Tensor,
     rows_F: torch.Tensor,
-    temperature: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logprobs and entropy of the chunk's targets, the normalizer of its rows."""
-    scaled_CV = logits_CV.float() / temperature
     index_F, held_F = _held(targets_F, rows_F, scaled_CV)
-    target_F = scaled_CV.view(-1)[index_F] * held_F
+    target_F = torch.where(held_F, scaled_CV.view(-1)[index_F], 0.0)  # 0 x -inf would be NaN
     if group is None:
         normalizer_C = scaled_CV.logsumexp(dim=1)
         mean_C = _expected(scaled_CV, normalizer_C)

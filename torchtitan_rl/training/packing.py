@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.types import Episode
 
@@ -35,6 +37,7 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
     fitting = [one for one in episodes if len(one.token_ids) <= row_len]
     if not fitting:
         return Packing(batch=None, oversized=oversized)
+    kept, kept_sets = _kept(fitting)
     batch = TrainingBatch(
         episode_lengths=np.array([len(one.token_ids) for one in fitting]),
         token_ids=np.concatenate([np.array(one.token_ids, dtype=np.int64) for one in fitting]),
@@ -43,6 +46,8 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
         advantages=np.concatenate([np.array(one.advantages, dtype=np.float32) for one in fitting]),
         versions=np.concatenate([np.array(one.versions, dtype=np.int64) for one in fitting]),
         temperature=temperature,
+        kept=kept,
+        kept_sets=kept_sets,
     )
     return Packing(batch=batch, oversized=oversized)
 
@@ -68,6 +73,24 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
+def _kept(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int32] | None, tuple[bytes, ...]]:
+    """`TrainingBatch.kept` and the distinct sets of the episodes' trained tokens."""
+    if not any(one.kept_tokens for one in episodes):
+        return None, ()
+    numbers = {WHOLE_VOCABULARY: -1}
+    kept: list[int] = []
+    for one in episodes:
+        if not one.kept_tokens:
+            kept += [-1] * len(one.token_ids)
+            continue
+        for packed, trained in zip(one.kept_tokens, one.loss_mask, strict=True):
+            if trained and packed is not None:
+                kept.append(numbers.setdefault(packed, len(numbers) - 1))
+            else:
+                kept.append(-1)
+    return np.array(kept, dtype=np.int32), tuple(numbers)[1:]
+
+
 def _check(index: int, episode: Episode) -> None:
     sizes = {
         len(field)
@@ -77,6 +100,7 @@ def _check(index: int, episode: Episode) -> None:
             episode.logprobs,
             episode.advantages,
             episode.versions,
+            episode.kept_tokens or episode.token_ids,
         )
     }
     if sizes == {0} or len(sizes) > 1:

@@ -79,10 +79,22 @@ def test_truncated_sampling_is_ignored_and_counted_so_that_the_loss_knows_the_di
     assert rollout.metrics["agent/ignored_options"] == 3
 
 
+def test_constraints_are_used_because_the_loss_knows_what_they_leave():
+    constraints = {"structured_outputs": {"regex": "a"}, "bad_words": ["b"]}
+
+    async def agent(ask, call):
+        await ask((1,), engine_options=constraints | {"presence_penalty": 0.5})
+        return 1.0
+
+    generate = SeededGenerate()
+    rollout, _ = only(agent, generate=generate)
+    assert generate.requests[0].sampling.engine_options == constraints
+    assert rollout.metrics["agent/ignored_options"] == 1
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"engine_options": {"structured_outputs": {"regex": "a"}}},
         {"engine_options": {"logit_bias": {"5": 1.0}}},
         {"min_tokens": 2},
         {"ignore_eos": True},

@@ -25,7 +25,7 @@ def test_a_dry_run_prints_the_configuration_and_the_processes(tmp_path, capsys):
 
 
 def test_every_error_is_printed_and_nothing_starts(tmp_path, capsys):
-    options = ["--rollout.group-size", "1", "--rollout.sampling.top-p", "0.5"]
+    options = ["--rollout.group-size", "1", "--rollout.sampling.top-p", "0.0"]
     assert main(["train", TINY, "--output-dir", str(tmp_path), *options]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.split(" is ")[0] for line in errors] == [

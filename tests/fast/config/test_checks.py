@@ -105,11 +105,13 @@ def test_each_error_names_its_field_and_value(config, changes, field):
     assert message.startswith(field)
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
-def test_trap_25_truncated_sampling_is_refused_for_training(config, truncation):
-    rollout = RolloutConfig(sampling=SamplingConfig(**truncation))
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.0}])
+def test_sampling_may_cut_some_tokens_and_not_all(config, wrong):
+    right = RolloutConfig(sampling=SamplingConfig(top_p=0.9, top_k=20, min_p=0.1))
+    assert find_errors(replace(config, rollout=right), POLICY, LAPTOP) == []
+    rollout = RolloutConfig(sampling=SamplingConfig(**wrong))
     (message,) = find_errors(replace(config, rollout=rollout), POLICY, LAPTOP)
-    assert message.startswith(f"rollout.sampling.{next(iter(truncation))} is")
+    assert message.startswith(f"rollout.sampling.{next(iter(wrong))} is")
 
 
 def test_all_errors_are_found_at_once(config):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support import turns
 from tests.support.turns import group, turn
 from torchtitan_rl.errors import DivergedError
+from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
 from torchtitan_rl.types import Rollout, RolloutStatus
@@ -38,6 +39,26 @@ def test_turns_that_no_agent_saw_are_masked_by_name_unless_their_rollout_failed(
     assert tokens.discarded == {"unseen_turn": 5, "env_error": 5}
     assert (tokens.generated, tokens.trained) == (12, 2)
     assert "unseen_turn" in MASKED_CAUSES
+
+
+def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_by_name():
+    cut, grammar = rollout(0, 1.0, num_sampled=4), rollout(1, 0.0, num_sampled=3)
+    kept = (WHOLE_VOCABULARY, None, b"\x09\0\0\0", None)
+    cut = turns.rollout(turns.with_kept(cut.turns[0], kept), reward=1.0)
+    grammar = turns.rollout(
+        turns.with_kept(grammar.turns[0], (WHOLE_VOCABULARY, *[GRAMMAR_TOKENS] * 2)),
+        rollout_id="g/r1",
+        reward=0.0,
+    )
+    batch, tokens = BATCHER([group(cut, grammar)])
+    assert tokens.discarded == {"truncated_sampling": 4}
+    assert (tokens.generated, tokens.trained) == (7, 3)
+    assert batch is not None
+    assert batch.loss_mask.tolist() == [
+        *(False, False, False, True, False, True, False),
+        *(False, False, False, True, False, False),
+    ]
+    assert "truncated_sampling" in MASKED_CAUSES
 
 
 def test_advantages_are_of_the_group_and_only_on_sampled_tokens():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.turns import rollout, turn
+from tests.support.turns import rollout, turn, with_kept
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.types import Turn
 
@@ -83,8 +83,10 @@ def test_turns_without_sampled_tokens_are_passed_over():
 
 
 def test_misaligned_fields_are_refused():
-    with pytest.raises(ValueError, match=r"g/r0/t0.*\(2, 1, 2\)"):
+    with pytest.raises(ValueError, match=r"g/r0/t0.*\(2, 1, 2, 2\)"):
         rollout_to_episodes(rollout(turn([1], [2, 3], logprobs=[-1.0])), advantage=1.0)
+    with pytest.raises(ValueError, match=r"g/r0/t0.*\(2, 2, 2, 1\)"):
+        rollout_to_episodes(rollout(with_kept(turn([1], [2, 3]), (None,))), advantage=1.0)
 
 
 @st.composite

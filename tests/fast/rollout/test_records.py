@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.turns import group, rollout, turn
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
@@ -26,6 +27,7 @@ from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
     FinishReason,
+    Grammar,
     Problem,
     Rollout,
     Turn,
@@ -33,6 +35,7 @@ from torchtitan_rl.types import (
 )
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
+KEPT = (WHOLE_VOCABULARY, None, b"\x05\x00\x00\x80")
 FLOATS = st.floats(allow_nan=False)
 METRICS = CompletionMetrics(
     queue_s=0.1,
@@ -59,6 +62,8 @@ def completions(draw):
         replica=draw(st.sampled_from(["", "replica 1"])),
         stop_reason=draw(st.sampled_from([None, 7, "END"])),
         top_logprobs=draw(st.sampled_from([(), (((5, -0.5), (6, -1 / 3)),) * len(token_ids)])),
+        kept_tokens=draw(st.sampled_from([(), tuple(KEPT[token % 3] for token in token_ids)])),
+        grammar=draw(st.sampled_from([None, Grammar(data=b"{}", stop_token_ids=(0, 7))])),
     )
 
 
@@ -110,6 +115,7 @@ def recorded_rollouts(draw):
     prompt = (turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else ()) + (7,)
     answers = [
         Observation(prompt_token_ids=prompt, max_tokens=4, stop_token_ids=(9,), turn_reward=0.1),
+        Observation(prompt_token_ids=prompt, constraints={"structured_outputs": {"regex": "a"}}),
         Observation(prompt_token_ids=prompt, stop=("END",), num_logprobs=3, turn_is_seen=False),
         Terminal(reward=0.3, turn_text="t", metrics={"m": 1.5}),
         Terminal(reward=0.3, turn_is_seen=False),

@@ -71,6 +71,7 @@ class CutReplica(GatedReplica):
             replica=self.name,
             stop_reason=output.stop_reason,
             top_logprobs=output.top_logprobs,
+            kept_tokens=output.kept_tokens,
         )
 
 
@@ -106,6 +107,7 @@ sampled = st.builds(
     stop_token_ids=st.sampled_from([(), (11,), (11, 12)]),
     stop=st.sampled_from([(), ("ab",), ("f", "gh", "i")]),
     num_logprobs=st.sampled_from([0, 2]),
+    top_p=st.sampled_from([1.0, 0.9]),
     ignore_eos=st.booleans(),
 )
 cut_lists = st.lists(st.integers(0, 12), max_size=8)
@@ -148,6 +150,7 @@ def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request
         finish_reason=FinishReason.ABORT,
         stop_reason=None,
         top_logprobs=partial.top_logprobs[:kept],
+        kept_tokens=partial.kept_tokens[:kept],
     )
     resumed, replica = complete(replace(request, resume_from=record), [])
     assert resumed == undisturbed
@@ -270,6 +273,7 @@ def test_times_of_the_pieces_add_up():
         (replace(piece(1, 2), logprobs=(-1.0,)), "2 tokens and 1 logprobs"),
         (replace(piece(1, 2), version_runs=()), "version runs start at"),
         (replace(piece(1, 2), top_logprobs=(((1, -1.0),),)), "alternatives for 1 tokens instead"),
+        (replace(piece(1, 2), kept_tokens=(b"",)), "kept tokens for 1 of 2"),
         (replace(piece(1), version_runs=(VersionRun(0, 1), VersionRun(3, 2))), "start at"),
     ],
 )

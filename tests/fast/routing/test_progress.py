@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, request, settle
+from tests.support.scripted_engine import scripted_kept
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -18,6 +19,7 @@ from torchtitan_rl.types import (
     EngineReading,
     FinishReason,
     GenerationRequest,
+    KeptTokens,
     OnProgress,
     Progress,
     TopLogprobs,
@@ -61,6 +63,7 @@ class TellingReplica(GatedReplica):
                     logprobs=tuple(-float(t) for t in tokens[start : start + self.every]),
                     version_runs=runs(tokens[: start + self.every]),
                     top_logprobs=tops(tokens[start : start + self.every]),
+                    kept_tokens=kept(tokens[start : start + self.every]),
                 )
             )
         if cut is not None and cut < 0:
@@ -73,7 +76,12 @@ class TellingReplica(GatedReplica):
             finish_reason=FinishReason.ABORT if count < budget else FinishReason.LENGTH,
             replica=self.name,
             top_logprobs=tops(tokens),
+            kept_tokens=kept(tokens),
         )
+
+
+def kept(tokens: tuple[int, ...]) -> tuple[KeptTokens, ...]:
+    return tuple(map(scripted_kept, tokens))
 
 
 def tops(tokens: tuple[int, ...]) -> tuple[TopLogprobs, ...]:
@@ -115,6 +123,7 @@ def test_progress_is_a_beginning_of_the_completion_however_it_was_cut(
     assert done.token_ids == tuple(range(4, 34))
     assert done.version_runs == runs(done.token_ids)
     assert done.top_logprobs == tops(done.token_ids)
+    assert done.kept_tokens == kept(done.token_ids)
     told: list[int] = []
     for progress in heard:
         assert progress.request_id == "a"

@@ -12,8 +12,11 @@ from tests.support.agents import TokenRouter, asked
 from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import make
 from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.serving.session_recording import TURN_TOKENS, SessionRecording
+from torchtitan_rl.serving.session_report import TOKEN_BYTES
 from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.types import Grammar
 
 STEPS = st.lists(
     st.tuples(
@@ -62,32 +65,41 @@ async def test_whatever_clients_do_every_sampled_token_is_accounted_for_once(ste
         assert counts["session_tokens_generated"] == router.num_sampled
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"top_p": 0.9},
-        {"top_k": 20},
-        {"min_p": 0.1},
-        {"engine_options": {"presence_penalty": 1.0}},
-        {"engine_options": {"structured_outputs": {"choice": ["a"]}}},
-    ],
-)
+@pytest.mark.parametrize("option", ["presence_penalty", "repetition_penalty", "logit_bias"])
 @on_virtual_clock
-async def test_trap_25_what_truncated_sampling_gave_is_kept_and_not_trained(sampling):
+async def test_trap_25_what_shifted_logits_gave_is_kept_and_not_trained(option):
     sessions = make()
     first = asked((1, 2), "s", max_tokens=3, temperature=0.5)
     history = (1, 2, *(await sessions.complete(first)).token_ids)
     text_only = {"engine_options": {"skip_special_tokens": False}, "stop": ("x",)}
-    second = asked(history, "s", max_tokens=4, **sampling)
+    second = asked(history, "s", max_tokens=4, engine_options={option: 1.0})
     history += (await sessions.complete(second)).token_ids
     await sessions.complete(asked(history, "s", max_tokens=2, **text_only))
     report = await sessions.close("s", 1.0)
     (episode,) = report.episodes
     assert episode.loss_mask == (False,) * 2 + (True,) * 3 + (False,) * 4 + (True,) * 2
     assert episode.token_ids[: len(history)] == history
-    assert report.tokens_masked == {"truncated_sampling": 4}
+    assert report.tokens_masked == {"shifted_sampling": 4}
     assert (report.tokens_trained, report.tokens_pending) == (5, 0)
     assert report.temperatures == (0.5, 1.0)
+
+
+@on_virtual_clock
+async def test_cut_distributions_are_reported_with_their_tokens_and_trained_where_known():
+    grammar = Grammar(data=b"rules", stop_token_ids=(0,))
+    kept = (WHOLE_VOCABULARY, None, b"\x03\0\0\0\x05\0\0\0", GRAMMAR_TOKENS)
+    sessions = make(TokenRouter(kept_tokens=kept, grammar=grammar))
+    await sessions.complete(asked((1, 2), "s", max_tokens=4, top_p=0.9))
+    held = sessions.counts()["session_tokens_held"]
+    assert held == TURN_TOKENS + 2 + 4 + sum(len(one) for one in kept if one) // TOKEN_BYTES
+    report = await sessions.close("s", 1.0)
+    assert report.tokens_masked == {"truncated_sampling": 1}
+    assert report.tokens_trained == 3
+    (episode,) = report.to_json()["episodes"]
+    assert episode["loss_mask"] == [False, False, True, False, True, True]
+    assert episode["kept_tokens"] == [None, None, None, None, [3, 5], "grammar"]
+    (span,) = episode["grammars"]
+    assert (span["start"], span["end"], span["stop_token_ids"]) == (2, 6, [0])
 
 
 @on_virtual_clock

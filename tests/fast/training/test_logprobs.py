@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,30 @@ def test_selected_logprobs_equal_log_softmax_at_the_sampling_temperature(
     assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1)[rows], atol=1e-5)
     assert torch.allclose(found, wanted, atol=1e-6)
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 24, 40])
+def test_where_tokens_were_cut_logprob_entropy_and_gradient_are_of_the_others(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 25: of what was sampled from, against a dense softmax over it."""
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(9, 11)).requires_grad_()
+    rows, targets = torch.arange(9), torch.randint(0, 11, (9,))
+    kept = torch.rand(9, 11) < torch.linspace(0.0, 1.0, 9)[:, None]
+    kept[rows, targets] = True
+    bits = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
+    upstream = torch.randn(9)
+    expected = (logits / 0.7).masked_fill(~kept, -math.inf).log_softmax(-1)
+    (wanted,) = torch.autograd.grad((expected[rows, targets] * upstream).sum(), logits)
+    logprobs, entropy = selected_logprobs(logits, targets, rows, temperature=0.7, kept_SB=bits)
+    (found,) = torch.autograd.grad((logprobs * upstream).sum(), logits)
+    assert torch.allclose(logprobs, expected[rows, targets], atol=1e-6)
+    dense = -(expected.exp() * expected.masked_fill(~kept, 0.0)).sum(-1)
+    assert torch.allclose(entropy, dense, atol=1e-5)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert not found[~kept].any()
 
 
 def test_logits_in_bfloat16_are_normalized_in_float32() -> None:

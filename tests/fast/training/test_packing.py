@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import episodes as support
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
 from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
@@ -75,6 +77,34 @@ def test_first_fit_decreasing_fills_rows_without_overflow(lengths: list[int]) ->
 
 def test_packing_is_deterministic_and_prefers_the_longest_first() -> None:
     assert doctest.testmod(packing) == (0, 1)  # failed, attempted
+
+
+@given(cut=st.lists(st.booleans(), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_each_trained_token_has_the_set_it_was_sampled_from(cut: list[bool], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    episodes = [
+        support.make_episode(
+            rng.integers(0, 4, 9).tolist(),
+            (rng.random(9) < 0.6).tolist(),
+            seed=seed + index,
+            cut_from=4 if is_cut else 0,
+        )
+        for index, is_cut in enumerate(cut)
+    ]
+    batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=1.0).batch
+    assert batch is not None
+    assert (batch.kept is None) is not any(cut)
+    wanted = [
+        packed if trained else WHOLE_VOCABULARY
+        for one in episodes
+        for packed, trained in zip(
+            one.kept_tokens or [WHOLE_VOCABULARY] * 9, one.loss_mask, strict=True
+        )
+    ]
+    numbers = [-1] * batch.num_tokens if batch.kept is None else batch.kept.tolist()
+    sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers]
+    assert sets == wanted
+    assert len(set(batch.kept_sets)) == len(batch.kept_sets)
 
 
 def test_an_episode_with_fields_of_different_lengths_is_refused() -> None:

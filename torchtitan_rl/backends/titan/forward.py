@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan.model import PolicyModel
 from torchtitan_rl.backends.titan.setup import Layout
+from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.logprobs import selected_logprobs
 from torchtitan_rl.training.trees import Microbatch
@@ -20,8 +21,9 @@ from torchtitan_rl.training.trees import Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """E entries of a microbatch; ``sources_E`` are their tokens, as indices into the batch. Without
-    any, E is 1: a placeholder with ``is_entry_E`` False, since every rank must run the pass."""
+    """E entries of a microbatch, in an order of their own; ``sources_E`` are their tokens, as
+    indices into the batch. Without any, E is 1: a placeholder with ``is_entry_E`` False, since
+    every rank must run the pass."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor
@@ -37,16 +39,16 @@ def forward(
     is_empty = len(sources_E) == 0
     if is_empty:
         sources_E = predecessors_E = np.zeros(1, dtype=np.int64)
-    # Entries that share a predecessor (the first tokens of siblings) read the same logits.
-    predecessors_S, rows_E = np.unique(predecessors_E, return_inverse=True)
+    rows = _rows(batch, predecessors_E, sources_E)
+    sources_E = rows.sources_E
     positions_1T = to_device(part.position_ids_T, layout)[None]
     logits_1SV = model(
         to_device(part.token_ids_T, layout)[None],
         positions_1T,
         model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
-        to_device(predecessors_S, layout),
+        to_device(rows.predecessors_S, layout),
     )
-    vocab_start = 0
+    vocab_size, vocab_start = logits_1SV.shape[-1], 0
     if isinstance(logits_1SV, DTensor):
         # DTensor splits into chunks of ceil(V / ranks).
         ranks = dist.get_world_size(layout.tensor_group)
@@ -56,10 +58,11 @@ def forward(
     logprobs_E, entropy_E = selected_logprobs(
         logits_1SV[0],
         to_device(batch.token_ids[sources_E], layout),
-        to_device(rows_E, layout),
+        to_device(rows.rows_E, layout),
         temperature=batch.temperature,
         group=layout.tensor_group,
         vocab_start=vocab_start,
+        kept_SB=None if rows.kept_S is None else _bits(batch, rows.kept_S, vocab_size, layout),
     )
     return ForwardOutput(
         logprobs_E=logprobs_E,
@@ -67,6 +70,47 @@ def forward(
         is_entry_E=torch.full_like(logprobs_E, not is_empty, dtype=torch.bool),
         sources_E=sources_E,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The S rows of logits that entries read, and the entries in the order of their rows."""
+
+    predecessors_S: npt.NDArray[np.int64]
+    kept_S: npt.NDArray[np.int32] | None  # as `TrainingBatch.kept`; None: no row is cut
+    rows_E: npt.NDArray[np.int64]  # ascending
+    sources_E: npt.NDArray[np.int64]
+
+
+def _rows(
+    batch: TrainingBatch,
+    predecessors_E: npt.NDArray[np.int64],
+    sources_E: npt.NDArray[np.int64],
+) -> _Rows:
+    """Entries that share a predecessor (the first tokens of siblings) read the same row, unless
+    they were sampled from different sets of tokens."""
+    if batch.kept is None or (batch.kept[sources_E] < 0).all():
+        predecessors_S, rows_E = np.unique(predecessors_E, return_inverse=True)
+        return _Rows(predecessors_S=predecessors_S, kept_S=None, rows_E=rows_E, sources_E=sources_E)
+    order = np.lexsort((batch.kept[sources_E], predecessors_E))
+    pairs_2E = np.stack([predecessors_E, batch.kept[sources_E]])[:, order]
+    is_new_E = np.append(True, (np.diff(pairs_2E) != 0).any(axis=0))
+    predecessors_S, kept_S = pairs_2E[:, is_new_E]
+    return _Rows(
+        predecessors_S=predecessors_S,
+        kept_S=kept_S.astype(np.int32),
+        rows_E=np.cumsum(is_new_E) - 1,
+        sources_E=sources_E[order],
+    )
+
+
+def _bits(
+    batch: TrainingBatch, kept_S: npt.NDArray[np.int32], vocab_size: int, layout: Layout
+) -> torch.Tensor:
+    """`selected_logprobs`'s ``kept_SB``."""
+    numbers_D, sets_S = np.unique(kept_S, return_inverse=True)
+    sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers_D]
+    return to_device(kept_bits(sets, vocab_size)[sets_S], layout)
 
 
 def to_device(values: npt.NDArray[Any], layout: Layout) -> torch.Tensor:

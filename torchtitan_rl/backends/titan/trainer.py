@@ -33,6 +33,7 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import (
     StepOutput,
     TrainingBatch,
+    cut_share,
     num_masked_nonfinite,
     predicted_mask,
     trained_mask,
@@ -109,10 +110,12 @@ class PolicyTrainer:
         )
         output = self._step(batch, selected_N, objective)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
+        output.metrics["cut_share"] = cut_share(batch, selected_N)
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step on the mean negative logprob (temperature 1) over ``loss_mask``.
+        """One optimizer step on the mean negative logprob (of temperature 1 and the whole
+        vocabulary) over ``loss_mask``.
 
         Raises:
             DivergedError, ValueError: as `train_step`.
@@ -123,7 +126,7 @@ class PolicyTrainer:
         def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
             return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        return self._step(replace(batch, temperature=1.0), selected_N, objective)
+        return self._step(replace(batch, temperature=1.0, kept=None), selected_N, objective)
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Logprob [N] of every token given the tokens before it in its episode, at the batch's
@@ -133,7 +136,8 @@ class PolicyTrainer:
         for part in self._share(batch, predicted_mask(batch)).parts:
             with torch.no_grad():
                 output = forward(self._model, batch, part, self._layout)
-            logprobs_N[part.sources_E] = output.logprobs_E[: len(part.sources_E)].cpu()
+            num_entries = len(part.sources_E)  # without a placeholder
+            logprobs_N[output.sources_E[:num_entries]] = output.logprobs_E[:num_entries].cpu()
         if self._layout.data_group is not None:
             reduced_N = logprobs_N.to(self._layout.device)
             dist.all_reduce(reduced_N, group=self._layout.data_group)

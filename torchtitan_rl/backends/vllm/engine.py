@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from torchtitan_rl.backends.vllm.cpu import (
     repack_linears,
     unique_shared_memory,
 )
+from torchtitan_rl.backends.vllm.kept_sets import Grammars, KeptSets
 from torchtitan_rl.backends.vllm.logprobs import SampledLogprobs
 from torchtitan_rl.backends.vllm.resume import (
     build_core_request,
@@ -39,8 +40,16 @@ from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_par
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
+from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS
 from torchtitan_rl.generation.rate import ReadingRate
-from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest
+from torchtitan_rl.types import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    KeptTokens,
+    SamplingParams,
+)
 
 # Why vLLM ends a request with an error: its grammar rejects every token.
 _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
@@ -88,6 +97,10 @@ class VllmEngine:
         worker = self._engine.model_executor.driver_worker.worker
         self._model = worker.get_model()
         let_runner_resume(self._core, worker.model_runner)
+        self._grammars = Grammars()
+        self._kept_sets = KeptSets(spec.generator.max_kept_tokens)
+        is_v2 = self._core.vllm_config.use_v2_model_runner
+        self._kept_sets.observe(worker.model_runner, is_v2=is_v2)
         self._limits = EngineLimits(
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
@@ -129,13 +142,14 @@ class VllmEngine:
             ) from cause
         self._engine.output_processor.add_request(engine_request, None, None, 0)
         state = self._engine.output_processor.request_states[engine_request.request_id]
-        state.logprobs_processor = SampledLogprobs(request.sampling)
+        grammar, read_kept = self._distribution(request.sampling, core_request)
+        state.logprobs_processor = SampledLogprobs(request.sampling, read_kept)
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(core_request)
-        self._running[request.request_id] = _EngineRequest(state, num_resumed)
+        self._running[request.request_id] = _EngineRequest(state, num_resumed, grammar)
 
     def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
-        found = [self._running.pop(name) for name in request_ids if name in self._running]
+        found = [self._pop(name) for name in request_ids if name in self._running]
         # vLLM returns no output for an aborted request, so it is read before the abort.
         outputs = [_output(running) for running in found]
         if found:
@@ -148,7 +162,7 @@ class VllmEngine:
         for output in self._engine.step():
             if not output.finished:
                 continue
-            running = self._running.pop(output.request_id)
+            running = self._pop(output.request_id)
             sampled = output.outputs[0]
             if sampled.finish_reason == "error":
                 outputs.append(_output(running, refusal=_NO_TOKEN))
@@ -218,6 +232,26 @@ class VllmEngine:
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
+    def _distribution(
+        self, sampling: SamplingParams, core_request: Any
+    ) -> tuple[Grammar | None, Callable[[], KeptTokens] | None]:
+        """What says which tokens each token is sampled from: a grammar, or the sets themselves."""
+        has_grammar = core_request.structured_output_request is not None
+        if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
+            return None, None  # not trained on, or nothing is cut
+        if not sampling.truncates:
+            grammar = self._grammars.replayable(self._core, core_request)
+            if grammar is not None:
+                return grammar, lambda: GRAMMAR_TOKENS
+        request_id = core_request.request_id
+        self._kept_sets.record(request_id)
+        return None, lambda: self._kept_sets[request_id]
+
+    def _pop(self, name: str) -> _EngineRequest:
+        running = self._running.pop(name)
+        self._kept_sets.forget(running.state.request_id)
+        return running
+
 
 @dataclass(frozen=True, slots=True)
 class _EngineRequest:
@@ -225,6 +259,7 @@ class _EngineRequest:
 
     state: Any
     num_resumed: int
+    grammar: Grammar | None  # of the tokens whose kept ones are `GRAMMAR_TOKENS`
 
     @property
     def num_sampled(self) -> int:
@@ -324,5 +359,7 @@ def _output(
         last_token_s=state.stats.last_token_ts or None,
         stop_reason=stop_reason,
         top_logprobs=tuple(sampled.top[start:]),
+        kept_tokens=tuple(sampled.kept[start:]),
+        grammar=running.grammar,
         refusal=refusal,
     )

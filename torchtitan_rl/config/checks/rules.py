@@ -55,7 +55,6 @@ _RANKS = _count(1, 4096)
 _THREADS = _count(1, 1024)
 _TOKENS = _count(1, 1 << 24)
 _BYTES = _count(1, 1 << 50)
-_CUT_OFF = "; the loss would not know which tokens were cut off"
 
 RULES: Mapping[type, Mapping[str, Bounds]] = {
     c.SamplingConfig: {
@@ -65,9 +64,9 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
             fix=f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; greedy siblings would be identical and "
             "train nothing",
         ),
-        "top_p": Bounds(least=1.0, most=1.0, fix=f"1.0{_CUT_OFF}"),
-        "top_k": Bounds(least=0, most=0, fix=f"0{_CUT_OFF}"),
-        "min_p": Bounds(least=0.0, most=0.0, fix=f"0.0{_CUT_OFF}"),
+        "top_p": Bounds(least=0.0, most=1.0, above=True),
+        "top_k": _count(0),
+        "min_p": Bounds(least=0.0, most=1.0, below=True),
         "max_tokens_per_turn": _TOKENS,
     },
     c.RolloutConfig: {
@@ -83,6 +82,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "tensor_parallel": _RANKS,
         "max_model_len": _count(2, 1 << 24),
         "max_running_requests": _count(1, 1 << 16),
+        "max_kept_tokens": _count(1, 1 << 24),
         "kv_cache_bytes": _BYTES,
         "gpu_memory_utilization": Bounds(least=0.0, most=1.0, above=True),
         "max_steps_per_decision": _count(1, 1 << 12),

@@ -5,6 +5,12 @@ Every function takes cleaned tokens (`LossTokens.cleaned`); p is the policy bein
 advantage. Log-ratios are clamped to ± ``max_log_ratio`` before each exponential; a clamped token
 has no gradient.
 
+All distributions are at the sampling temperature. Where the sampler cut tokens (top_p, top_k,
+min_p, a grammar), that of each policy (behaviour, proximal, trained, reference) is renormalized
+over the tokens that were left at the version that sampled. So ratios compare like with like, and
+are 1 at age 0; the gradient has no part on logits that were cut. The entropy metric is of the
+renormalized distribution, too.
+
 Shapes: T tokens of one part (microbatch) of a step.
 """
 
