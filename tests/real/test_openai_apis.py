@@ -140,6 +140,12 @@ def test_a_streamed_message_is_that_of_vllms_own_server(urls, case: str) -> None
     assert deltas(ours) == deltas(own)
 
 
+def test_a_message_may_ask_for_more_tokens_than_there_is_room_for(urls) -> None:
+    """Its clients must ask for a number, and send that of large models."""
+    message = messages(urls["ours"]).create(**{**TOLD, "max_tokens": 16_384})
+    assert message.stop_reason in ("max_tokens", "end_turn")
+
+
 def test_the_tokens_of_a_message_are_counted(urls) -> None:
     asked = {name: TOLD[name] for name in ("model", "messages")}
     counted = messages(urls["ours"]).count_tokens(**asked).input_tokens
