@@ -32,7 +32,19 @@ _REPETITIONS = tuple(
 )
 _MAX_REPETITIONS = 100_000  # no completion has as many tokens
 _TEXT_PARTS = frozenset(
-    {"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"}
+    {
+        "input_text",
+        "output_text",
+        "reasoning_text",
+        "redacted_thinking",
+        "refusal",
+        "summary_text",
+        "text",
+        "thinking",
+        "tool_reference",
+        "tool_result",
+        "tool_use",
+    }
 )
 _MEDIA = frozenset(
     {
@@ -58,9 +70,11 @@ _MEDIA = frozenset(
 )
 
 
-def check_request(body: bytes, limits: EndpointConfig) -> None:
-    """Raises:
-    HttpError: 400, naming the field where it is one.
+def check_request(body: bytes, limits: EndpointConfig, *, caps_tokens: bool = False) -> None:
+    """``caps_tokens``: a completion that may not be as long as asked for is cut instead.
+
+    Raises:
+        HttpError: 400, naming the field where it is one.
     """
     content = _parse_json(body)
     if not isinstance(content, dict):
@@ -73,7 +87,8 @@ def check_request(body: bytes, limits: EndpointConfig) -> None:
         raise _too_large("n", f"n times the prompts is {num_completions}", limits.max_n)
     for name in _TOKEN_LIMITS:
         value = _integer(content, name)
-        if limits.max_tokens and value is not None and value > limits.max_tokens:
+        is_limited = limits.max_tokens and not caps_tokens
+        if is_limited and value is not None and value > limits.max_tokens:
             raise _too_large(name, f"{name} is {value}", limits.max_tokens)
 
 
@@ -157,6 +172,7 @@ def _check_text_only(content: dict[str, Any]) -> None:
         raise _not_text("modalities", "it asks for an answer other than text")
     for name in ("messages", "input"):
         _check_messages(content.get(name), name)
+    _check_content(content.get("system"), "system")
 
 
 def _check_messages(messages: Any, place: str) -> None:
@@ -167,7 +183,8 @@ def _check_messages(messages: Any, place: str) -> None:
         at = f"{place}[{index}]"
         if isinstance(message, dict):
             _check_media(message, at)
-            _check_content(message.get("content"), f"{at}.content")
+            for name in ("content", "output"):  # of a message, of a tool's answer
+                _check_content(message.get(name), f"{at}.{name}")
         else:
             _check_messages(message, at)
 

@@ -112,6 +112,7 @@ def test_the_tokens_of_a_completion_are_limited(name: str) -> None:
     assert refusal(**{name: 50}) is None
     assert refusal(**{name: None}) is None
     assert refusal(**{name: 51}) == ("limit_exceeded", name)
+    check_request(json.dumps({name: 51}).encode(), LIMITS, caps_tokens=True)
 
 
 @pytest.mark.parametrize("value", ["5000", 5000.0, True, [5000], {}])
@@ -174,6 +175,11 @@ def test_conversations_of_a_batch_and_inputs_are_checked_too() -> None:
     message = {"role": "user", "content": [IMAGE]}
     assert not_text(messages=[[message], [message]]) == "messages[0][0].content[0]"
     assert not_text(input=[message]) == "input[0].content[0]"
+    assert not_text(system=[TEXT, IMAGE]) == "system[1]"
+    result = {"type": "function_call_output", "call_id": "1", "output": [TEXT, IMAGE]}
+    assert not_text(input=[result]) == "input[0].output[1]"
+    block = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}
+    assert not_text(messages=[{"content": [block]}]) == "messages[0].content[0].content[0]"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +207,8 @@ def test_text_of_every_kind_is_let_through() -> None:
         {"type": "refusal", "refusal": "no"},
         {"type": "thinking", "thinking": "hm"},
         {"type": "tool_reference", "name": "f"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"image": "a word"}},
+        {"type": "tool_result", "tool_use_id": "1", "content": [TEXT]},
     ]
     message = {"role": "assistant", "content": parts, "audio": None}
     assert refusal(messages=[message], modalities=["text"]) is None
