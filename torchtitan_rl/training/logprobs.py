@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Of float32 at a time: 64 MB, where each operation is a kernel launch. On the CPU 16 MB, which the C
-# library keeps for the next operation; what is above 32 MB it gives back to the system each time.
+# Of float32 at a time. On the CPU 16 MB: the C library keeps them for the next operation, where it
+# returns what is above 32 MB to the system each time.
 _GPU_CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS = 1 << 22
 
