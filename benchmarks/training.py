@@ -14,10 +14,10 @@ Sides, alternating (each repeat begins with another one), on the same episodes o
 - bare: the same loop on the tokens of all episodes, which unshared rows are to be judged by.
 
 A microbatch has at most ``--rows`` x the row length tokens; unshared, ideal and bare have the
-longest rows. Ratios are of each repeat, to the shared step in the longest rows. Memory is the peak
-of the process above what it holds before the step (CPU: resident pages; CUDA: allocated). CPU
-seconds hardly move with other work on the machine (with one thread). On CUDA the share of the peak
-FLOP/s is printed that `training_work.step_flops` amounts to.
+shortest rows. Ratios are of each repeat, to the shared step in the same rows. Memory is the peak of
+the process above what it holds before the step (CPU: resident pages; CUDA: allocated). CPU seconds
+hardly move with other work on the machine (with one thread). On CUDA the share of the peak FLOP/s
+is printed that `training_work.step_flops` amounts to.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _compare(name: str, policy: Path, options: argparse.Namespace) -> dict[str, 
     if not row_lens:
         print(f"{name}: longer than every row")
         return None
-    row_len = row_lens[-1]
+    row_len = row_lens[0]
     trainers = {
         **{
             f"shared, rows of {size}": _trainer(policy, size, options, on=True) for size in row_lens

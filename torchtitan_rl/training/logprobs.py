@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CHUNK_ELEMENTS = 1 << 24  # 64 MB of float32 at a time
+# Of float32 at a time. On the CPU 16 MB: the C library keeps them for the next operation, where it
+# returns what is above 32 MB to the system each time.
+_GPU_CHUNK_ELEMENTS = 1 << 24
+_CHUNK_ELEMENTS = 1 << 22
 
 
 def selected_logprobs(
@@ -167,7 +170,9 @@ def _held(
 
 
 def _chunks(logits_SV: torch.Tensor, rows_E: torch.Tensor) -> list[_Chunk]:
-    num_rows, size = logits_SV.shape[0], max(1, _CHUNK_ELEMENTS // max(1, logits_SV.shape[1]))
+    num_rows, num_columns = logits_SV.shape
+    elements = _CHUNK_ELEMENTS if logits_SV.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    size = max(1, elements // max(1, num_columns))
     starts = [*range(0, num_rows, size), num_rows]
     targets = torch.searchsorted(rows_E, rows_E.new_tensor(starts)).tolist()
     return [
