@@ -310,10 +310,13 @@ class GeneratorRouter:
     def _choose(self, request: GenerationRequest) -> Slot | None:
         if self._slots.is_paused or not self._weights.has_spread(request.min_version):
             return None
-        last = self._replica_of.get(request.session_id)
-        if last is None:
-            last = self._replica_of.get(request.prompt_id)
-        index = self._strategy.choose(self._slots.index, last, request.min_version)
+        loads, version = self._slots.index, request.min_version
+        last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
+        # However loaded: as many siblings share a prompt_id as leave replicas evenly loaded.
+        if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
+            index: int | None = of_siblings
+        else:
+            index = self._strategy.choose(loads, last, version)
         if index is None:
             if not self._keeps_requests:
                 self._slots.require_unreserved()
