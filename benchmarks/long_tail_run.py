@@ -209,6 +209,7 @@ def _controller(
                     problem, tokenizer=None, limits=rollout
                 ),
                 config=rollout,
+                num_replicas=len(replicas),
             ),
             batcher=EpisodeBatcher(
                 advantage=rollout.advantage,

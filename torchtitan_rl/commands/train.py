@@ -7,7 +7,6 @@ by signal n. However it ends, the last lines say how it went and which command c
 from __future__ import annotations
 
 import asyncio
-import gc
 import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
+from torchtitan_rl.backends.monarch.garbage import collect_less
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals
@@ -129,9 +129,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             processes = await stack.enter_async_context(
                 run_processes(prepared, trace_dir=recorder.trace_dir)
             )
-        # Freeze the objects alive now, so that later garbage collections do not scan them.
-        gc.collect()
-        gc.freeze()
+        collect_less()
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
         recorder.watch_engines(

@@ -118,6 +118,7 @@ class Consumer:
             state.buffer.put_back()
             raise
         self._commit(groups, tokens, output, states)
+        state.notify()  # new groups reset their environments while the weights are on their way
         handle: WeightHandle | None = None
         if output is not None:
             with (

@@ -151,8 +151,6 @@ class Producer:
             waiting = f"group {entry.group_id} waits for its old rollouts to end"
             with self._state.waits.track(waiting):
                 await asyncio.wait({after})
-        version = entry.admitted_version
-        await self._parts.router.wait_for_version(version)
         self._buffer.start(entry.group_id)
         group = await self._parts.rollouter.run_group(
             entry.group_id,
@@ -161,7 +159,7 @@ class Producer:
             seed=self._config.seed,
             temperature=self._config.rollout.sampling.temperature,
             attempt=entry.resamples,
-            min_version=version,
+            min_version=entry.admitted_version,
             recorded=self._take_recorded(entry),
             on_rollout=lambda _: self._state.notify(),
             on_turn=self._write_turn,

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from torchtitan_rl.errors import DeadlineError, GenerationError
+from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
@@ -75,7 +75,8 @@ class GeneratorRouter:
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete one request on some replica that holds its ``min_version``.
+        """Complete one request on some replica that holds its ``min_version``. While replicas get
+        that version at the same time, it waits for all of them (see `WeightSync.has_spread`).
 
         ``on_progress`` gets the tokens sampled after ``resume_from``, as tokens of the whole
         completion whatever pieces it is made of, and is not called once this has returned or
@@ -221,27 +222,6 @@ class GeneratorRouter:
         """The version of each live replica, by name."""
         return {slot.name: slot.version for slot in self._slots.live()}
 
-    async def wait_for_version(self, version: int, *, timeout_s: float | None = None) -> None:
-        """Return when some replica that takes requests holds ``version`` or a newer one, and those
-        that get it at the same time have it, too, so that requests spread over all of them.
-
-        Raises:
-            GenerationError: no replica is left.
-            DeadlineError: none did within ``timeout_s`` (None: the caller limits the wait).
-        """
-
-        def holds() -> bool:
-            self.require_unreserved()
-            return any(slot.version >= version for slot in self._slots.live_unreserved())
-
-        key = ("version", version)
-        if not await self._slots.wait_until(holds, timeout_s=timeout_s, key=key):
-            raise DeadlineError(
-                f"no replica held version {version} within {timeout_s} s; "
-                f"versions: {self.versions()}"
-            )
-        await self._weights.wait_for_others(version)
-
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name, without those that are lost or do not answer in
         time."""
@@ -314,7 +294,7 @@ class GeneratorRouter:
         slots, version = self._slots, request.min_version
 
         def may_go() -> bool:
-            if slots.is_paused:
+            if slots.is_paused or not self._weights.has_spread(version):
                 return False
             if slots.index.least(version) is not None:
                 return True
@@ -328,12 +308,15 @@ class GeneratorRouter:
         )
 
     def _choose(self, request: GenerationRequest) -> Slot | None:
-        if self._slots.is_paused:
+        if self._slots.is_paused or not self._weights.has_spread(request.min_version):
             return None
-        last = self._replica_of.get(request.session_id)
-        if last is None:
-            last = self._replica_of.get(request.prompt_id)
-        index = self._strategy.choose(self._slots.index, last, request.min_version)
+        loads, version = self._slots.index, request.min_version
+        last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
+        # However loaded: as many siblings share a prompt_id as leave replicas evenly loaded.
+        if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
+            index: int | None = of_siblings
+        else:
+            index = self._strategy.choose(loads, last, version)
         if index is None:
             if not self._keeps_requests:
                 self._slots.require_unreserved()

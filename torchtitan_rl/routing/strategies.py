@@ -13,8 +13,7 @@ class RoutingStrategy(Protocol):
         """Index of a replica that is eligible for ``min_version``, or None where there is none.
 
         Loads are outstanding tokens: prompt and budget of the calls it has. ``last`` is the
-        replica that served the session before, or else the session's prompt; the session leaves
-        it where it is too old.
+        replica that served the session before; the session leaves it where it is too old.
         """
         ...
 

@@ -63,7 +63,8 @@ class WeightSync:
         self._pullers: dict[int, asyncio.Task[None]] = {}  # by slot; those that run
         self._pulls: dict[int, _Pull] = {}  # by slot, its newest
         self._num_syncs = 0  # that wait
-        self._begun_s = self._first_s = 0.0  # the newest sync: its begin, the seconds of its first
+        self._begun_s = 0.0  # when `newest` came
+        self._spread_by_s = 0.0  # see `has_spread`
         self._is_closed = False
         self._crash: BaseException | None = None  # of a puller, for the next sync to raise
 
@@ -126,19 +127,16 @@ class WeightSync:
             stage_s = await self._stage(slot, handle)
             await self._swap(slot, handle, stage_s)
 
-    async def wait_for_others(self, version: int) -> None:
-        """Return when all replicas that are about to swap to ``version`` have done so, or take more
-        than twice as long as the first one: requests that wait for it spread over all of them."""
-
-        def hold() -> bool:
-            return not any(
-                slot.version < version and slot.index in self._pullers
-                for slot in self._slots.live_unreserved()
-                if slot.state is not ReplicaState.DRAINING and not slot.is_lagging
-            )
-
-        key = ("others", version)
-        await self._slots.wait_until(hold, timeout_s=self._first_s, key=key)
+    def has_spread(self, version: int) -> bool:
+        """Whether no replica is about to swap to ``version``, or they take more than twice as long
+        as the first one did: requests that wait for it then spread over all that hold it."""
+        if not self._pullers or _now() >= self._spread_by_s:
+            return True
+        return not any(
+            slot.version < version and slot.index in self._pullers
+            for slot in self._slots.live_unreserved()
+            if slot.state is not ReplicaState.DRAINING and not slot.is_lagging
+        )
 
     async def close(self) -> None:
         """End all pullers, where they are; a sync that waits fails."""
@@ -253,7 +251,9 @@ class WeightSync:
             report = await self._slots.answer(slot, slot.replica.execute(Pull(handle.version)))
         slot.is_lagging = False
         if all(other.version < report.version for other in self._slots.live_unreserved()):
-            self._first_s = _now() - self._begun_s
+            first_s = _now() - self._begun_s
+            self._spread_by_s = _now() + first_s
+            asyncio.get_running_loop().call_later(first_s, self._slots.notify)
         self._slots.set_version(slot, report.version)
         self._pulls[slot.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
         self._slots.set_state(slot, ReplicaState.SERVING)

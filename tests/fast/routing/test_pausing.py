@@ -43,7 +43,7 @@ async def test_a_drain_waits_while_requests_are_frozen():
     await router.resume()
     replica.gate.set()
     await running
-    await router.wait_for_version(1)
+    assert (await router.generate(request("b", min_version=1))).versions[0] == 1
 
 
 @on_virtual_clock

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 import threading
 import traceback
 
+from torchtitan_rl.backends.monarch.garbage import collect_less
 from torchtitan_rl.backends.monarch.rdma import MonarchRdmaReader
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.rank import build_loop
@@ -45,9 +45,7 @@ class GeneratorRank:
             idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
             stall_timeout_s=spec.generator.stall_timeout_s,
         )
-        # Freeze the objects alive now, so that later garbage collections do not scan them.
-        gc.collect()
-        gc.freeze()
+        collect_less()
         self._loop.start()
 
     def _on_pulled(self, version: int) -> None:
