@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tests.support.scripted_engine import scripted_token
 from tests.support.simulated_faults import Fate, Undisturbed
 from torchtitan_rl.errors import DeadlineError, InvalidRequestError, ReplicaError, WeightSyncError
@@ -33,6 +35,7 @@ from torchtitan_rl.types import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    KeptTokens,
     OnProgress,
     Progress,
     PullReport,
@@ -76,7 +79,19 @@ class _Call:
             logprobs=tuple(self.logprobs),
             version_runs=tuple(self.runs),
             finish_reason=reason,
+            kept_tokens=self.kept_tokens(),
         )
+
+    def kept_tokens(self, start: int = 0) -> tuple[KeptTokens, ...]:
+        """The token and the one after it, if the request cuts any."""
+        if not self.request.sampling.truncates:
+            return ()
+        return tuple(pack_pair(token) for token in self.tokens[start:])
+
+
+def pack_pair(token: int) -> bytes:
+    """A set of two tokens, packed."""
+    return np.array([token, token + 1], dtype="<i4").tobytes()
 
 
 class SimReplica:
@@ -235,6 +250,7 @@ class SimReplica:
                     token_ids=tuple(call.tokens[start:]),
                     logprobs=tuple(call.logprobs[start:]),
                     version_runs=tuple(call.runs),
+                    kept_tokens=call.kept_tokens(start),
                 )
             )
 

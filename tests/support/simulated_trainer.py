@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.simulated_faults import Fate, Undisturbed
+from tests.support.simulated_replica import pack_pair
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import (
     CheckpointError,
@@ -109,6 +110,7 @@ class SimTrainer:
         self._uses_the_devices("stepped")
         for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
             self.weights = zlib.crc32(rows.tobytes(), self.weights)
+        require_kept_tokens(batch)
         self.batches.append(batch)
         self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
         self.version += 1
@@ -259,3 +261,12 @@ def _look(task: asyncio.Task[Any]) -> None:
     """What a process meant for a caller that has left is no news."""
     if not task.cancelled():
         task.exception()
+
+
+def require_kept_tokens(batch: TrainingBatch) -> None:
+    """Each trained token came with the set that it was sampled from."""
+    assert batch.kept is not None
+    trained = batch.loss_mask
+    for token, number in zip(batch.token_ids[trained], batch.kept[trained], strict=True):
+        assert number >= 0
+        assert batch.kept_sets[number] == pack_pair(token)

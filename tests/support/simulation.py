@@ -169,7 +169,7 @@ def run_config(plan: Plan) -> RunConfig:
             max_total_tokens=200,
             step_timeout_s=plan.env_timeout_s,
             rollout_timeout_s=plan.rollout_timeout_s,
-            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens),
+            sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens, top_p=0.9),
         ),
         schedule=ScheduleConfig(
             staleness=plan.staleness,

@@ -157,7 +157,6 @@ class Producer:
             entry.problem,
             size=self._config.rollout.group_size,
             seed=self._config.seed,
-            temperature=self._config.rollout.sampling.temperature,
             attempt=entry.resamples,
             min_version=entry.admitted_version,
             recorded=self._take_recorded(entry),

@@ -104,8 +104,8 @@ class TrainerConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Compile the model with ``torch.compile``. On the CPU a step of a small policy takes a tenth less,
-    which pays in runs of several hundred steps: each run begins with 10 to 40 s of compiling."""
+    """Compile the model with ``torch.compile``. On the CPU a step of a small policy takes a tenth
+    less, which pays in runs of several hundred steps: each begins with 10 to 40 s of compiling."""
     threads: int = 2
     """OpenMP threads of each rank."""
     step_timeout_s: float = 1800.0

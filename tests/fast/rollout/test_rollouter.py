@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -18,14 +19,16 @@ from tests.support.rollouts import (
     Factory,
     Hanging,
     ScriptedGenerate,
+    config,
     make_rollouter,
     only,
     run_rollouts,
 )
-from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, threaded
 from torchtitan_rl.rollout.group_settings import siblings_together
 from torchtitan_rl.rollout.rollout_run import Phase
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -78,11 +81,21 @@ def test_two_runs_with_one_seed_ask_for_the_same():
     assert sorted(map(repr, first.requests)) == sorted(map(repr, second.requests))
 
 
-def test_validation_may_sample_at_another_temperature():
-    generate = ScriptedGenerate(SCRIPT)
-    rollouter = make_rollouter(Factory(CountingEnv), generate=generate)
-    asyncio.run(rollouter.run_group("g", PROBLEM, size=1, seed=0, temperature=0.0))
-    assert {request.sampling.temperature for request in generate.requests} == {0.0}
+def test_validation_may_sample_at_another_temperature_and_cuts_nothing():
+    def sampled(**validation) -> set[tuple[float, ...]]:
+        generate = ScriptedGenerate(SCRIPT)
+        sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
+        rollouter = Rollouter(
+            generate=generate,
+            environment=Factory(CountingEnv),
+            config=replace(config(), sampling=sampling),
+        )
+        asyncio.run(rollouter.run_group("g", PROBLEM, size=1, seed=0, **validation))
+        asked = [request.sampling for request in generate.requests]
+        return {(one.temperature, one.top_p, one.top_k, one.min_p) for one in asked}
+
+    assert sampled() == {(0.7, 0.9, 5, 0.1)}
+    assert sampled(temperature=0.5) == {(0.5, 1.0, 0, 0.0)}
 
 
 def test_siblings_run_concurrently():
