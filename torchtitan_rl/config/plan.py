@@ -23,6 +23,8 @@ class ProcessGroup:
     devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
     cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0
+    yields_cores: bool = False
+    """Its OMP threads sleep while they wait for each other, so that others compute meanwhile."""
 
     @property
     def place(self) -> str:
@@ -84,10 +86,21 @@ def num_devices_needed(config: RunConfig) -> int:
 
 
 def num_threads_needed(config: RunConfig) -> int:
-    """Threads that compute on the CPU at a time, in all processes but the controller."""
+    """Threads that compute on the CPU, in all processes but the controller."""
+    return _together(config, *_threads(config))
+
+
+def _num_threads_at_once(config: RunConfig) -> int:
+    """As `num_threads_needed`, but synchronous phases alternate."""
+    is_synchronous = config.schedule.staleness == 0
+    return max(_threads(config)) if is_synchronous else num_threads_needed(config)
+
+
+def _threads(config: RunConfig) -> tuple[int, int]:
+    """Of generation, and of training."""
     generator, trainer = config.generator, config.trainer
     generating = generator.replicas * generator.tensor_parallel * generator.threads
-    return _together(config, generating, trainer.world_size * trainer.threads)
+    return generating, trainer.world_size * trainer.threads
 
 
 def _together(config: RunConfig, generating: int, training: int) -> int:
@@ -118,10 +131,11 @@ def plan_processes(
         seed=config.seed,
     )
     others = tuple(core for core in cores if core not in trainer.cores)
+    yields = not devices and not trainer.cores and _num_threads_at_once(config) > len(cores)
     return ProcessPlan(
         device="cuda" if devices else "cpu",
-        replicas=replicas,
-        trainer=trainer,
+        replicas=tuple(replace(group, yields_cores=yields) for group in replicas),
+        trainer=replace(trainer, yields_cores=yields),
         endpoint=_endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,

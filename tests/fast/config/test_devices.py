@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchtitan_rl import ScheduleConfig, TrainerConfig
 from torchtitan_rl.backends.monarch.runtime import process_environment
 from torchtitan_rl.config.checks.devices import visible_devices
 from torchtitan_rl.config.plan import plan_processes
@@ -48,3 +49,23 @@ def test_under_a_mask_each_process_gets_devices_of_that_mask() -> None:
     ]
     assert masks == ["4", "5", "7"]
     assert "replica1: 1 process on cuda:5" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "num_cores", "wait_policy"),
+    [(0, 2, None), (1, 2, "passive"), (1, 4, None), (0, 1, "passive")],
+)
+def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are_cores(
+    staleness: int, num_cores: int, wait_policy: str | None
+) -> None:
+    """Two replicas of one thread each, and a trainer of two."""
+    config = RunConfig(
+        policy=PolicyConfig(checkpoint="x"),
+        task=Task(),
+        schedule=ScheduleConfig(staleness=staleness),
+        trainer=TrainerConfig(threads=2),
+    )
+    plan = plan_processes(config, cores=range(num_cores))
+    assert plan.trainer is not None
+    for group in (*plan.replicas, plan.trainer):
+        assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy

@@ -70,6 +70,8 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    if group.yields_cores:
+        environment["OMP_WAIT_POLICY"] = "passive"
     if group.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(group.devices)
     return environment
