@@ -9,22 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from tests.real.models import VOCAB_SIZE, tiny_tokenizer
 from tests.support.episodes import make_episode
+from torchtitan_rl.configs.calculator_agent_tiny import config
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.grammars import GrammarReplay, without_grammars
 from torchtitan_rl.types import Episode, Grammar, GrammarSpan
 
 xgrammar = pytest.importorskip("xgrammar")
-END = 258  # <|im_end|>
+TOKENIZER = AutoTokenizer.from_pretrained(config.policy.checkpoint)
+VOCAB_SIZE, END = len(TOKENIZER), TOKENIZER.eos_token_id
 PROMPT = [1, 2, 3]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Any:
-    info = xgrammar.TokenizerInfo.from_huggingface(tiny_tokenizer(), vocab_size=VOCAB_SIZE)
+    info = xgrammar.TokenizerInfo.from_huggingface(TOKENIZER, vocab_size=VOCAB_SIZE)
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
@@ -32,8 +34,8 @@ def compiler() -> Any:
 def compiled(compiler: Any) -> dict[str, Any]:
     return {
         "json": compiler.compile_json_schema(json.dumps(SCHEMA)),
-        "regex": compiler.compile_regex("[a-f]{3,9}(xy)?"),
-        "ebnf": compiler.compile_grammar('root ::= "<" [0-9]+ ">"'),
+        "regex": compiler.compile_regex("[a-c]{3,5}x?"),
+        "ebnf": compiler.compile_grammar('root ::= "a" [0-9]+ "b"'),
     }
 
 
@@ -67,7 +69,7 @@ def episode_of(grammar: Any, tokens: list[int], data: bytes | None = None) -> Ep
 
 @pytest.mark.parametrize("kind", ["json", "regex", "ebnf"])
 def test_a_replay_gives_the_very_tokens_that_were_sampled_from(compiled: Any, kind: str) -> None:
-    replay = GrammarReplay(tiny_tokenizer(), VOCAB_SIZE)
+    replay = GrammarReplay(TOKENIZER, VOCAB_SIZE)
     for seed in range(20):
         tokens, allowed = sample(compiled[kind], seed)
         replayed = replay(episode_of(compiled[kind], tokens))
@@ -81,16 +83,17 @@ def test_a_replay_gives_the_very_tokens_that_were_sampled_from(compiled: Any, ki
 def test_after_its_end_a_grammar_allows_everything(compiled: Any) -> None:
     tokens, _ = sample(compiled["ebnf"], 0)
     assert tokens[-1] == END
-    replay = GrammarReplay(tiny_tokenizer(), VOCAB_SIZE)
+    replay = GrammarReplay(TOKENIZER, VOCAB_SIZE)
     replayed = replay(episode_of(compiled["ebnf"], [*tokens, 7, 8]))
     assert replayed.kept_tokens[-2:] == (WHOLE_VOCABULARY,) * 2
     assert replayed.num_trained_tokens == len(tokens) + 2
 
 
 def test_tokens_from_the_first_one_that_does_not_fit_have_no_loss(compiled: Any) -> None:
-    tokens, _ = sample(compiled["regex"], 1)
-    episode = episode_of(compiled["regex"], [*tokens[:2], 7, *tokens[3:]])
-    replayed = GrammarReplay(tiny_tokenizer(), VOCAB_SIZE)(episode)
+    tokens, allowed = sample(compiled["regex"], 1)
+    wrong = int(np.flatnonzero(allowed[2] == 0)[0])
+    episode = episode_of(compiled["regex"], [*tokens[:2], wrong, *tokens[3:]])
+    replayed = GrammarReplay(TOKENIZER, VOCAB_SIZE)(episode)
     assert replayed.loss_mask == (False,) * 3 + (True,) * 2 + (False,) * (len(tokens) - 2)
     assert replayed.kept_tokens[5:] == (None,) * (len(tokens) - 2)
 
@@ -99,5 +102,5 @@ def test_a_grammar_of_another_version_leaves_its_tokens_without_loss(compiled: A
     tokens, _ = sample(compiled["json"], 2)
     text = compiled["json"].grammar.serialize_json().replace('"__VERSION__":"v', '"__VERSION__":"w')
     episode = episode_of(compiled["json"], tokens, data=zlib.compress(text.encode()))
-    assert GrammarReplay(tiny_tokenizer(), VOCAB_SIZE)(episode) == without_grammars(episode)
+    assert GrammarReplay(TOKENIZER, VOCAB_SIZE)(episode) == without_grammars(episode)
     assert without_grammars(episode).num_trained_tokens == 0
