@@ -109,9 +109,12 @@ def _with_one_text(item: Any) -> Any:
     if not (isinstance(item, dict) and item.get("role") == "assistant"):
         return item
     parts = item.get("content")
-    if not isinstance(parts, list) or (len(parts) == 1 and "text" in parts[0]):
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return item
-    return {**item, "content": "".join(part.get("text", part.get("refusal", "")) for part in parts)}
+    if len(parts) == 1 and "text" in parts[0]:
+        return item
+    texts = [part.get("text") or part.get("refusal") or "" for part in parts]
+    return {**item, "content": "".join(map(str, texts))}
 
 
 async def _until_refused(events: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
