@@ -4,12 +4,11 @@
 
 Both servers have the same model, engine flags and cores (each side all of its processes), and run
 all the time. They get the same requests alternately, 64 at a time: chats, Responses and Messages,
-whole and streamed. Every answer has exactly as many tokens as its request asks for (the served copy
-of the model has no end of sequence), so both sides do the same work. Ours keeps each response,
-which vLLM does not. CPU
-seconds are those of all processes of a side; those of the load's own process, which runs on the
-same cores, are reported separately. Figures are medians over repeats, ratios are medians of each
-repeat's ratio.
+whole and streamed. Every answer has exactly as many tokens as its request asks for, because the
+served copy of the model has no end of sequence, so both sides do the same work; but ours keeps each
+response of `/v1/responses`, and vLLM does not. CPU seconds are those of all processes of a side;
+those of the load's own process, which runs on the same cores, are reported separately. Figures are
+medians over repeats, ratios are medians of each repeat's ratio.
 """
 
 from __future__ import annotations

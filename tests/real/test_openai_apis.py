@@ -181,6 +181,17 @@ def test_a_response_continues_the_conversation_that_it_names_tool_calls_included
     assert gone.value.code == "response_not_found"
 
 
+def test_every_part_of_an_assistants_message_is_read(urls) -> None:
+    def tokens(content: Any) -> int:
+        said = {"type": "message", "role": "assistant", "content": content}
+        history = [{"role": "user", "content": "hi"}, said, {"role": "user", "content": "go on"}]
+        return int(responses(urls["ours"]).create(**{**ASKED, "input": history}).usage.input_tokens)
+
+    parts = [{"type": "output_text", "text": text, "annotations": []} for text in ("one", "two")]
+    refused = [{"type": "refusal", "refusal": "onetwo"}]
+    assert tokens(parts) == tokens(refused) == tokens("onetwo") == tokens([]) + len("onetwo")
+
+
 def test_a_response_that_was_not_stored_is_not_found(urls) -> None:
     ours = responses(urls["ours"])
     unstored = ours.create(**ASKED, store=False)

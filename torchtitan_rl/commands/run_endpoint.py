@@ -79,15 +79,12 @@ async def run_endpoint(
 
 
 def _request_totals(counts: BridgeCounts) -> dict[str, float]:
-    refused = {f"endpoint/refused/{code}": float(n) for code, n in counts.by_refusal.items()}
-    events = {f"endpoint/{name}": float(n) for name, n in counts.by_event.items()}
-    return (
-        refused
-        | events
-        | {
-            "endpoint/requests": float(counts.polled),
-            "endpoint/completed": float(counts.completed),
-            "endpoint/aborted": float(counts.aborted),
-            "endpoint/missing_calls": float(counts.by_event["missing_calls"]),
-        }
-    )
+    totals = {
+        "endpoint/requests": counts.polled,
+        "endpoint/completed": counts.completed,
+        "endpoint/aborted": counts.aborted,
+        "endpoint/missing_calls": counts.by_event["missing_calls"],
+        **{f"endpoint/refused/{code}": n for code, n in counts.by_refusal.items()},
+        **{f"endpoint/{event}": n for event, n in counts.by_event.items()},
+    }
+    return {name: float(total) for name, total in totals.items()}

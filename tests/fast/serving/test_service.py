@@ -15,6 +15,7 @@ from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.generation.commands import EngineCommand, Pause
+from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig
@@ -200,10 +201,15 @@ async def test_the_metrics_of_a_step_are_those_since_the_step_before() -> None:
         await system.link.command("session.open", {"session_id": "s"})
         first = endpoint.take()
         await system.link.command("session.close", {"session_id": "s", "reward": 1.0})
+        system.link.count("missing_calls")
+        system.link.count("unconstrained/tool_choice")
         system.link.submit(request("c"))
         await ends_of(system.link, 1)
         second = endpoint.take()
         assert (first["endpoint/requests"], second["endpoint/requests"]) == (2.0, 1.0)
         assert (first["endpoint/sessions_open"], second["endpoint/sessions_open"]) == (1.0, 0.0)
+        assert (first["endpoint/missing_calls"], second["endpoint/missing_calls"]) == (0.0, 1.0)
+        assert second["endpoint/unconstrained/tool_choice"] == 1.0
+        check_names(second)
         assert second["endpoint/sessions/rewarded"] == 1.0
         assert endpoint.take()["endpoint/sessions/rewarded"] == 0.0

@@ -5,7 +5,6 @@ Errors leave as OpenAI error objects; `serving.anthropic_errors` gives them Anth
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -37,7 +36,8 @@ class _CappedChat(ChatCompletionRequest):
     """``max_tokens`` is a bound, as in Anthropic's API, where clients send more than fits."""
 
     def build_tok_params(self, model_config: Any) -> Any:
-        return dataclasses.replace(super().build_tok_params(model_config), max_output_tokens=0)
+        unbound = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
+        return ChatCompletionRequest.build_tok_params(unbound, model_config)
 
 
 class Messages(Chat, AnthropicServingMessages):
