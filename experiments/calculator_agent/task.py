@@ -18,12 +18,12 @@ from torchtitan_rl import (
     Problem,
     RolloutConfig,
     Split,
-    TokenEnv,
 )
 from torchtitan_rl.experiments.calculator_agent.agent import solve
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
+from torchtitan_rl.rollout.env import RolloutEnv
 
 if TYPE_CHECKING:
     import httpx
@@ -87,7 +87,7 @@ class CalculatorAgentTask(AgentTask):
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
-    ) -> TokenEnv:
+    ) -> RolloutEnv:
         """The agent's environment, which also compares tokens: see `token_audit`."""
         import httpx
 

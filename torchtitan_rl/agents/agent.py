@@ -1,10 +1,10 @@
 """Agents: user code that calls the OpenAI API and returns a reward.
 
-An agent is an async function, a plain one (it gets a thread of its own, and may block), or a
-command. It gets the endpoint's address and an API key that names its session: the requests it makes
-with that key become the turns of its rollout. Its session ends when it returns, when its rollout
-reaches a limit, or when a client closes the session; later requests are refused (HTTP 400, code
-``session_closed``).
+An agent is an async function, a plain one (it gets a thread of its own, and may block), a command,
+or a program elsewhere (`RemoteAgent`). It gets the endpoint's address and an API key that names its
+session: the requests it makes with that key become the turns of its rollout. Its session ends when
+it returns, when its rollout reaches a limit, or when a client closes the session; later requests
+are refused (HTTP 400, code ``session_closed``).
 
     async def solve(call: AgentCall) -> float:
         client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
@@ -30,6 +30,7 @@ from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
+    from torchtitan_rl.agents.problem_queue import ProblemQueue
     from torchtitan_rl.serving.sessions import Sessions
 
 _SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit
@@ -84,7 +85,21 @@ class AgentCommand:
     timeout_s: float = 24 * 3600.0  # a rollout's own limits usually end it earlier
 
 
-Agent = AgentFunction | AgentCommand
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteAgent:
+    """An agent that runs elsewhere: its problem waits in the run's queue until a worker leases it.
+
+    ``lease_s`` without a request or a heartbeat of its worker end a lease; after ``max_leases`` of
+    one problem that were lost, its rollout fails. ``reward_timeout_s`` is how long the reward may
+    take after the worker has returned its lease as done; None is ``rollout.step_timeout_s``.
+    """
+
+    lease_s: float = 60.0
+    max_leases: int = 3
+    reward_timeout_s: float | None = None
+
+
+Agent = AgentFunction | AgentCommand | RemoteAgent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +107,8 @@ class AgentHost:
     """Where agents find the endpoint, and where they run.
 
     ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
-    current loop, which an agent that blocks would deadlock.
+    current loop, which an agent that blocks would deadlock. ``problems``: where `RemoteAgent`s wait
+    for workers.
     """
 
     base_url: str
@@ -100,6 +116,7 @@ class AgentHost:
     sessions: Sessions
     api_key: str = field(default="", repr=False)  # empty: the endpoint has none
     loop: asyncio.AbstractEventLoop | None = None
+    problems: ProblemQueue | None = None
 
     def call(self, problem: Problem, session_id: str) -> AgentCall:
         return AgentCall(
@@ -111,7 +128,7 @@ class AgentHost:
         )
 
 
-async def run_agent(agent: Agent, agent_call: AgentCall) -> AgentResult:
+async def run_agent(agent: AgentFunction | AgentCommand, agent_call: AgentCall) -> AgentResult:
     """Run an agent to its end.
 
     Raises:

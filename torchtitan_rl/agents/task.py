@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.agent import Agent, AgentHost
 from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.env import RolloutEnv, TokenEnv
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.types import Problem
 
@@ -44,7 +44,7 @@ class AgentTask(Task):
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
-    ) -> TokenEnv:
+    ) -> RolloutEnv:
         return AgentEnv(
             agent=self.agent(problem),
             problem=problem,

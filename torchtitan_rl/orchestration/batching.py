@@ -37,13 +37,13 @@ class EpisodeBatcher:
         episodes: list[Episode] = []
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts]
-            values = group_advantages(rewards, self.advantage).values
-            for rollout, advantage in zip(group.rollouts, values, strict=True):
+            advantages = group_advantages(rewards, self.advantage)
+            for rollout, advantage in zip(group.rollouts, advantages.values, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    episodes += rollout_to_episodes(rollout, advantage)
+                    episodes += rollout_to_episodes(rollout, advantage, advantages.of)
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens

@@ -9,15 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from torchtitan_rl.rollout.calls import in_thread
 from torchtitan_rl.types import Completion, RolloutStatus
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.turn_tree import TurnTree
 
 _Action = TypeVar("_Action", contravariant=True)
 _Answer = TypeVar("_Answer", covariant=True)
 
 _METHODS = ("reset", "step", "finish", "close")
+_TREE_METHODS = ("run", "finish", "close")
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
@@ -26,8 +30,8 @@ class Observation:
     """The whole prompt of the next turn: everything that the model sees, not only what is new.
 
     As long as it extends the previous prompt and completion, the rollout stays one episode.
-    ``turn_reward``, ``turn_text`` and ``turn_is_seen`` (see `Turn`) describe the completion that
-    `TokenEnv.step` was called with.
+    ``turn_reward`` and ``turn_text`` (see `Turn`) describe the completion that `TokenEnv.step` was
+    called with.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -37,7 +41,6 @@ class Observation:
     num_logprobs: int = 0  # alternatives of each token to return with the next completion
     turn_reward: float | None = None
     turn_text: str | None = None
-    turn_is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,6 @@ class Terminal:
     status: RolloutStatus = RolloutStatus.COMPLETED
     turn_reward: float | None = None
     turn_text: str | None = None
-    turn_is_seen: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -94,6 +96,27 @@ class TokenEnv(Protocol):
 
     async def close(self) -> None:
         """Release what the environment holds. Called exactly once, on every path."""
+        ...
+
+
+class TreeEnv(Protocol):
+    """An environment that asks for completions itself, several at once if it likes.
+
+    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
+    else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
+    continues one that is `Replayable`: what it asks again is answered from the record.
+    """
+
+    async def run(self, turns: TurnTree, /) -> Terminal:
+        """Ask for completions until the end. Cancelled at a limit; then `finish` is called."""
+        ...
+
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        """As `TokenEnv.finish`."""
+        ...
+
+    async def close(self) -> None:
+        """As `TokenEnv.close`."""
         ...
 
 
@@ -204,13 +227,20 @@ class ThreadedEnv(Generic[_Action, _Answer]):
         await in_thread(require_stateful(self._env).load_state_dict, state)
 
 
+RolloutEnv = TokenEnv | TreeEnv
+
+
+def is_tree_env(env: object) -> TypeGuard[TreeEnv]:
+    return hasattr(env, "run")
+
+
 def require_async(env: object) -> None:
     """
     Raises:
         TypeError: a method of the environment is missing or not async.
     """
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
-    for name in (*_METHODS, *optional):
+    for name in (*(_TREE_METHODS if is_tree_env(env) else _METHODS), *optional):
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
             raise TypeError(
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "

@@ -11,18 +11,30 @@ Invariant: every other sampled token is in exactly one episode, with loss; no ot
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchtitan_rl.types import Episode, Rollout, Turn
 
 
-def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
+def rollout_to_episodes(
+    rollout: Rollout, advantage: float, advantage_of: Callable[[float], float] | None = None
+) -> list[Episode]:
     """The episodes of one rollout, in the order of their first turns; none if nothing was sampled.
+
+    ``advantage_of`` turns a branch's own reward (`Turn.branch_reward`), which replaces the
+    rollout's in its episode, into its advantage; None ignores those rewards.
 
     Raises:
         ValueError: a completion's tokens, logprobs and versions differ in length.
     """
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
-    return [_episode(rollout, turns, advantage) for turns in turns_by_episode(rollout)]
+    episodes = []
+    for turns in turns_by_episode(rollout):
+        own = [turn.branch_reward for turn in turns if turn.branch_reward is not None]
+        value = advantage_of(own[-1]) if own and advantage_of is not None else advantage
+        episodes.append(_episode(rollout, turns, value))
+    return episodes
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:

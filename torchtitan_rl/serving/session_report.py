@@ -36,6 +36,7 @@ class SessionEnding(StrEnum):
     ABANDONED = "abandoned"  # neither a request nor a reward came within the timeout
     LIMIT = "limit"  # in a training run: its rollout reached a limit
     FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
+    RESTARTED = "restarted"  # in a training run: its agent begins again, in another session
     SHUTDOWN = "shutdown"  # the server shut down first
 
 
@@ -44,11 +45,13 @@ class SessionTurn:
     """One request of a session. ``completion`` None: it runs, or failed with ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
+    request_id: str = ""
     temperature: float = 1.0
     is_truncated: bool = False  # sampled from a distribution that temperature alone does not give
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
+    branch_reward: float | None = None
     partial: list[Progress] = field(default_factory=list)  # while it runs
 
     @property
@@ -63,6 +66,7 @@ class SessionTurn:
         options = {k: v for k, v in sampling.engine_options.items() if k not in _TEXT_OPTIONS}
         return cls(
             prompt_token_ids=request.prompt_token_ids,
+            request_id=request.request_id,
             temperature=sampling.temperature,
             is_truncated=replace(sampling, engine_options=options).truncates,
         )
@@ -94,6 +98,11 @@ class SessionReport:
         masked, discarded = self.tokens_masked.values(), self.tokens_discarded.values()
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
 
+    def _reward_of(self, episode: Episode) -> float | None:
+        """The session's, or that of the episode's branch."""
+        trained = zip(episode.advantages, episode.loss_mask, strict=True)
+        return next((value for value, is_trained in trained if is_trained), self.reward)
+
     def to_json(self) -> dict[str, Any]:
         """For clients: JSON's types, finite numbers only."""
         return {
@@ -118,6 +127,7 @@ class SessionReport:
                     "loss_mask": list(episode.loss_mask),
                     "logprobs": list(episode.logprobs),
                     "versions": list(episode.versions),
+                    "reward": self._reward_of(episode),
                 }
                 for episode in self.episodes
             ],
@@ -164,6 +174,19 @@ class SessionCounts:
             self._total[name] += sign * number
 
 
+def is_of_response(request_id: str, response_id: str, choice: int | None = None) -> bool:
+    """Whether a request is that of a response, or one of its choices.
+
+    vLLM names requests after the response's id: with random characters at the end, and with the
+    choice in front (``1_chatcmpl-...``) where there are several.
+    """
+    index, separator, rest = request_id.partition("_")
+    if not (separator and index.isdigit()):
+        index, rest = "0", request_id
+    is_named = rest == response_id or rest.startswith(f"{response_id}-")
+    return is_named and (choice is None or choice == int(index))
+
+
 def session_report(
     session_id: str,
     turns: Sequence[SessionTurn],
@@ -187,7 +210,7 @@ def session_report(
     episodes: tuple[Episode, ...] = ()
     if ending is SessionEnding.REWARDED and reward is not None:
         rollout = _rollout(session_id, done, reward)
-        episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward)))
+        episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward, float)))
         masked["unseen_turn"] = num_unseen_tokens(rollout)
         masked["truncated_sampling"] = sum(
             turn.num_tokens for turn in done if turn.is_truncated and turn.is_seen
@@ -223,6 +246,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
                 prompt_token_ids=turn.prompt_token_ids,
                 completion=_with_trainable_logprobs(turn.completion, turn.is_truncated),
                 is_seen=turn.is_seen,
+                branch_reward=turn.branch_reward,
             )
             for turn in turns
             if turn.completion is not None

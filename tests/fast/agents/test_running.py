@@ -41,6 +41,10 @@ def run_command(command: AgentCommand, problem: Problem = PROBLEM) -> AgentResul
     return asyncio.run(run_agent(command, given(problem)))
 
 
+def started_agent(agent, **options) -> RunningAgent:
+    return RunningAgent(functools.partial(run_agent, agent, given()), **options)
+
+
 async def work_of(agent, sessions: Sessions, *, loop=None, num_requests=1, **limits):
     """The rollout of an agent that cannot ask by itself; requests are made for it."""
     env: AgentEnv | None = None
@@ -180,12 +184,16 @@ def test_an_agent_on_another_loop_ends_by_its_result_its_error_or_its_cancellati
     async def scenario(loop):
         for agent, kind in ((result, AgentResult), (error, SystemExit)):
             told = asyncio.Event()
-            running = RunningAgent(agent, given(), loop=loop, on_end=told.set)
+            running = RunningAgent(
+                functools.partial(run_agent, agent, given()), loop=loop, on_end=told.set
+            )
             await asyncio.wait_for(told.wait(), LONG_S)
             assert isinstance(running.outcome, kind)
         for begins in (True, False):  # where it does not, it is cancelled before it begins
             started.clear()
-            running = RunningAgent(hangs, given(), loop=loop, on_end=lambda: None)
+            running = RunningAgent(
+                functools.partial(run_agent, hangs, given()), loop=loop, on_end=lambda: None
+            )
             while begins and not started.is_set():
                 await asyncio.sleep(0.001)
             await running.end(LONG_S)
@@ -210,7 +218,9 @@ def test_leaving_the_agents_thread_cancels_what_runs_there():
 
     async def scenario():
         with AgentThread() as agents:
-            running = RunningAgent(hangs, given(), loop=agents.loop, on_end=lambda: None)
+            running = RunningAgent(
+                functools.partial(run_agent, hangs, given()), loop=agents.loop, on_end=lambda: None
+            )
             while not started.is_set():
                 await asyncio.sleep(0.001)
         assert cancelled.is_set()
@@ -296,12 +306,16 @@ def test_a_task_of_an_agent_that_raises_system_exit_ends_no_other_agent():
         with AgentThread() as agents:
             ended = [asyncio.Event() for _ in range(3)]
             running = [
-                RunningAgent(agent, given(), loop=agents.loop, on_end=event.set)
+                RunningAgent(
+                    functools.partial(run_agent, agent, given()), loop=agents.loop, on_end=event.set
+                )
                 for agent, event in zip((reckless, sound), ended, strict=False)
             ]
             for event in ended[:2]:
                 await asyncio.wait_for(event.wait(), LONG_S)
-            later = RunningAgent(sound, given(), loop=agents.loop, on_end=ended[2].set)
+            later = RunningAgent(
+                functools.partial(run_agent, sound, given()), loop=agents.loop, on_end=ended[2].set
+            )
             await asyncio.wait_for(ended[2].wait(), LONG_S)
             return [one.outcome.reward for one in (*running, later)]
 
