@@ -17,13 +17,13 @@ from torchtitan_rl import (
     Dataset,
     Problem,
     RolloutConfig,
+    RolloutEnv,
     Split,
 )
 from torchtitan_rl.experiments.calculator_agent.agent import solve
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
-from torchtitan_rl.rollout.env import RolloutEnv
 
 if TYPE_CHECKING:
     import httpx

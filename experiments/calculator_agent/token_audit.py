@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from torchtitan_rl import AgentEnv, RolloutStatus, Terminal
-from torchtitan_rl.rollout.env import TreeEnv
-from torchtitan_rl.rollout.turn_tree import TurnTree
+from torchtitan_rl import AgentEnv, RolloutStatus, Terminal, TreeEnv, TurnTree
 
 
 class TurnTokens(NamedTuple):

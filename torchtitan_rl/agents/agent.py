@@ -14,13 +14,12 @@ are refused (HTTP 400, code ``session_closed``).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_rl.agents.subprocess import run_command
 from torchtitan_rl.errors import TorchtitanRLError
@@ -28,10 +27,6 @@ from torchtitan_rl.rollout.calls import call
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
-
-if TYPE_CHECKING:
-    from torchtitan_rl.agents.problem_queue import ProblemQueue
-    from torchtitan_rl.serving.sessions import Sessions
 
 _SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit
 _MAX_OUTPUT_BYTES = 16 << 20
@@ -100,32 +95,6 @@ class RemoteAgent:
 
 
 Agent = AgentFunction | AgentCommand | RemoteAgent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentHost:
-    """Where agents find the endpoint, and where they run.
-
-    ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
-    current loop, which an agent that blocks would deadlock. ``problems``: where `RemoteAgent`s wait
-    for workers.
-    """
-
-    base_url: str
-    model: str
-    sessions: Sessions
-    api_key: str = field(default="", repr=False)  # empty: the endpoint has none
-    loop: asyncio.AbstractEventLoop | None = None
-    problems: ProblemQueue | None = None
-
-    def call(self, problem: Problem, session_id: str) -> AgentCall:
-        return AgentCall(
-            base_url=self.base_url,
-            api_key=f"{self.api_key or 'agent'}:{session_id}",
-            model=self.model,
-            problem=problem,
-            session_id=session_id,
-        )
 
 
 async def run_agent(agent: AgentFunction | AgentCommand, agent_call: AgentCall) -> AgentResult:

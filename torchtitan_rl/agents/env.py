@@ -29,11 +29,11 @@ from typing import Any
 from torchtitan_rl.agents.agent import (
     Agent,
     AgentError,
-    AgentHost,
     AgentResult,
     RemoteAgent,
     run_agent,
 )
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import LeaseLostError
 from torchtitan_rl.agents.running import RunningAgent
 from torchtitan_rl.rollout.calls import summary

@@ -9,13 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torchtitan_rl.rollout.calls import in_thread
 from torchtitan_rl.types import Completion, RolloutStatus
-
-if TYPE_CHECKING:
-    from torchtitan_rl.rollout.turn_tree import TurnTree
 
 _Action = TypeVar("_Action", contravariant=True)
 _Answer = TypeVar("_Answer", covariant=True)
@@ -96,27 +93,6 @@ class TokenEnv(Protocol):
 
     async def close(self) -> None:
         """Release what the environment holds. Called exactly once, on every path."""
-        ...
-
-
-class TreeEnv(Protocol):
-    """An environment that asks for completions itself, several at once if it likes.
-
-    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
-    else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
-    continues one that is `Replayable`: what it asks again is answered from the record.
-    """
-
-    async def run(self, turns: TurnTree, /) -> Terminal:
-        """Ask for completions until the end. Cancelled at a limit; then `finish` is called."""
-        ...
-
-    async def finish(self, status: RolloutStatus, /) -> Terminal:
-        """As `TokenEnv.finish`."""
-        ...
-
-    async def close(self) -> None:
-        """As `TokenEnv.close`."""
         ...
 
 
@@ -227,20 +203,13 @@ class ThreadedEnv(Generic[_Action, _Answer]):
         await in_thread(require_stateful(self._env).load_state_dict, state)
 
 
-RolloutEnv = TokenEnv | TreeEnv
-
-
-def is_tree_env(env: object) -> TypeGuard[TreeEnv]:
-    return hasattr(env, "run")
-
-
 def require_async(env: object) -> None:
     """
     Raises:
         TypeError: a method of the environment is missing or not async.
     """
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
-    for name in (*(_TREE_METHODS if is_tree_env(env) else _METHODS), *optional):
+    for name in (*(_TREE_METHODS if hasattr(env, "run") else _METHODS), *optional):
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
             raise TypeError(
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "

@@ -17,15 +17,13 @@ from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summa
 from torchtitan_rl.rollout.env import (
     Conversation,
     Observation,
-    RolloutEnv,
     Stateful,
     Terminal,
-    is_tree_env,
     require_async,
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
-from torchtitan_rl.rollout.turn_tree import RolloutEnded, TurnTree
+from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
 from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import Observation, RolloutEnv
+from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.turn_tree import RolloutEnv
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
     Completion,

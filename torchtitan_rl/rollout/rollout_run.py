@@ -198,12 +198,19 @@ class RolloutRun:
         if self._record.partial is not None:
             self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
         hooks = TreeHooks(
+            request=lambda number, observation, branch: self._group.request(
+                self.rollout_id, number, observation, branch=branch
+            ),
             complete=self._complete,
             reached_limit=self._reached_limit,
             on_turns=self._note_tree,
             on_activity=self._enter_tree,
         )
-        tree = TurnTree(self.rollout_id, self._group, hooks, recorded=self._record.turns)
+        tree = TurnTree(
+            hooks,
+            step_timeout_s=self._group.config.step_timeout_s,
+            recorded=self._record.turns,
+        )
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=tree.turns)
         self._tree, self._is_restoring = tree, False
         try:

@@ -21,12 +21,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.rollout.calls import compute, summary
-from torchtitan_rl.rollout.env import Observation
-from torchtitan_rl.rollout.group_settings import GroupSettings
+from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
 from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import (
     Completion,
@@ -57,12 +56,14 @@ class LimitReachedError(Exception):
 class TreeHooks:
     """What a `TurnTree` needs of its rollout.
 
-    ``complete`` samples a request; None: the rollout's time is over. ``reached_limit`` gets the
+    ``request`` makes the request of a turn from its number, its observation and its branch.
+    ``complete`` samples it; None: the rollout's time is over. ``reached_limit`` gets the
     observation and the number of turns before it. ``on_turns`` gets all recorded turns whenever
     they have changed, and whether the last one is new. ``on_activity`` gets a request's id, or None
     and what the environment does.
     """
 
+    request: Callable[[int, Observation, str], GenerationRequest]
     complete: Complete
     reached_limit: Callable[[Observation, int], RolloutStatus | None]
     on_turns: Callable[[tuple[Turn, ...], bool], None]
@@ -78,17 +79,15 @@ class TurnTree:
 
     def __init__(
         self,
-        rollout_id: str,
-        group: GroupSettings,
         hooks: TreeHooks,
         *,
+        step_timeout_s: float,
         recorded: tuple[Turn, ...] = (),
     ) -> None:
         self.limit: RolloutStatus | None = None
         self.num_asked = self.num_replayed = 0
         self.is_amended = False
-        self._rollout_id = rollout_id
-        self._group = group
+        self._step_timeout_s = step_timeout_s
         self._hooks = hooks
         self._turns: list[Turn] = []
         self._index_of: dict[str, int] = {}  # of recorded turns, by request id
@@ -99,7 +98,7 @@ class TurnTree:
         self._num_like: Counter[bytes] = Counter()  # requests, by prompt
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._expected = ("its first request", group.config.step_timeout_s)
+        self._expected = ("its first request", step_timeout_s)
         for turn in recorded:
             self._record(turn)
         self._next_number = 1 + max(map(_number_of, self._turns), default=-1)
@@ -144,9 +143,7 @@ class TurnTree:
             raise LimitReachedError
         self.num_asked += 1
         branch = self._branch(observation.prompt_token_ids)
-        request = self._group.request(
-            self._rollout_id, self._next_number, observation, branch=branch
-        )
+        request = self._hooks.request(self._next_number, observation, branch)
         replayed = self._replay(request, answer)
         if replayed is not None:
             return replayed
@@ -169,7 +166,7 @@ class TurnTree:
     def expect(self, what: str, within_s: float | None = None) -> None:
         """What the rollout waits for while nothing is sampled, and for how long: the step's time
         unless another is given (`math.inf`: no limit)."""
-        self._expected = (what, within_s or self._group.config.step_timeout_s)
+        self._expected = (what, within_s or self._step_timeout_s)
         self._note_idle()
 
     async def restart(self, *, replays: bool) -> None:
@@ -296,3 +293,31 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
     was_cut = turn.completion.finish_reason is FinishReason.LENGTH
     fits = num_tokens == budget if was_cut else num_tokens <= budget
     return fits and turn.prompt_token_ids == request.prompt_token_ids
+
+
+class TreeEnv(Protocol):
+    """An environment that asks for completions itself, several at once if it likes.
+
+    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
+    else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
+    continues one that is `Replayable`: what it asks again is answered from the record.
+    """
+
+    async def run(self, turns: TurnTree, /) -> Terminal:
+        """Ask for completions until the end. Cancelled at a limit; then `finish` is called."""
+        ...
+
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        """As `TokenEnv.finish`."""
+        ...
+
+    async def close(self) -> None:
+        """As `TokenEnv.close`."""
+        ...
+
+
+RolloutEnv = TokenEnv | TreeEnv
+
+
+def is_tree_env(env: object) -> TypeGuard[TreeEnv]:
+    return hasattr(env, "run")

@@ -15,8 +15,9 @@ import pytest
 from tests.support.agents import Hosted, asked, three_turns
 from tests.support.resuming import Run, SeededGenerate, contents, stops
 from tests.support.rollouts import PROBLEM, make_rollouter
-from torchtitan_rl.agents.agent import AgentCommand, AgentHost, AgentResult, run_agent
+from torchtitan_rl.agents.agent import AgentCommand, AgentResult, run_agent
 from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.running import AgentThread, RunningAgent
 from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
 from torchtitan_rl.rollout.config import RolloutConfig
