@@ -209,7 +209,8 @@ def require_async(env: object) -> None:
         TypeError: a method of the environment is missing or not async.
     """
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
-    for name in (*(_TREE_METHODS if hasattr(env, "run") else _METHODS), *optional):
+    methods = _METHODS if hasattr(env, "step") or not hasattr(env, "run") else _TREE_METHODS
+    for name in (*methods, *optional):
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
             raise TypeError(
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "

@@ -19,7 +19,7 @@ from torchtitan_rl.types import Episode, Rollout, Turn
 def rollout_to_episodes(
     rollout: Rollout, advantage: float, advantage_of: Callable[[float], float] | None = None
 ) -> list[Episode]:
-    """The episodes of one rollout, in the order of their first turns; none if nothing was sampled.
+    """The episodes of one rollout, in the order of their tokens; none if nothing was sampled.
 
     ``advantage_of`` turns a branch's own reward (`Turn.branch_reward`), which replaces the
     rollout's in its episode, into its advantage; None ignores those rewards.
@@ -38,10 +38,16 @@ def rollout_to_episodes(
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
-    """The turns of each episode, without those that are left out."""
+    """The turns of each episode, without those that are left out.
+
+    Turns that ran at once have no order, so they are taken in that of their tokens, in which a turn
+    comes before all that extend it.
+    """
     episodes: list[list[Turn]] = []
     tokens_of: list[tuple[int, ...]] = []  # of each episode so far
-    for turn in rollout.turns:
+    for turn in sorted(
+        rollout.turns, key=lambda one: (one.prompt_token_ids, one.completion.token_ids)
+    ):
         if not turn.completion.token_ids or not turn.is_seen:
             continue
         tokens = turn.prompt_token_ids + turn.completion.token_ids

@@ -320,4 +320,4 @@ RolloutEnv = TokenEnv | TreeEnv
 
 
 def is_tree_env(env: object) -> TypeGuard[TreeEnv]:
-    return hasattr(env, "run")
+    return hasattr(env, "run") and not hasattr(env, "step")

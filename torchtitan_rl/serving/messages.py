@@ -25,6 +25,7 @@ CommandName = Literal[
     "problem.return",  # {"session_id", "outcome", "cause"}
     "pause",  # {"mode"}
     "resume",
+    "load",  # {"path", "version"?, "mode"} -> {"version", "replicas", "lost", "stall_s"}
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
 

@@ -10,18 +10,49 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.routing.weight_sync import SyncMode
 from torchtitan_rl.serving.auth import ADMIN_PREFIX
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.route_parts import ERRORS, Commands
 from torchtitan_rl.serving.session_routes import problem_routes, session_routes
 
+MAX_VERSION = 2**31 - 1
+
 
 class AdminAnswer(BaseModel):
     model_config = ConfigDict(extra="allow")
+
+
+class LoadWeights(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(
+        min_length=1, max_length=4096, description="A directory in Hugging Face format."
+    )
+    version: int | None = Field(
+        default=None, ge=1, le=MAX_VERSION, description="Its number; the next one when left out."
+    )
+    mode: SyncMode = Field(
+        default="hot_swap",
+        description="`hot_swap` continues running requests under the new weights; `drain` waits "
+        "until they have ended.",
+    )
+
+
+class LoadAnswer(BaseModel):
+    """The new version, that of each replica, the replicas that were lost by loading it, and the
+    longest time without decoding."""
+
+    model_config = ConfigDict(extra="allow")
+
+    version: int
+    replicas: dict[str, int]
+    lost: list[str]
+    stall_s: float
 
 
 class VersionsAnswer(BaseModel):
@@ -57,6 +88,12 @@ def _admin(commands: Commands) -> APIRouter:
     async def resume() -> Any:
         """Resume generation after a pause."""
         return await commands.command("resume", {})
+
+    @router.post("/load", response_model=LoadAnswer)
+    async def load(request: LoadWeights) -> Any:
+        """Load another checkpoint of the served model from a directory of the server, as a new
+        policy version. Requests continue meanwhile."""
+        return await commands.command("load", request.model_dump(exclude_none=True))
 
     @router.get("/versions", response_model=VersionsAnswer)
     async def versions() -> Any:
