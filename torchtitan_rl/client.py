@@ -40,7 +40,7 @@ _Send = Callable[..., _T]
 
 _MAX_WAIT_S = 60.0  # that a lease may wait at the server
 _RETRIED = (429, 502, 503, 504)
-_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two attempts
+_MAX_PAUSE_S = 10.0  # between two attempts
 
 
 class EndpointError(Exception):
@@ -163,7 +163,8 @@ class Client:
     """Blocking. ``http`` is a client of yours, with its proxies and certificates.
 
     ``base_url`` ends in ``/v1``; without one it is ``OPENAI_BASE_URL``. Without a key it is
-    ``TORCHTITAN_RL_API_KEY``.
+    ``TORCHTITAN_RL_API_KEY``. ``patience_s`` is how long to try where the endpoint does not answer,
+    for example because its run has not started yet.
     """
 
     def __init__(
@@ -171,9 +172,11 @@ class Client:
         base_url: str | None = None,
         *,
         api_key: str | None = None,
+        patience_s: float = 60.0,
         http: httpx.Client | None = None,
     ) -> None:
         self._connection = _Connection(base_url, api_key)
+        self._patience_s = patience_s
         self._http = http or httpx.Client(timeout=_MAX_WAIT_S + 30.0)
 
     def open_session(self, session_id: str | None = None) -> Session[Answer]:
@@ -234,7 +237,7 @@ class Client:
             httpx.TransportError: the endpoint does not answer.
         """
         request = self._connection.request(method, path, body)
-        for pause_s in _PAUSES_S:
+        for pause_s in _pauses(self._patience_s):
             with contextlib.suppress(httpx.TransportError):
                 response = self._http.request(**request)
                 if response.status_code not in _RETRIED:
@@ -254,9 +257,11 @@ class AsyncClient:
         base_url: str | None = None,
         *,
         api_key: str | None = None,
+        patience_s: float = 60.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self._connection = _Connection(base_url, api_key)
+        self._patience_s = patience_s
         self._http = http or httpx.AsyncClient(timeout=_MAX_WAIT_S + 30.0)
 
     async def open_session(self, session_id: str | None = None) -> Session[Awaitable[Answer]]:
@@ -299,7 +304,7 @@ class AsyncClient:
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         request = self._connection.request(method, path, body)
-        for pause_s in _PAUSES_S:
+        for pause_s in _pauses(self._patience_s):
             with contextlib.suppress(httpx.TransportError):
                 response = await self._http.request(**request)
                 if response.status_code not in _RETRIED:
@@ -309,6 +314,14 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         await self._http.aclose()
+
+
+def _pauses(patience_s: float) -> Iterator[float]:
+    """Between attempts, for so long in all."""
+    pause_s, end_s = 0.2, time.monotonic() + patience_s
+    while time.monotonic() < end_s:
+        yield pause_s
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 def _answer(response: httpx.Response) -> Answer:

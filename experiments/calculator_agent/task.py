@@ -109,6 +109,11 @@ class CalculatorAgentTask(AgentTask):
 
     def errors(self) -> list[str]:
         found = []
+        if self.replayable:
+            found.append(
+                "task.replayable is True: this task compares the tokens of one life of its agent; "
+                "give False"
+            )
         if not 0 <= self.two_operations <= 1:
             found.append(f"task.two_operations={self.two_operations}: must be between 0 and 1")
         if not 9 <= self.max_number <= _MAX_NUMBER:

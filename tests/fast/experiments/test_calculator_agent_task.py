@@ -99,6 +99,7 @@ def test_a_right_conversation_fits_into_the_budgets_of_the_ready_run() -> None:
         ({"two_operations": 1.5}, "task.two_operations=1.5"),
         ({"max_number": 3}, "task.max_number=3"),
         ({"max_turns": 0}, "task.max_turns=0"),
+        ({"replayable": True}, "task.replayable is True"),
         ({"num_train_problems": 0}, "task.num_train_problems=0"),
     ],
 )
