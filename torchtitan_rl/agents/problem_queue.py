@@ -49,6 +49,8 @@ class Waits(Protocol):
 
     def expect(self, what: str, within_s: float | None = None) -> None: ...
 
+    def start_time(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -213,6 +215,7 @@ class ProblemQueue:
         self._leased[session_id] = self._waiting.pop(session_id)
         self._counts["leases"] += 1
         entry.used_s = _now()
+        entry.waits.start_time()
         entry.waits.expect("the next request of its worker")
         self._watch(entry, entry.agent.lease_s)
 

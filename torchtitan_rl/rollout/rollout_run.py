@@ -135,7 +135,7 @@ class RolloutRun:
             HangingCallsError: too many abandoned calls hang.
             Exception: only what ``on_turn`` or ``on_discard`` raised.
         """
-        self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
+        self._start_time()
         self._report_discarded(ROLLED_BACK, self._num_refused)
         ended = self._recorded_end()
         if ended is None:
@@ -151,6 +151,9 @@ class RolloutRun:
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=ended.turns, ended=ended)
         self._open_turn = None
         return ended
+
+    def _start_time(self) -> None:
+        self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
 
     def _recorded_end(self) -> Rollout | None:
         """The recorded rollout if it needs no environment any more."""
@@ -205,6 +208,7 @@ class RolloutRun:
             reached_limit=self._reached_limit,
             on_turns=self._note_tree,
             on_activity=self._enter_tree,
+            start_time=self._start_time,
         )
         tree = TurnTree(
             hooks,

@@ -60,7 +60,7 @@ class TreeHooks:
     ``complete`` samples it; None: the rollout's time is over. ``reached_limit`` gets the
     observation and the number of turns before it. ``on_turns`` gets all recorded turns whenever
     they have changed, and whether the last one is new. ``on_activity`` gets a request's id, or None
-    and what the environment does.
+    and what the environment does. ``start_time`` begins the rollout's time.
     """
 
     request: Callable[[int, Observation, str], GenerationRequest]
@@ -68,6 +68,7 @@ class TreeHooks:
     reached_limit: Callable[[Observation, int], RolloutStatus | None]
     on_turns: Callable[[tuple[Turn, ...], bool], None]
     on_activity: Callable[[str | None, str], None]
+    start_time: Callable[[], None]
 
 
 class TurnTree:
@@ -97,6 +98,7 @@ class TurnTree:
         self._replayable: list[int] = []
         self._num_like: Counter[bytes] = Counter()  # requests, by prompt
         self._failure: BaseException | None = None
+        self._is_closed = False
         self._changed = asyncio.Event()
         self._expected = ("its first request", step_timeout_s)
         for turn in recorded:
@@ -134,8 +136,10 @@ class TurnTree:
         is not called where the rollout ends first. ``decode`` makes the turn readable.
 
         Raises:
-            LimitReachedError: a limit is reached; the rollout ends.
+            LimitReachedError: a limit is reached, or a turn failed; the rollout ends.
         """
+        if self._is_closed or self._failure is not None:
+            raise LimitReachedError
         if self.limit is None:
             self.limit = self._hooks.reached_limit(observation, self.num_asked)
         if self.limit is not None:
@@ -169,6 +173,10 @@ class TurnTree:
         self._expected = (what, within_s or self._step_timeout_s)
         self._note_idle()
 
+    def start_time(self) -> None:
+        """The rollout's time begins now."""
+        self._hooks.start_time()
+
     async def restart(self, *, replays: bool) -> None:
         """The environment begins again; returns once the turns that run have ended."""
         if self._running:
@@ -200,7 +208,8 @@ class TurnTree:
             raise self._failure
 
     async def close(self) -> None:
-        """End what is sampled."""
+        """End what is sampled; no more is taken."""
+        self._is_closed = True
         await cancel_all(self._running)
 
     async def _sample(

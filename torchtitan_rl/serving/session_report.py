@@ -13,7 +13,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.rollout.episodes import (
+    num_unseen_tokens,
+    rollout_to_episodes,
+    turns_by_episode,
+)
 from torchtitan_rl.types import (
     Completion,
     Episode,
@@ -92,6 +96,7 @@ class SessionReport:
     tokens_masked: Mapping[str, int] = field(default_factory=dict)  # by rule
     tokens_discarded: Mapping[str, int] = field(default_factory=dict)  # by cause
     episodes: tuple[Episode, ...] = ()
+    episode_temperatures: tuple[tuple[float, ...], ...] = ()  # of the turns of each, ascending
 
     @property
     def tokens_pending(self) -> int:
@@ -128,8 +133,11 @@ class SessionReport:
                     "logprobs": list(episode.logprobs),
                     "versions": list(episode.versions),
                     "reward": self._reward_of(episode),
+                    "temperatures": list(temperatures),
                 }
-                for episode in self.episodes
+                for episode, temperatures in zip(
+                    self.episodes, self.episode_temperatures, strict=True
+                )
             ],
         }
 
@@ -208,9 +216,16 @@ def session_report(
             discarded[turn.lost_cause] += turn.num_tokens
     masked: Counter[str] = Counter()
     episodes: tuple[Episode, ...] = ()
+    temperatures: list[tuple[float, ...]] = []
     if ending is SessionEnding.REWARDED and reward is not None:
         rollout = _rollout(session_id, done, reward)
         episodes = tuple(map(_without_nonfinite, rollout_to_episodes(rollout, reward, float)))
+        pairs = zip(rollout.turns, done, strict=True)
+        temperature_of = {id(turn): sampled.temperature for turn, sampled in pairs}
+        temperatures = [
+            tuple(sorted({temperature_of[id(turn)] for turn in branch}))
+            for branch in turns_by_episode(rollout)
+        ]
         masked["unseen_turn"] = num_unseen_tokens(rollout)
         masked["truncated_sampling"] = sum(
             turn.num_tokens for turn in done if turn.is_truncated and turn.is_seen
@@ -233,6 +248,7 @@ def session_report(
         tokens_masked=dict(+masked),
         tokens_discarded=dict(+discarded),
         episodes=episodes,
+        episode_temperatures=tuple(temperatures),
     )
 
 

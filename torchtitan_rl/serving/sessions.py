@@ -31,7 +31,7 @@ from torchtitan_rl.serving.session_recording import (
 from torchtitan_rl.serving.session_report import SessionCounts, SessionEnding, SessionReport
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
-_DRIVEN = "run-"  # how the ids of driven sessions begin; clients cannot open such sessions
+_DRIVEN = "torchtitan-rollout-"  # begins the ids of driven sessions, which clients cannot open
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
 MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
@@ -312,7 +312,7 @@ class Sessions:
             session.recording.free()
         if session.timer is not None:
             session.timer.cancel()
-        self._ended[session.session_id] = replace(report, episodes=())
+        self._ended[session.session_id] = replace(report, episodes=(), episode_temperatures=())
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         self._counts.update(report)

@@ -18,6 +18,7 @@ from torchtitan_rl.agents.agent import RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
+from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.sessions import Sessions
@@ -99,7 +100,7 @@ def test_a_worker_may_come_hours_after_its_problem():
         await asyncio.sleep(3000)
         await solves(run)
 
-    (rollout,) = Hosting().with_workers(worker, step_timeout_s=60.0)
+    (rollout,) = Hosting().with_workers(worker, step_timeout_s=60.0, rollout_timeout_s=900.0)
     assert rollout.reward == 1.0
 
 
@@ -198,7 +199,7 @@ def test_a_reward_may_come_long_after_the_lease_was_returned_but_not_for_ever():
 def test_a_session_of_a_run_that_was_resumed_since_is_closed():
     async def scenario():
         sessions = Sessions(None)
-        assert await refused(sessions.complete(asked((1,), "run-0123"))) == CLOSED
+        assert await refused(sessions.complete(asked((1,), "torchtitan-rollout-1"))) == CLOSED
 
     asyncio.run(scenario())
 
@@ -295,3 +296,7 @@ def test_a_resumed_run_hands_its_problems_out_again_and_answers_from_its_record(
         assert [r.turns for r in group.rollouts] == [r.turns for r in whole.rollouts]
         assert [r.reward for r in group.rollouts] == [r.reward for r in whole.rollouts]
         assert run.discarded == []
+
+
+def test_the_queues_counts_are_known_metrics():
+    check_names(f"endpoint/{name}" for name in ProblemQueue().counts())
