@@ -60,6 +60,7 @@ class _Entry:
     ended: asyncio.Future[AgentResult]
     worker: str = ""
     used_s: float = 0.0
+    is_returned: bool = False  # its reward is to come
     timer: asyncio.TimerHandle | None = None
 
     def lose(self, cause: str) -> None:
@@ -160,9 +161,11 @@ class ProblemQueue:
         self._counts[f"leases_{outcome}"] += 1
         if outcome == "failed":
             entry.lose(f"returned it: {cause or 'it gave no cause'}")
-        elif entry.timer is not None:
+            return
+        entry.is_returned = True
+        if entry.timer is not None:
             entry.timer.cancel()
-            entry.waits.expect("its reward", entry.agent.reward_timeout_s)
+        entry.waits.expect("its reward", entry.agent.reward_timeout_s)
 
     def handlers(self) -> Mapping[CommandName, Handler]:
         """The handlers of workers' commands, whose arguments the routes have checked."""
@@ -185,7 +188,7 @@ class ProblemQueue:
 
     def _require(self, session_id: str) -> _Entry:
         entry = self._leased.get(session_id)
-        if entry is None or entry.ended.done():
+        if entry is None or entry.ended.done() or entry.is_returned:
             raise _lost(session_id)
         return entry
 
@@ -241,7 +244,7 @@ def _problem_id(entry: _Entry) -> str:
 
 
 def _lost(session_id: str) -> RefusedError:
-    message = f"{session_id!r} is no lease, or it was lost: its problem may have another worker"
+    message = f"{session_id!r} is no lease, or it has ended: its problem may have another worker"
     return refused(409, "lease_lost", message)
 
 

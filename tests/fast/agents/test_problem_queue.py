@@ -181,6 +181,8 @@ def test_a_reward_may_come_long_after_the_lease_was_returned_but_not_for_ever():
         lease = await run.queue.lease(wait_s=10)
         await run.ask(lease, 1)
         run.queue.return_(lease["session_id"], "done", "")
+        with pytest.raises(RefusedError):
+            run.queue.return_(lease["session_id"], "failed", "")
         await asyncio.sleep(delay_s)
         await run.sessions.close(lease["session_id"], 0.5)
 
