@@ -16,11 +16,12 @@ if TYPE_CHECKING:
         AgentCall,
         AgentCommand,
         AgentError,
-        AgentHost,
         AgentResult,
+        RemoteAgent,
     )
     from torchtitan_rl.agents.env import AgentEnv
-    from torchtitan_rl.agents.task import AgentTask
+    from torchtitan_rl.agents.host import AgentHost
+    from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
     from torchtitan_rl.config import (
         CheckpointConfig,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
     from torchtitan_rl.rollout.task import Dataset, Split, Task
+    from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
         Completion,
@@ -97,11 +99,14 @@ __all__ = [
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
+    "RemoteAgent",
+    "RemoteAgentTask",
     "RendererKind",
     "Replayable",
     "RewardFunction",
     "Rollout",
     "RolloutConfig",
+    "RolloutEnv",
     "RolloutStatus",
     "Rubric",
     "RunConfig",
@@ -116,7 +121,9 @@ __all__ = [
     "TokenEnv",
     "TorchtitanRLError",
     "TrainerConfig",
+    "TreeEnv",
     "Turn",
+    "TurnTree",
     "WeightSyncConfig",
     "make_renderer",
     "pack_episodes",
@@ -128,12 +135,14 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "errors",
     "config",
     "rollout.env",
+    "rollout.turn_tree",
     "rollout.task",
     "rollout.rubric",
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
     "agents.agent",
+    "agents.host",
     "agents.env",
     "agents.task",
     "training.packing",

@@ -15,8 +15,11 @@ from typing import Any
 STOOD_STILL_S = 5.0  # load alone does not delay a timer by more than this
 
 
-async def wait_within(delay_s: float, task: asyncio.Future[Any]) -> bool:
+async def wait_within(delay_s: float | None, task: asyncio.Future[Any]) -> bool:
     """Return when ``task`` is done, or False after ``delay_s``: cheaper than `deadline`."""
+    if delay_s is None:
+        await asyncio.wait((task,))
+        return True
     loop = asyncio.get_running_loop()
     late_s = math.inf
     while not task.done() and late_s > STOOD_STILL_S:

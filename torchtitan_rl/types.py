@@ -228,11 +228,15 @@ OnProgress = Callable[[Progress], None]
 class GenerateFn(Protocol):
     """Completes one request. A rollout does not depend on what implements it.
 
+    ``on_progress`` is given only where the tokens are wanted as they are sampled.
+
     Raises:
         GenerationError: the request was refused, or every replica that could serve it is gone.
     """
 
-    async def __call__(self, request: GenerationRequest, /) -> Completion: ...
+    async def __call__(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +252,8 @@ class Turn:
     """One prompt, its completion, and the environment's reward for it.
 
     A turn that was not seen (its agent ended before it got the completion) is not trained on.
+    ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; the last
+    one of an episode counts.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -255,6 +261,7 @@ class Turn:
     reward: float | None = None
     text: str | None = None  # the completion as text, where the environment works in text
     is_seen: bool = True
+    branch_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

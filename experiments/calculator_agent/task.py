@@ -17,8 +17,8 @@ from torchtitan_rl import (
     Dataset,
     Problem,
     RolloutConfig,
+    RolloutEnv,
     Split,
-    TokenEnv,
 )
 from torchtitan_rl.experiments.calculator_agent.agent import solve
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
@@ -87,7 +87,7 @@ class CalculatorAgentTask(AgentTask):
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
-    ) -> TokenEnv:
+    ) -> RolloutEnv:
         """The agent's environment, which also compares tokens: see `token_audit`."""
         import httpx
 
@@ -109,6 +109,11 @@ class CalculatorAgentTask(AgentTask):
 
     def errors(self) -> list[str]:
         found = []
+        if self.replayable:
+            found.append(
+                "task.replayable is True: this task compares the tokens of one life of its agent; "
+                "give False"
+            )
         if not 0 <= self.two_operations <= 1:
             found.append(f"task.two_operations={self.two_operations}: must be between 0 and 1")
         if not 9 <= self.max_number <= _MAX_NUMBER:

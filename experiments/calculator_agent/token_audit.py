@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import httpx
 
-from torchtitan_rl import AgentEnv, Completion, Observation, RolloutStatus, Terminal
+from torchtitan_rl import AgentEnv, RolloutStatus, Terminal, TreeEnv, TurnTree
 
 
 class TurnTokens(NamedTuple):
@@ -55,35 +56,23 @@ class TokenIdTransport(httpx.AsyncBaseTransport):
 
 
 class AuditedEnv:
-    """A `TokenEnv`: the agent's own, with the result of the comparison among its metrics.
+    """A `TreeEnv`: the agent's own, with the result of the comparison among its metrics.
 
     ``sent`` is what the agent's client was sent, turn by turn.
     """
 
-    def __init__(self, env: AgentEnv, sent: list[TurnTokens]) -> None:
+    def __init__(self, env: TreeEnv, sent: list[TurnTokens]) -> None:
         self._env = env
         self._sent = sent
-        self._prompt: tuple[int, ...] = ()
-        self._recorded: list[TurnTokens] = []
+        self._turns: TurnTree | None = None
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        return self._env.messages
+        return self._env.messages if isinstance(self._env, AgentEnv) else ()
 
-    async def reset(self) -> Observation:
-        observation = await self._env.reset()
-        self._prompt = observation.prompt_token_ids
-        return observation
-
-    async def step(self, completion: Completion) -> Observation | Terminal:
-        self._recorded.append(TurnTokens(self._prompt, completion.token_ids))
-        answer = await self._env.step(completion)
-        if not answer.turn_is_seen:
-            self._recorded.pop()
-        if isinstance(answer, Terminal):
-            return self._with_result(answer)
-        self._prompt = answer.prompt_token_ids
-        return answer
+    async def run(self, turns: TurnTree) -> Terminal:
+        self._turns = turns
+        return self._with_result(await self._env.run(turns))
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         return self._with_result(await self._env.finish(status))
@@ -92,18 +81,17 @@ class AuditedEnv:
         await self._env.close()
 
     def _with_result(self, terminal: Terminal) -> Terminal:
+        turns = () if self._turns is None else self._turns.turns
+        recorded = [
+            TurnTokens(turn.prompt_token_ids, turn.completion.token_ids)
+            for turn in turns
+            if turn.is_seen
+        ]
         metrics = {
-            "agent/compared_turns": float(len(self._recorded)),
-            "agent/token_mismatches": float(count_mismatches(self._recorded, self._sent)),
+            "agent/compared_turns": float(len(recorded)),
+            "agent/token_mismatches": float(count_mismatches(recorded, self._sent)),
         }
-        return Terminal(
-            reward=terminal.reward,
-            status=terminal.status,
-            turn_reward=terminal.turn_reward,
-            turn_text=terminal.turn_text,
-            turn_is_seen=terminal.turn_is_seen,
-            metrics={**terminal.metrics, **metrics},
-        )
+        return replace(terminal, metrics={**terminal.metrics, **metrics})
 
 
 def count_mismatches(recorded: list[TurnTokens], sent: list[TurnTokens]) -> int:

@@ -77,7 +77,7 @@ def draw(seed: int) -> CampaignPlan:
         token_s=rng.choice([0.1, 0.3]),
         max_tokens=rng.choice([6, 10]),
         env_delay_s=rng.choice([0.0, 0.5, 2.0]),
-        env_kind=rng.choice(["replays", "saved", "forgetful"]),
+        env_kind=rng.choice(["replays", "saved", "forgetful", "tree", "tree", "forgetful tree"]),
         problems=rng.choice([7, 12]),
         request_timeout_s=rng.choice([2.0, 8.0]) if hurries else 600.0,
         rollout_timeout_s=rng.choice([2.0, 5.0]) if hurries else 400.0,

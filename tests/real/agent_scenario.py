@@ -10,8 +10,9 @@ import httpx
 import openai
 
 from tests.real.local_endpoint import local_endpoint
-from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentHost, AgentResult
+from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.running import AgentThread
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai import build_application
@@ -90,6 +91,15 @@ async def streamed_chat(call: AgentCall, said: list[Any]) -> float:
     return 1.0
 
 
+async def streamed_pieces(call: AgentCall, said: list[Any]) -> float:
+    stream = await client(call).completions.create(
+        model=call.model, prompt=[5, 6, 7], stream=True, max_tokens=300, extra_body=IDS
+    )
+    async for chunk in stream:
+        said += [choice.token_ids for choice in chunk.choices if choice.token_ids]
+    return 1.0
+
+
 async def two_choices(call: AgentCall, said: list[Any]) -> float:
     completion = await client(call).completions.create(
         model=call.model, prompt=[5, 6], n=2, max_tokens=6, extra_body=IDS
@@ -161,6 +171,7 @@ async def blocking(call: AgentCall, said: list[Any]) -> AgentResult:
 AGENTS = (
     conversation,
     streamed_chat,
+    streamed_pieces,
     two_choices,
     over_the_limit,
     impatient,

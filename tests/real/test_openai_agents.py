@@ -47,6 +47,14 @@ def test_a_streamed_chat_ends_at_its_stop_string_with_the_engines_tokens(
     assert not any(character in text[:-1] for character in STOP)
 
 
+def test_a_stream_arrives_in_pieces_while_it_is_sampled(results: dict[str, Any]) -> None:
+    rollout = completed(results, "streamed_pieces")
+    pieces = rollout["said"]
+    assert len(pieces) > 2
+    ((_, token_ids, *_),) = rollout["turns"]
+    assert [token for piece in pieces for token in piece] == list(token_ids)
+
+
 def test_two_choices_of_one_request_are_two_turns_and_two_episodes(
     results: dict[str, Any],
 ) -> None:
@@ -67,11 +75,14 @@ def test_after_the_last_turn_the_client_is_told_that_its_session_is_closed(
 def test_a_turn_whose_client_hung_up_is_recorded_and_not_trained(results: dict[str, Any]) -> None:
     rollout = completed(results, "impatient")
     assert rollout["said"] == ["gone"]
-    assert rollout["seen"] == [False, True]
-    assert rollout["turns"][0][3] in ("length", "stop")  # whenever it was that it hung up
+    # The abandoned turn is sampled to its end, whenever that is.
+    turns = sorted(zip(rollout["turns"], rollout["seen"], strict=True))
+    (abandoned, was_seen), (answered, is_seen) = turns
+    assert (abandoned[0], was_seen, is_seen) == ([5, 6], False, True)
+    assert abandoned[3] in ("length", "stop")
     ((token_ids, loss_mask),) = rollout["episodes"]
-    assert token_ids == rollout["turns"][1][0] + rollout["turns"][1][1]
-    assert sum(loss_mask) == len(rollout["turns"][1][1])
+    assert token_ids == answered[0] + answered[1]
+    assert sum(loss_mask) == len(answered[1])
 
 
 def test_a_reward_posted_by_http_ends_the_rollout(results: dict[str, Any]) -> None:
@@ -103,4 +114,4 @@ def test_a_program_with_the_official_client_is_an_agent(results: dict[str, Any])
 def test_every_session_ended_in_a_named_way(results: dict[str, Any]) -> None:
     counts = results["counts"]
     assert counts["sessions_open"] == 0
-    assert (counts["sessions_rewarded"], counts["sessions_limit"]) == (8, 1)
+    assert (counts["sessions_rewarded"], counts["sessions_limit"]) == (9, 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.real.runs import ROOT, Run
 from tests.real.served import Served, serve
@@ -34,7 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         POLICY,
         *("--generator.replicas", "2", "--generator.max-model-len", "1024"),
         *("--episodes-file", str(folder / "episodes.jsonl")),
-        environment={"LD_PRELOAD": " ".join(map(str, OPENMP)), "OMP_NUM_THREADS": "2"},
+        environment={
+            "LD_PRELOAD": " ".join(map(str, OPENMP)),
+            "OMP_NUM_THREADS": "2",
+            "TORCHTITAN_RL_ADMIN_KEY": "chief",
+        },
     )
     try:
         yield served
@@ -141,6 +148,45 @@ def test_a_session_with_a_reward_leaves_its_exact_tokens_in_the_episodes_file(
     assert episode["loss_mask"] == masked
     with pytest.raises(openai.BadRequestError, match="game-1"):
         client.completions.create(**greedy(PROMPTS[1], 4))
+
+
+def test_a_checkpoint_is_loaded_while_requests_run_and_answers_have_its_version(
+    server: Served, tmp_path: Path
+) -> None:
+    def load(path: Path) -> dict[str, Any]:
+        response = httpx.post(
+            f"{server.url}/admin/load",
+            json={"path": str(path)},
+            headers={"Authorization": "Bearer chief"},
+            timeout=300,
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    client = client_of(server)
+    before = client.completions.create(**greedy(PROMPTS[3], 40)).choices[0]
+    changed = tmp_path / "changed"
+    shutil.copytree(POLICY, changed)
+    tensors = load_file(changed / "model.safetensors")
+    final_norm = {"model.norm.weight": -tensors["model.norm.weight"]}
+    save_file({**tensors, **final_norm}, changed / "model.safetensors", metadata={"format": "pt"})
+    with ThreadPoolExecutor() as pool:
+        sampled = server.gauge("engine_generated_tokens")
+        running = pool.submit(client.completions.create, **greedy(PROMPTS[4]))
+        server.wait_until(
+            lambda: server.gauge("engine_generated_tokens") > sampled, "tokens being sampled"
+        )
+        answer = load(changed)
+        spanning = running.result().choices[0]
+    assert answer["replicas"] == {"replica0": 1, "replica1": 1}
+    assert answer["lost"] == []
+    assert [version for _, version in spanning.policy_versions] == [0, 1]
+    after = client.completions.create(**greedy(PROMPTS[3], 40)).choices[0]
+    assert after.policy_versions == [[0, 1]]
+    assert after.token_ids != before.token_ids
+    assert load(POLICY)["version"] == 2
+    again = client.completions.create(**greedy(PROMPTS[3], 40)).choices[0]
+    assert (again.token_ids, again.policy_versions) == (before.token_ids, [[0, 2]])
 
 
 def test_trap_11_answers_are_whole_and_greedy_ones_right_when_a_replica_is_killed(

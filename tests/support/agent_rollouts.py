@@ -27,7 +27,8 @@ def roll_out(hosted: Hosted, *, generate=None, size=1, **options):
 
 
 def only(agent, **options):
-    hosting = {k: options.pop(k) for k in ("grace_s", "reward_at_limit") if k in options}
+    names = ("grace_s", "reward_at_limit", "replays", "max_restarts")
+    hosting = {k: options.pop(k) for k in names if k in options}
     hosted = Hosted(agent, **hosting)
     (rollout,) = roll_out(hosted, **options)
     assert hosted.sessions.counts()["sessions_open"] == 0

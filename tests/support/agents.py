@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.rollouts import PROBLEM
-from torchtitan_rl.agents.agent import AgentCall, AgentHost
+from torchtitan_rl.agents.agent import AgentCall
 from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import (
     Completion,

@@ -94,9 +94,9 @@ class Client:
         return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
 
     async def answer(self) -> tuple[int | None, Any]:
-        """Status and JSON of the whole response."""
+        """Status and JSON of the whole response; None without a body."""
         await self.task
-        return self.status, json.loads(self.body)
+        return self.status, json.loads(self.body) if self.body else None
 
     async def refusal(self) -> tuple[int | None, str, str | None]:
         """Status, code and parameter of an OpenAI error object, which it must be."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.support.simulated_faults import Fate, Strike, Undisturbed
 from tests.support.simulated_replica import VOCAB
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 
@@ -28,8 +29,8 @@ class Habits:
     env_delay_s: float = 1.0
 
 
-class SimEnv:
-    """A turn is the prompt so far and a separator; the reward is a hash of what was sampled."""
+class _Simulated:
+    """The reward is a hash of what was sampled."""
 
     replays = True
 
@@ -47,27 +48,6 @@ class SimEnv:
         self._chance = chance
         self._fate = fate or Undisturbed()
         self._turns = 0
-
-    async def reset(self) -> Observation:
-        strike = await self._strike("reset")
-        await self._delay()
-        if strike is not None and strike.action == "nonsense":
-            return "an observation"  # type: ignore[return-value]
-        return Observation(prompt_token_ids=self._prompt)
-
-    async def step(self, completion: Completion) -> Observation | Terminal:
-        strike = await self._strike("step")
-        await self._delay()
-        if self._chance.random() < self._habits.env_fails:
-            raise RuntimeError("the environment failed by chance")
-        if strike is not None and strike.action == "nonsense":
-            return Observation(prompt_token_ids=())
-        self._prompt = (*self._prompt, *completion.token_ids, 0)
-        self._turns += 1
-        self._answered.append(completion)
-        if self._turns == self._habits.turns:
-            return self._terminal()
-        return Observation(prompt_token_ids=self._prompt)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         strike = await self._strike("finish")
@@ -96,6 +76,31 @@ class SimEnv:
         await asyncio.sleep(self._chance.uniform(0.0, self._habits.env_delay_s))
 
 
+class SimEnv(_Simulated):
+    """A turn is the prompt so far and a separator."""
+
+    async def reset(self) -> Observation:
+        strike = await self._strike("reset")
+        await self._delay()
+        if strike is not None and strike.action == "nonsense":
+            return "an observation"  # type: ignore[return-value]
+        return Observation(prompt_token_ids=self._prompt)
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        strike = await self._strike("step")
+        await self._delay()
+        if self._chance.random() < self._habits.env_fails:
+            raise RuntimeError("the environment failed by chance")
+        if strike is not None and strike.action == "nonsense":
+            return Observation(prompt_token_ids=())
+        self._prompt = (*self._prompt, *completion.token_ids, 0)
+        self._turns += 1
+        self._answered.append(completion)
+        if self._turns == self._habits.turns:
+            return self._terminal()
+        return Observation(prompt_token_ids=self._prompt)
+
+
 class SavedEnv(SimEnv):
     """Goes on from a saved state instead of by replaying."""
 
@@ -114,7 +119,55 @@ class ForgetfulEnv(SimEnv):
     replays = False
 
 
-ENVIRONMENTS = {"replays": SimEnv, "saved": SavedEnv, "forgetful": ForgetfulEnv}
+class SimTree(_Simulated):
+    """Asks for its turns itself: the first one, then all others at once. It crashes by chance, and
+    then begins again with what is recorded."""
+
+    async def run(self, turns: TurnTree) -> Terminal:
+        await self._strike("reset")
+        for _ in range(2):
+            await self._delay()
+            if self._chance.random() < 0.7:
+                break
+            await turns.restart(replays=True)
+            await self._ask(turns, self._prompt)
+        await turns.restart(replays=True)
+        sampled = [await self._ask(turns, self._prompt)]
+        others = [(*self._prompt, *sampled[0], number) for number in range(self._habits.turns - 1)]
+        sampled += await asyncio.gather(*(self._ask(turns, prompt) for prompt in others))
+        strike = await self._strike("step")
+        if strike is not None and strike.action == "nonsense":
+            return "a terminal"  # type: ignore[return-value]
+        self._prompt = tuple(token for tokens in sampled for token in tokens)
+        return self._terminal()
+
+    async def _ask(self, turns: TurnTree, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+        def take(completion: Completion) -> bool:
+            if answer.done():
+                return False
+            answer.set_result(completion)
+            return True
+
+        with suppress(LimitReachedError):
+            turns.ask(Observation(prompt_token_ids=prompt), take)
+        completion = await answer  # cancelled at a limit
+        self._answered.append(completion)
+        return completion.token_ids
+
+
+class ForgetfulTree(SimTree):
+    replays = False
+
+
+ENVIRONMENTS = {
+    "replays": SimEnv,
+    "saved": SavedEnv,
+    "forgetful": ForgetfulEnv,
+    "tree": SimTree,
+    "forgetful tree": ForgetfulTree,
+}
 
 
 class SimDataset:

@@ -1,10 +1,10 @@
 """Agents: user code that calls the OpenAI API and returns a reward.
 
-An agent is an async function, a plain one (it gets a thread of its own, and may block), or a
-command. It gets the endpoint's address and an API key that names its session: the requests it makes
-with that key become the turns of its rollout. Its session ends when it returns, when its rollout
-reaches a limit, or when a client closes the session; later requests are refused (HTTP 400, code
-``session_closed``).
+An agent is an async function, a plain one (it gets a thread of its own, and may block), a command,
+or a program elsewhere (`RemoteAgent`). It gets the endpoint's address and an API key that names its
+session: the requests it makes with that key become the turns of its rollout. Its session ends when
+it returns, when its rollout reaches a limit, or when a client closes the session; later requests
+are refused (HTTP 400, code ``session_closed``).
 
     async def solve(call: AgentCall) -> float:
         client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
@@ -14,13 +14,12 @@ reaches a limit, or when a client closes the session; later requests are refused
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_rl.agents.subprocess import run_command
 from torchtitan_rl.errors import TorchtitanRLError
@@ -28,9 +27,6 @@ from torchtitan_rl.rollout.calls import call
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
-
-if TYPE_CHECKING:
-    from torchtitan_rl.serving.sessions import Sessions
 
 _SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit
 _MAX_OUTPUT_BYTES = 16 << 20
@@ -84,34 +80,24 @@ class AgentCommand:
     timeout_s: float = 24 * 3600.0  # a rollout's own limits usually end it earlier
 
 
-Agent = AgentFunction | AgentCommand
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentHost:
-    """Where agents find the endpoint, and where they run.
+class RemoteAgent:
+    """An agent that runs elsewhere: its problem waits in the run's queue until a worker leases it.
 
-    ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
-    current loop, which an agent that blocks would deadlock.
+    ``lease_s`` without a request or a heartbeat of its worker end a lease; after ``max_leases`` of
+    one problem that were lost, its rollout fails. ``reward_timeout_s`` is how long the reward may
+    take after the worker has returned its lease as done; None is ``rollout.step_timeout_s``.
     """
 
-    base_url: str
-    model: str
-    sessions: Sessions
-    api_key: str = field(default="", repr=False)  # empty: the endpoint has none
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def call(self, problem: Problem, session_id: str) -> AgentCall:
-        return AgentCall(
-            base_url=self.base_url,
-            api_key=f"{self.api_key or 'agent'}:{session_id}",
-            model=self.model,
-            problem=problem,
-            session_id=session_id,
-        )
+    lease_s: float = 60.0
+    max_leases: int = 3
+    reward_timeout_s: float | None = None
 
 
-async def run_agent(agent: Agent, agent_call: AgentCall) -> AgentResult:
+Agent = AgentFunction | AgentCommand | RemoteAgent
+
+
+async def run_agent(agent: AgentFunction | AgentCommand, agent_call: AgentCall) -> AgentResult:
     """Run an agent to its end.
 
     Raises:

@@ -1,9 +1,8 @@
-"""`AgentEnv`: a `TokenEnv` that runs an agent and turns its requests into the rollout's turns.
+"""`AgentEnv`: runs an agent and turns its requests into the turns of a rollout.
 
-`reset` starts the agent in a session of its own and waits for its first request, whose prompt is
-the observation. `step` answers that request, and waits for the next one or for the agent's end. So
-limits, seeds, versions, journal and advantages are those of any rollout. Requests that come at once
-are answered one after another, first come, first served.
+Requests of one session run at once. What they make is a tree (`turn_tree.py`): a prompt that
+extends an earlier turn continues its branch, any other begins one. So limits, seeds, versions,
+journal and advantages are those of any rollout.
 
 | sampling option of a request | what happens |
 |---|---|
@@ -14,7 +13,7 @@ are answered one after another, first come, first served.
 | penalties | ignored and counted: the loss does not know them |
 | ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
 
-Tokens are not streamed: they come at once, at the end of the turn.
+An agent that fails and may be restarted runs again, in a new session: see `AgentEnv`.
 
 Invariants: each request is answered or refused, once. A turn whose caller left before the answer is
 unseen, and not trained on; it is still sampled to its end, so that its tokens do not depend on when
@@ -24,22 +23,33 @@ the caller left. When `close` returns, the agent has ended or an error says that
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torchtitan_rl.agents.agent import Agent, AgentError, AgentHost, AgentResult
+from torchtitan_rl.agents.agent import (
+    Agent,
+    AgentError,
+    AgentResult,
+    RemoteAgent,
+    run_agent,
+)
+from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.problem_queue import LeaseLostError
 from torchtitan_rl.agents.running import RunningAgent
-from torchtitan_rl.rollout.calls import compute, summary
+from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.session_report import SessionEnding
+from torchtitan_rl.serving.session_report import SessionEnding, is_of_response
 from torchtitan_rl.types import (
     CONSTRAINTS,
     Completion,
     GenerationRequest,
+    OnProgress,
     Problem,
+    Progress,
     RolloutStatus,
     SamplingParams,
 )
@@ -57,18 +67,17 @@ _IGNORED = frozenset(
 )  # engine options; any other is refused
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    request: GenerationRequest
-    answer: asyncio.Future[Completion]
-
-
 class AgentEnv:
-    """One run of an agent. It cannot be saved or replayed: a resumed run starts it again.
+    """One rollout of an agent; a `TreeEnv`.
 
     ``grace_s``: how long an agent may take to return its reward after a limit, and to end once it
     is cancelled. ``reward_at_limit``: the reward where it returns none by then. ``decode`` makes
     the turns readable in the records.
+
+    ``replays`` declares that the agent sends the same requests again when it is given the same
+    answers. One that fails is then restarted, up to ``max_restarts`` times, and its requests are
+    answered from the record; so they are where a resumed run starts it again. A `RemoteAgent` whose
+    worker is lost is handed out again in any case, and starts anew where it does not replay.
     """
 
     def __init__(
@@ -80,58 +89,54 @@ class AgentEnv:
         grace_s: float = 5.0,
         reward_at_limit: float | None = 0.0,
         decode: Callable[[tuple[int, ...]], str] | None = None,
+        replays: bool = False,
+        max_restarts: int = 2,
     ) -> None:
+        self.replays = replays
         self._agent = agent
         self._problem = problem
         self._host = host
         self._grace_s = grace_s
         self._reward_at_limit = reward_at_limit
         self._decode = decode
+        self._max_restarts = max_restarts
+        self._turns: TurnTree | None = None
         self._session_id = ""
         self._running: RunningAgent | None = None
-        self._waiting: deque[_Request] = deque()
-        self._current: _Request | None = None
+        self._answers: dict[str, asyncio.Future[Completion]] = {}  # by the client's request's id
+        self._turn_ids: dict[str, str] = {}  # by the same, of all requests of the session
         self._changed = asyncio.Event()
         self._is_over = False  # no more requests are taken
         self._posted: float | None = None  # the reward that a client closed the session with
         self._ending = SessionEnding.FAILED  # until the end says otherwise
         self._reward: float | None = None
-        self._counts = {"ignored_options": 0, "refused_requests": 0, "unseen_turns": 0}
+        self._counts = {"ignored_options": 0, "refused_requests": 0, "restarts": 0}
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
         result = self._result()
         return () if result is None else tuple(result.messages)
 
-    async def reset(self) -> Observation:
+    async def run(self, turns: TurnTree) -> Terminal:
         """
         Raises:
             AgentError: the agent ended, or its session was closed, without a request.
-            Exception: what the agent raised.
+            Exception: what the agent raised last.
         """
-        self._session_id = self._host.sessions.drive(self)
-        self._running = RunningAgent(
-            self._agent,
-            self._host.call(self._problem, self._session_id),
-            loop=self._host.loop,
-            on_end=self._changed.set,
-        )
-        answer = await self._next()
-        if isinstance(answer, Terminal):
-            raise AgentError("the agent ended without asking for a single completion")
-        return answer
-
-    async def step(self, completion: Completion) -> Observation | Terminal:
-        """
-        Raises:
-            Exception: what the agent raised.
-        """
-        is_seen = self._answer(completion)
-        self._counts["unseen_turns"] += not is_seen
-        text = None
-        if self._decode is not None:
-            text = await compute(self._decode, completion.token_ids)
-        return replace(await self._next(), turn_is_seen=is_seen, turn_text=text)
+        self._turns = turns
+        while True:
+            await self._run_once(turns)
+            outcome = self._outcome
+            if self._posted is None and isinstance(outcome, BaseException):
+                if not self._may_restart(outcome):
+                    raise _rollout_error(outcome)
+                self._counts["restarts"] += 1
+                self._host.sessions.release(self._session_id, SessionEnding.RESTARTED)
+                await turns.restart(replays=self.replays)
+                continue
+            if not turns.num_asked:
+                raise AgentError("the agent ended without asking for a single completion")
+            return self._over()
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         """A limit ended the rollout: refuse the agent's requests, and wait for its reward."""
@@ -140,8 +145,8 @@ class AgentEnv:
         if self._running is not None:
             await self._running.wait(self._grace_s)
         result = self._result()
-        reward = self._reward_at_limit if result is None or result.reward is None else result.reward
-        return self._terminal(result, reward)
+        posted = self._posted if result is None or result.reward is None else result.reward
+        return self._terminal(result, self._reward_at_limit if posted is None else posted)
 
     async def close(self) -> None:
         """
@@ -155,15 +160,55 @@ class AgentEnv:
         finally:
             self._host.sessions.release(self._session_id, self._ending, self._reward)
 
-    async def complete(self, request: GenerationRequest) -> Completion:
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
         """`SessionDriver`: one of the agent's requests."""
-        if self._is_over:
+        if self._is_over or self._turns is None:
             raise self._closed()
         self._check(request.sampling)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(request=request, answer=answer))
-        self._changed.set()
-        return await answer  # cancelled with its caller
+        name = request.request_id
+        if name in self._answers:
+            raise refused(400, "invalid_request", f"request {name!r} is running already")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+        def answer(completion: Completion) -> bool:
+            if future.done() or self._outcome is not None:  # its caller, or the agent, is gone
+                return False
+            future.set_result(replace(completion, request_id=name))
+            return True
+
+        def progress(progress: Progress) -> None:
+            if on_progress is not None and not future.done():
+                on_progress(progress)
+
+        self._answers[name] = future
+        self._note_use()
+        try:
+            self._turn_ids[name] = self._turns.ask(
+                _observation(request),
+                answer,
+                on_progress=None if on_progress is None else progress,
+                decode=self._decode,
+            )
+            return await future  # cancelled with its caller
+        except LimitReachedError:
+            raise self._closed() from None
+        finally:
+            del self._answers[name]
+            self._note_use()
+
+    def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
+        """`SessionDriver`: give the branches of a response a reward of their own."""
+        found = [
+            turn
+            for request_id, turn in self._turn_ids.items()
+            if is_of_response(request_id, response_id, choice)
+        ]
+        for turn_id in found:
+            assert self._turns is not None
+            self._turns.reward(turn_id, reward)
+        return len(found)
 
     def close_session(self, reward: float | None) -> None:
         """`SessionDriver`: a reward ends the rollout, without one the agent may still return
@@ -171,36 +216,43 @@ class AgentEnv:
         self._posted = reward
         self._refuse_all()
         self._changed.set()
+        if self._host.problems is not None:
+            self._host.problems.end(self._session_id)
 
-    def _answer(self, completion: Completion) -> bool:
-        """Whether the caller of the current request gets its completion."""
-        request = self._current
-        if self._outcome is not None:  # the agent has ended
-            self._refuse_all()
-        self._current = None
-        if request is None or request.answer.done():
-            return False
-        request.answer.set_result(replace(completion, request_id=request.request.request_id))
-        return True
+    def _note_use(self) -> None:
+        if self._host.problems is not None:
+            self._host.problems.note_use(self._session_id)
 
-    async def _next(self) -> Observation | Terminal:
-        while True:
+    async def _run_once(self, turns: TurnTree) -> None:
+        """Run the agent in a new session, until it has ended or a client gave a reward."""
+        self._is_over = False
+        self._turn_ids.clear()
+        self._session_id = self._host.sessions.drive(self)
+        call = self._host.call(self._problem, self._session_id)
+        work: Callable[[], Coroutine[Any, Any, AgentResult]]
+        if isinstance(self._agent, RemoteAgent):
+            if self._host.problems is None:
+                raise AgentError("there is no queue for problems of remote agents")
+            work, loop = partial(self._host.problems.serve, self._agent, call, turns), None
+        else:
+            work, loop = partial(run_agent, self._agent, call), self._host.loop
+            turns.expect("the agent's next request")
+        self._running = RunningAgent(work, loop=loop, on_end=self._changed.set)
+        while self._posted is None and self._outcome is None:
             self._changed.clear()
-            if self._posted is not None or self._outcome is not None:
-                return await self._over()
-            while self._waiting:
-                request = self._waiting.popleft()
-                if not request.answer.done():  # else its caller has left: nothing is sampled
-                    self._current = request
-                    return _observation(request.request)
             await self._changed.wait()
-
-    async def _over(self) -> Terminal:
         self._refuse_all()
-        if self._running is not None and self._posted is not None:
+        if self._posted is not None:
             await self._running.wait(self._grace_s)  # the agent itself may have closed it
-        elif isinstance(self._outcome, BaseException):
-            raise _rollout_error(self._outcome)
+
+    def _may_restart(self, outcome: BaseException) -> bool:
+        if isinstance(outcome, LeaseLostError):
+            assert isinstance(self._agent, RemoteAgent)
+            return self._counts["restarts"] + 1 < self._agent.max_leases
+        is_failure = isinstance(outcome, Exception) and self.replays
+        return is_failure and self._counts["restarts"] < self._max_restarts
+
+    def _over(self) -> Terminal:
         result = self._result()
         reward = self._posted if self._posted is not None or result is None else result.reward
         self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
@@ -208,9 +260,16 @@ class AgentEnv:
 
     def _terminal(self, result: AgentResult | None, reward: float | None) -> Terminal:
         self._reward = reward
+        counts = dict(self._counts)
+        if self._turns is not None:
+            counts["unseen_turns"] = sum(not turn.is_seen for turn in self._turns.turns)
+            counts["replayed_turns"] = self._turns.num_replayed
+            counts["unreplayed_turns"] = self._turns.num_unreplayed
         metrics = {} if result is None else dict(result.metrics)
-        counts = {f"agent/{name}": float(number) for name, number in self._counts.items()}
-        return Terminal(reward=reward, metrics={**metrics, **counts})
+        return Terminal(
+            reward=reward,
+            metrics={**metrics, **{f"agent/{name}": float(n) for name, n in counts.items()}},
+        )
 
     @property
     def _outcome(self) -> AgentResult | BaseException | None:
@@ -221,11 +280,9 @@ class AgentEnv:
 
     def _refuse_all(self) -> None:
         self._is_over = True
-        open_requests = [*self._waiting, *([self._current] if self._current else [])]
-        self._waiting.clear()
-        for request in open_requests:
-            if not request.answer.done():
-                request.answer.set_exception(self._closed())
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._closed())
 
     def _closed(self) -> RefusedError:
         self._counts["refused_requests"] += 1

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
 
-from torchtitan_rl.agents.agent import Agent, AgentCall, AgentError, AgentResult, run_agent
+from torchtitan_rl.agents.agent import AgentError, AgentResult
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +50,20 @@ class AgentThread:
 
 
 class RunningAgent:
-    """One run of an agent, started at once.
+    """One run of an agent, ``work``, started at once.
 
     ``outcome`` is None until the agent has ended, then its result, or what it raised.
     """
 
     def __init__(
         self,
-        agent: Agent,
-        call: AgentCall,
+        work: Callable[[], Coroutine[Any, Any, AgentResult]],
         *,
         loop: asyncio.AbstractEventLoop | None,
         on_end: Callable[[], None],
     ) -> None:
         self.outcome: AgentResult | BaseException | None = None
-        self._agent = agent
-        self._call = call
+        self._run = work
         self._on_end = on_end
         self._home = asyncio.get_running_loop()
         self._loop = loop or self._home
@@ -106,7 +104,7 @@ class RunningAgent:
 
     async def _work(self) -> AgentResult | BaseException:
         try:
-            return await run_agent(self._agent, self._call)
+            return await self._run()
         except BaseException as error:  # SystemExit would end the event loop
             return error
 

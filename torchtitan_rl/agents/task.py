@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.agents.agent import Agent, AgentHost
+from torchtitan_rl.agents.agent import Agent, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.rollout.turn_tree import RolloutEnv
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ class AgentTask(Task):
     """Seconds that an agent has to return a reward after a limit, and to end once cancelled."""
     reward_at_limit: float | None = 0.0
     """Reward of an agent that returned none by then. ``None``: its rollout fails."""
+    replayable: bool = False
+    """The agents send the same requests again when they are given the same answers. Then one that
+    fails, or whose run was killed, is started again, and its requests are answered from the record;
+    what it asks differently is a new branch."""
+    max_restarts: int = 2
+    """How often the agent of a rollout is started again after it failed, if it is replayable."""
 
     def agent(self, problem: Problem) -> Agent:
         """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`.
@@ -44,7 +52,7 @@ class AgentTask(Task):
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
-    ) -> TokenEnv:
+    ) -> RolloutEnv:
         return AgentEnv(
             agent=self.agent(problem),
             problem=problem,
@@ -52,10 +60,36 @@ class AgentTask(Task):
             grace_s=min(self.grace_s, limits.step_timeout_s / 2),
             reward_at_limit=self.reward_at_limit,
             decode=tokenizer.decode,
+            replays=self.replayable,
+            max_restarts=self.max_restarts,
         )
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
         raise RuntimeError("an agent's environment needs the endpoint: see environment_factory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteAgentTask(AgentTask):
+    """A task whose agents run elsewhere: workers lease its problems from the endpoint.
+
+    Only `dataset` has to be overridden. Groups are admitted as always, so the bound on staleness
+    holds; their rollouts wait until workers have leased all of them. `docs/agents.md` has a worker.
+    """
+
+    lease_s: float = 60.0
+    """Seconds without a request or a heartbeat after which a worker counts as lost."""
+    max_leases: int = 3
+    """How often a rollout's problem is handed out; then the rollout fails."""
+    reward_timeout_s: float | None = None
+    """Seconds that a reward may take after a worker has returned its lease as done. None is
+    ``rollout.step_timeout_s``."""
+
+    def agent(self, problem: Problem) -> RemoteAgent:
+        return RemoteAgent(
+            lease_s=self.lease_s,
+            max_leases=self.max_leases,
+            reward_timeout_s=self.reward_timeout_s,
+        )
 
 
 def environment_factory(
@@ -91,6 +125,14 @@ def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0)
         )
     if not task.grace_s > 0:
         errors.append(f"task.grace_s is {task.grace_s}: give a number above 0")
+    if task.max_restarts < 0:
+        errors.append(f"task.max_restarts is {task.max_restarts}: give 0 or more")
+    if isinstance(task, RemoteAgentTask):
+        errors += [
+            f"task.{name} is {value}: give a number above 0"
+            for name in ("lease_s", "max_leases", "reward_timeout_s")
+            if (value := getattr(task, name)) is not None and not value > 0
+        ]
     if task.reward_at_limit is not None and not math.isfinite(task.reward_at_limit):
         errors.append(
             f"task.reward_at_limit is {task.reward_at_limit}: give a finite number, or None"

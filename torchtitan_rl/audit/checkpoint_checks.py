@@ -190,10 +190,13 @@ def recorded_errors(recorded: RecordedRollout, version: int) -> list[str]:
     completions = [turn.completion for turn in recorded.turns]
     if recorded.partial is not None:
         completions.append(recorded.partial)
+    turns: set[str] = set()  # that ran at once are in the order of their ends
     for index, completion in enumerate(completions):
         errors += completion_errors(completion, newest=version)
         prefix, _, turn = completion.request_id.rpartition("/")
-        if turn != f"t{index}" or not prefix.startswith(recorded.rollout_id):
+        is_turn = turn[:1] == "t" and turn[1:].isdigit() and turn not in turns
+        turns.add(turn)
+        if not is_turn or not prefix.startswith(recorded.rollout_id):
             errors.append(
                 f"rollout {recorded.rollout_id}: turn {index} is request {completion.request_id}"
             )

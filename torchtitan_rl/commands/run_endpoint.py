@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from torchtitan_rl.agents.agent import AgentHost
+from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.problem_queue import ProblemQueue
 from torchtitan_rl.agents.running import AgentThread
 from torchtitan_rl.observability.background import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -51,9 +52,13 @@ class RunEndpoint:
             f"endpoint/sessions/{ending.value}": sessions[f"sessions_{ending.value}"]
             for ending in SessionEnding
         }
+        gauges = {"endpoint/sessions_open": float(sessions["sessions_open"])}
+        if self.host.problems is not None:
+            for name, number in self.host.problems.counts().items():
+                (gauges if name.startswith("problems") else totals)[f"endpoint/{name}"] = number
         metrics = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
         self._before = totals
-        return metrics | {"endpoint/sessions_open": float(sessions["sessions_open"])}
+        return metrics | gauges
 
 
 @asynccontextmanager
@@ -65,8 +70,15 @@ async def run_endpoint(
         agents = stack.enter_context(AgentThread())
         sessions = Sessions(router, timeout_s=config.session_timeout_s)
         stack.push_async_callback(sessions.aclose)
+        problems = ProblemQueue()
         service = await stack.enter_async_context(
-            EndpointService(endpoint, router, sessions, interval_s=config.interval_s)
+            EndpointService(
+                endpoint,
+                router,
+                sessions,
+                interval_s=config.interval_s,
+                handlers=problems.handlers(),
+            )
         )
         host = AgentHost(
             base_url=endpoint.base_url,
@@ -74,6 +86,7 @@ async def run_endpoint(
             sessions=sessions,
             api_key=keys.api,
             loop=agents.loop,
+            problems=problems,
         )
         yield RunEndpoint(host, sessions, service)
 

@@ -25,6 +25,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.episodes_file import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.serving.weight_loading import WeightLoader
 
 _CHECK_S = 1.0  # between two checks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
@@ -66,6 +67,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         file=sys.stderr,
     )
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
+    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
     async with AsyncExitStack() as stack:
         processes = await stack.enter_async_context(serve_processes(prepared))
@@ -76,6 +78,8 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         keep = None
         if config.episodes_file is not None:
             keep = stack.enter_context(EpisodesFile(config.episodes_file)).write
+        publisher = SharedMemoryPublisher("serve", config.log_dir.absolute())
+        stack.callback(publisher.close)
         sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s, keep=keep)
         stack.push_async_callback(sessions.aclose)
         service = await stack.enter_async_context(
@@ -84,7 +88,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
                 router,
                 sessions,
                 interval_s=config.endpoint.interval_s,
-                handlers=sessions.handlers(),
+                handlers=WeightLoader(router, publisher, prepared.policy_dir).handlers(),
                 grace_s=config.grace_s,
             )
         )

@@ -43,13 +43,13 @@ class EpisodeBatcher:
         episodes: list[Episode] = []
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts]
-            values = group_advantages(rewards, self.advantage).values
-            for rollout, advantage in zip(group.rollouts, values, strict=True):
+            advantages = group_advantages(rewards, self.advantage)
+            for rollout, advantage in zip(group.rollouts, advantages.values, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    made = rollout_to_episodes(rollout, advantage)
+                    made = rollout_to_episodes(rollout, advantage, advantages.of)
                     episodes += map(self.replay_grammars, made)
         unknown = sum(episode.num_unknown_tokens for episode in episodes)
         discarded["truncated_sampling"] += unknown

@@ -214,6 +214,13 @@ class Producer:
 
 
 def _has_signal(group: RolloutGroup) -> bool:
-    """Rewards differ. Groups without any reward count too: the batcher reports how they failed."""
-    rewards = {rollout.reward for rollout in group.rollouts if rollout.reward is not None}
+    """Rewards differ, of rollouts or of their branches. Groups without any reward count too: the
+    batcher reports how they failed."""
+    scored = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    rewards = {rollout.reward for rollout in scored} | {
+        turn.branch_reward
+        for rollout in scored
+        for turn in rollout.turns
+        if turn.branch_reward is not None
+    }
     return len(rewards) != 1

@@ -25,6 +25,13 @@ class GroupAdvantages:
 
     values: tuple[float | None, ...]
     has_variance: bool
+    mean: float = 0.0
+    scale: float = 1.0
+
+    def of(self, reward: float) -> float:
+        """The advantage of a branch with a reward of its own: it is compared with the rollouts'
+        rewards, and changes no baseline."""
+        return (reward - self.mean) * self.scale
 
 
 def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> GroupAdvantages:
@@ -45,10 +52,10 @@ def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> Gr
     scored = [reward for reward in rewards if reward is not None]
     if not all(math.isfinite(reward) for reward in scored):
         raise ValueError(f"rewards must be finite, got {list(rewards)}")
+    mean = math.fsum(scored) / max(len(scored), 1)
     if len(scored) < 2 or min(scored) == max(scored):
         values = tuple(None if reward is None else 0.0 for reward in rewards)
-        return GroupAdvantages(values=values, has_variance=False)
-    mean = math.fsum(scored) / len(scored)
+        return GroupAdvantages(values=values, has_variance=False, mean=mean)
     scale = 1.0
     if kind == "std":
         variance = math.fsum((reward - mean) ** 2 for reward in scored) / len(scored)
@@ -56,4 +63,4 @@ def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> Gr
     elif kind == "leave_one_out":  # r - (N mean - r) / (N - 1) = (r - mean) N / (N - 1)
         scale = len(scored) / (len(scored) - 1)
     values = tuple(None if reward is None else (reward - mean) * scale for reward in rewards)
-    return GroupAdvantages(values=values, has_variance=True)
+    return GroupAdvantages(values=values, has_variance=True, mean=mean, scale=scale)

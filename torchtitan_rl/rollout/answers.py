@@ -76,7 +76,6 @@ def _turn_fields(answer: Observation | Terminal) -> dict[str, Any]:
     return {
         "turn_reward": _number("turn_reward", answer.turn_reward),
         "turn_text": text,
-        "turn_is_seen": bool(answer.turn_is_seen),
     }
 
 

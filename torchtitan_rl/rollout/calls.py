@@ -102,15 +102,16 @@ def is_cancelled() -> bool:
 
 
 async def within(
-    timeout_s: float,
+    timeout_s: float | None,
     function: Callable[..., Coroutine[Any, Any, _T]],
     *args: Any,
     name: str | None = None,
 ) -> _T:
     """The result of an async function, which is cancelled after ``timeout_s`` or with the caller.
 
-    A call that ignores its cancellation for another ``timeout_s`` (at most `_GRACE_S`) is left to
-    run on, and counted by ``name``, which is the function's unless it is given.
+    None sets no limit. A call that ignores its cancellation for another ``timeout_s`` (at most
+    `_GRACE_S`) is left to run on, and counted by ``name``, which is the function's unless it is
+    given.
 
     Raises:
         CallTimeoutError: there was no result in time.
@@ -132,7 +133,7 @@ async def within(
         if not task.done():
             task.cancel()
             try:
-                await asyncio.wait({task}, timeout=min(timeout_s, _GRACE_S))
+                await asyncio.wait({task}, timeout=min(timeout_s or _GRACE_S, _GRACE_S))
             finally:
                 if not task.done():
                     abandoned.add(task, name or _name_of(function))

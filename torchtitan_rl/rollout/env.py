@@ -18,6 +18,7 @@ _Action = TypeVar("_Action", contravariant=True)
 _Answer = TypeVar("_Answer", covariant=True)
 
 _METHODS = ("reset", "step", "finish", "close")
+_TREE_METHODS = ("run", "finish", "close")
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
@@ -27,8 +28,8 @@ class Observation:
 
     As long as it extends the previous prompt and completion, the rollout stays one episode.
     ``constraints`` are engine options that cut tokens (structured_outputs, allowed_token_ids,
-    bad_words), which the loss takes into account. ``turn_reward``, ``turn_text`` and
-    ``turn_is_seen`` (see `Turn`) describe the completion that `TokenEnv.step` was called with.
+    bad_words), which the loss takes into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
+    describe the completion that `TokenEnv.step` was called with.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -39,7 +40,6 @@ class Observation:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     turn_reward: float | None = None
     turn_text: str | None = None
-    turn_is_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,6 @@ class Terminal:
     status: RolloutStatus = RolloutStatus.COMPLETED
     turn_reward: float | None = None
     turn_text: str | None = None
-    turn_is_seen: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -215,7 +214,8 @@ def require_async(env: object) -> None:
         TypeError: a method of the environment is missing or not async.
     """
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
-    for name in (*_METHODS, *optional):
+    methods = _METHODS if hasattr(env, "step") or not hasattr(env, "run") else _TREE_METHODS
+    for name in (*methods, *optional):
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
             raise TypeError(
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "

@@ -6,6 +6,7 @@ a wrong type) becomes a `RolloutEnded` with a status and a cause; `close` runs t
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,25 +18,16 @@ from torchtitan_rl.rollout.env import (
     Conversation,
     Observation,
     Terminal,
-    TokenEnv,
     is_stateful,
     require_async,
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
-from torchtitan_rl.tasks import uninterrupted
+from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
+from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
-
-
-class RolloutEnded(Exception):
-    """The rollout is over without a `Terminal`."""
-
-    def __init__(self, status: RolloutStatus, cause: str) -> None:
-        super().__init__(cause)
-        self.status = status
-        self.cause = cause
 
 
 class NotResumableError(Exception):
@@ -51,7 +43,7 @@ class EnvSession:
 
     def __init__(
         self,
-        make: Callable[[], TokenEnv],
+        make: Callable[[], RolloutEnv],
         *,
         timeout_s: float,
         max_prompt_tokens: int,
@@ -66,6 +58,24 @@ class EnvSession:
             self._is_stateful = is_stateful(self._env)
         except Exception as error:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"creation: {summary(error)}") from error
+
+    @property
+    def is_tree(self) -> bool:
+        return is_tree_env(self._env)
+
+    async def run(self, turns: TurnTree) -> Terminal | None:
+        """The end of a `TreeEnv`; None where a limit came first."""
+        if not is_tree_env(self._env):
+            raise TypeError(f"{type(self._env).__name__} has no run")
+        abandoned.require_few()
+        work = asyncio.ensure_future(within(None, self._env.run, turns))
+        try:
+            await turns.watch(work)
+            return None if turns.limit else _checked("agent", checked_terminal, work.result())
+        except CallFailedError as error:
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"agent: {error}") from error
+        finally:
+            await cancel_all([work])
 
     async def reset(self) -> Observation:
         answer = await self._answer("reset")
@@ -136,9 +146,16 @@ class EnvSession:
             return error.cause
         return None
 
-    async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
+    def require_replayable(self, recorded: RecordedRollout) -> None:
+        """
+        Raises:
+            NotResumableError: there are turns, and the environment cannot be replayed.
+        """
         if recorded.turns and not getattr(self._env, "replays", False):
             raise NotResumableError("it has no saved state and does not declare `replays`")
+
+    async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
+        self.require_replayable(recorded)
         answer: Observation | Terminal = await self.reset()
         for index, turn in enumerate(recorded.turns):
             _require_prompt(answer, turn.prompt_token_ids, index)

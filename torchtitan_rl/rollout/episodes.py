@@ -12,26 +12,44 @@ tokens it was sampled from; no other token has loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.types import Completion, Episode, GrammarSpan, KeptTokens, Rollout, Turn
 
 
-def rollout_to_episodes(rollout: Rollout, advantage: float) -> list[Episode]:
-    """The episodes of one rollout, in the order of their first turns; none if nothing was sampled.
+def rollout_to_episodes(
+    rollout: Rollout, advantage: float, advantage_of: Callable[[float], float] | None = None
+) -> list[Episode]:
+    """The episodes of one rollout, in the order of their tokens; none if nothing was sampled.
+
+    ``advantage_of`` turns a branch's own reward (`Turn.branch_reward`), which replaces the
+    rollout's in its episode, into its advantage; None ignores those rewards.
 
     Raises:
         ValueError: a completion's token-aligned fields differ in length.
     """
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
-    return [_episode(rollout, turns, advantage) for turns in turns_by_episode(rollout)]
+    episodes = []
+    for turns in turns_by_episode(rollout):
+        own = [turn.branch_reward for turn in turns if turn.branch_reward is not None]
+        value = advantage_of(own[-1]) if own and advantage_of is not None else advantage
+        episodes.append(_episode(rollout, turns, value))
+    return episodes
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
-    """The turns of each episode, without those that are left out."""
+    """The turns of each episode, without those that are left out.
+
+    Turns that ran at once have no order, so they are taken in that of their tokens, in which a turn
+    comes before all that extend it.
+    """
     episodes: list[list[Turn]] = []
     tokens_of: list[tuple[int, ...]] = []  # of each episode so far
-    for turn in rollout.turns:
+    for turn in sorted(
+        rollout.turns, key=lambda one: (one.prompt_token_ids, one.completion.token_ids)
+    ):
         if not turn.completion.token_ids or not turn.is_seen:
             continue
         tokens = turn.prompt_token_ids + turn.completion.token_ids

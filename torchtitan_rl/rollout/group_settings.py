@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.rollout.env import Observation, TokenEnv
+from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.turn_tree import RolloutEnv
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.types import (
     Completion,
@@ -22,7 +23,7 @@ from torchtitan_rl.types import (
     SamplingParams,
 )
 
-EnvironmentFactory = Callable[[Problem], TokenEnv]
+EnvironmentFactory = Callable[[Problem], RolloutEnv]
 OnTurn = Callable[[RecordedRollout], None]  # after a turn; with the state after it
 OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
 
@@ -52,9 +53,19 @@ class GroupSettings:
         return f"{rollout_id}/{attempt}t{turn}"
 
     def request(
-        self, rollout_id: str, turn: int, observation: Observation, partial: Completion | None
+        self,
+        rollout_id: str,
+        turn: int,
+        observation: Observation,
+        partial: Completion | None = None,
+        *,
+        branch: str | None = None,
     ) -> GenerationRequest:
-        """The request for a turn's completion, which continues ``partial``."""
+        """The request for a turn's completion, which continues ``partial``.
+
+        The seed depends on ``branch`` instead of the turn where it is given: turns that run at once
+        have no order.
+        """
         sampling = self.sampling
         room = self.config.max_total_tokens - len(observation.prompt_token_ids)
         budget = min(room, sampling.max_tokens_per_turn)
@@ -75,7 +86,9 @@ class GroupSettings:
                 stop=observation.stop,
                 num_logprobs=observation.num_logprobs,
                 engine_options=observation.constraints,
-                seed=request_seed(self.seed, rollout_id, turn, self.attempt),
+                seed=request_seed(
+                    self.seed, rollout_id, turn if branch is None else branch, self.attempt
+                ),
             ),
             min_version=self.min_version,
             resume_from=partial if partial and partial.token_ids else None,
@@ -92,8 +105,10 @@ class GroupSettings:
         if recorded.partial is not None:
             completions.append(recorded.partial)
         ids = [completion.request_id for completion in completions]
-        expected = [self.request_id(recorded.rollout_id, turn) for turn in range(len(ids))]
-        return ids == expected and bool(ids or recorded.ended)
+        # Of one attempt; turns that ran at once are recorded in the order of their ends.
+        prefix = self.request_id(recorded.rollout_id, 0)[:-1]
+        numbers = [name.removeprefix(prefix) for name in ids]
+        return all(number.isdigit() for number in numbers) and bool(ids or recorded.ended)
 
 
 def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
@@ -112,7 +127,7 @@ def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
     return 1
 
 
-def request_seed(run_seed: int, rollout_id: str, turn: int, attempt: int = 0) -> int:
+def request_seed(run_seed: int, rollout_id: str, turn: int | str, attempt: int = 0) -> int:
     """In [0, 2**63), and the same in every process."""
     key = f"{run_seed}\x00{rollout_id}\x00{turn}"
     if attempt:

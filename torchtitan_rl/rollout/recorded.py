@@ -62,7 +62,7 @@ def with_turn(
 ) -> RecordedRollout:
     """The record with ``turn`` at ``index``, which replaces that turn and all later ones.
 
-    A last turn that is already there changes nothing.
+    A last turn that is already there is kept, and gets ``env_state``.
 
     Raises:
         ValueError: turns before this one are missing.
@@ -71,11 +71,13 @@ def with_turn(
         raise ValueError(
             f"rollout {recorded.rollout_id}: turn {index} follows turn {len(recorded.turns) - 1}"
         )
-    if recorded.turns[index:] == (turn,):
-        return recorded
-    kept = _first_turns(recorded, index)
-    states = kept.env_states if env_state is None else {**kept.env_states, index + 1: env_state}
-    return replace(kept, turns=(*kept.turns, turn), env_states=states)
+    kept = recorded
+    if recorded.turns[index:] != (turn,):
+        kept = _first_turns(recorded, index)
+        kept = replace(kept, turns=(*kept.turns, turn))
+    if env_state is None:
+        return kept
+    return replace(kept, env_states={**kept.env_states, index + 1: env_state})
 
 
 def usable_turns(

@@ -95,6 +95,7 @@ def turn_from_json(data: Json, previous: Turn | None = None) -> Turn:
         reward=data["reward"],
         text=data["text"],
         is_seen=data.get("is_seen", True),
+        branch_reward=data.get("branch_reward"),
     )
 
 
@@ -193,6 +194,7 @@ def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
 
 def env_state_from_json(data: Json, turn: Turn | None) -> EnvState:
     said = dict(data["answer"])
+    said.pop("turn_is_seen", None)  # of earlier records
     answer: Observation | Terminal
     if said.pop("kind") == "observation":
         prompt = _prompt_from_json(said.pop("prompt"), turn)

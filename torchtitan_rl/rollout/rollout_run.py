@@ -33,13 +33,15 @@ from typing import Any
 
 from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.env_session import EnvSession, NotResumableError, RolloutEnded
+from torchtitan_rl.rollout.env_session import EnvSession, NotResumableError
 from torchtitan_rl.rollout.group_settings import GroupSettings
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.turn_tree import RolloutEnded, TreeHooks, TurnTree
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
     GenerationRequest,
+    OnProgress,
     Rollout,
     RolloutStatus,
     Turn,
@@ -83,6 +85,7 @@ class RolloutRun:
         self._record = recorded if self._is_restoring else nothing
         self._num_refused = 0 if self._is_restoring else recorded.num_tokens
         self._open_turn: Turn | None = None  # sampled, and not yet in the record
+        self._tree: TurnTree | None = None  # where turns run at once
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._deadline_s = 0.0
         self.enter(Phase.ENVIRONMENT, "waits to start")
@@ -117,6 +120,8 @@ class RolloutRun:
         record = self._record
         if self._is_restoring or record.ended is not None:
             return record
+        if self._tree is not None:
+            return replace(record, turns=self._tree.turns)
         if self._open_turn is not None:
             return replace(record, partial=self._open_turn.completion)
         request_id = self._group.request_id(self.rollout_id, len(record.turns))
@@ -130,7 +135,7 @@ class RolloutRun:
             HangingCallsError: too many abandoned calls hang.
             Exception: only what ``on_turn`` or ``on_discard`` raised.
         """
-        self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
+        self._start_time()
         self._report_discarded(ROLLED_BACK, self._num_refused)
         ended = self._recorded_end()
         if ended is None:
@@ -146,6 +151,9 @@ class RolloutRun:
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=ended.turns, ended=ended)
         self._open_turn = None
         return ended
+
+    def _start_time(self) -> None:
+        self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
 
     def _recorded_end(self) -> Rollout | None:
         """The recorded rollout if it needs no environment any more."""
@@ -165,7 +173,7 @@ class RolloutRun:
                 max_prompt_tokens=self._group.config.max_total_tokens,
                 on_call=functools.partial(self.enter, Phase.ENVIRONMENT),
             )
-            ended = await self._take_turns(env)
+            ended = await (self._grow_tree(env) if env.is_tree else self._take_turns(env))
         except RolloutEnded as end:
             ended = self.so_far(end.status, end.cause)
         finally:
@@ -178,13 +186,64 @@ class RolloutRun:
         answer: Observation | Terminal = await self._start(env)
         while isinstance(answer, Observation):
             self._record = replace(self._record, prompt_token_ids=answer.prompt_token_ids)
-            limit = self._reached_limit(answer)
+            limit = self._reached_limit(answer, len(self._record.turns))
             completion = None if limit else await self._generate(answer)
             if completion is None:
                 status = limit or RolloutStatus.ROLLOUT_TIMEOUT
                 return self._rollout(replace(await env.finish(status), status=status))
             answer = await self._step(env, answer.prompt_token_ids, completion)
         return self._rollout(answer)
+
+    async def _grow_tree(self, env: EnvSession) -> Rollout:
+        """Let the environment ask for its turns, until its end or a limit."""
+        if self._is_restoring:
+            env.require_replayable(self._record)
+        if self._record.partial is not None:
+            self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
+        hooks = TreeHooks(
+            request=lambda number, observation, branch: self._group.request(
+                self.rollout_id, number, observation, branch=branch
+            ),
+            complete=self._complete,
+            reached_limit=self._reached_limit,
+            on_turns=self._note_tree,
+            on_activity=self._enter_tree,
+            start_time=self._start_time,
+        )
+        tree = TurnTree(
+            hooks,
+            step_timeout_s=self._group.config.step_timeout_s,
+            recorded=self._record.turns,
+        )
+        self._record = RecordedRollout(rollout_id=self.rollout_id, turns=tree.turns)
+        self._tree, self._is_restoring = tree, False
+        try:
+            terminal = await env.run(tree)
+            if tree.limit is not None:
+                terminal = replace(await env.finish(tree.limit), status=tree.limit)
+        finally:
+            await tree.close()
+        assert terminal is not None
+        self._note_tree_end(env, terminal, tree)
+        return self._rollout(terminal)
+
+    def _note_tree(self, turns: tuple[Turn, ...], is_new: bool) -> None:
+        self._record = RecordedRollout(rollout_id=self.rollout_id, turns=turns)
+        if is_new and self._group.on_turn is not None:
+            self._group.on_turn(self._record)
+
+    def _note_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
+        """Record the end, so that a killed run need not replay the agent; not where turns that are
+        recorded elsewhere have changed since."""
+        self._note_messages(env)
+        if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
+            state = EnvState(answer=terminal, messages=self._messages)
+            self._record = replace(self._record, env_states={len(self._record.turns): state})
+            self._group.on_turn(self._record)
+
+    def _enter_tree(self, request_id: str | None, detail: str) -> None:
+        phase = Phase.ENVIRONMENT if request_id is None else Phase.GENERATION
+        self.enter(phase, request_id or detail)
 
     async def _start(self, env: EnvSession) -> Observation:
         """The first observation, or the one after the recorded turns.
@@ -212,7 +271,6 @@ class RolloutRun:
             self._open_turn,
             reward=answer.turn_reward,
             text=answer.turn_text,
-            is_seen=answer.turn_is_seen,
         )
         await self._note_turns(env, (*self._record.turns, turn), answer)
         if self._group.on_turn is not None:
@@ -237,8 +295,8 @@ class RolloutRun:
         )
         self._open_turn = None
 
-    def _reached_limit(self, observation: Observation) -> RolloutStatus | None:
-        if len(self._record.turns) >= self._group.config.max_turns:
+    def _reached_limit(self, observation: Observation, num_turns: int) -> RolloutStatus | None:
+        if num_turns >= self._group.config.max_turns:
             return RolloutStatus.MAX_TURNS
         if len(observation.prompt_token_ids) >= self._group.config.max_total_tokens:
             return RolloutStatus.MAX_TOKENS
@@ -255,21 +313,31 @@ class RolloutRun:
         turn = len(self._record.turns)
         request = self._group.request(self.rollout_id, turn, observation, partial)
         self.enter(Phase.GENERATION, request.request_id)
-        completion: Completion | None = None
+        try:
+            completion = await self._complete(request)
+        except RolloutEnded:
+            # From here on, the generator accounts for the tokens of the partial completion.
+            self._record = replace(self._record, partial=None)
+            raise
+        self._record = replace(self._record, partial=None)
+        return completion
+
+    async def _complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion | None:
+        """The completion of a request; None if the rollout's time ran out."""
+        progress = () if on_progress is None else (on_progress,)
         try:
             async with self._group.active_time.timeout_at(self._deadline_s) as limit:
-                completion = await self._group.generate(request)
+                completion = await self._group.generate(request, *progress)
             self._check_completion(request, completion)
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            # From here on, the generator accounts for the tokens of the partial completion.
-            self._record = replace(self._record, partial=None)
             if isinstance(error, TimeoutError) and limit.expired():
                 return None
             cause = f"{request.request_id}: {summary(error)}"
             raise RolloutEnded(RolloutStatus.GENERATION_ERROR, cause) from error
-        self._record = replace(self._record, partial=None)
         return completion
 
     def _check_completion(self, request: GenerationRequest, completion: Completion) -> None:

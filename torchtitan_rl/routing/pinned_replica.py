@@ -16,9 +16,9 @@ from torchtitan_rl.routing.pausing import leave_to_pin
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.routing.weight_sync import LOSSES, WeightSync
-from torchtitan_rl.types import Completion, GenerationRequest
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
-CompleteOn = Callable[[GenerationRequest, Slot], Awaitable[Completion]]
+CompleteOn = Callable[[GenerationRequest, Slot, OnProgress | None], Awaitable[Completion]]
 """Complete a request on this slot or not at all."""
 
 
@@ -45,7 +45,9 @@ class PinnedReplica:
         """The clock of its requests' deadlines: it stands still while the replica is stopped."""
         return self._slot.active_time
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
         """A `GenerateFn` on this replica alone. Its calls must end before the pin does.
 
         Raises:
@@ -61,7 +63,7 @@ class PinnedReplica:
                 f"request {request.request_id} wants version {request.min_version} or newer; the "
                 f"pin of {self.replica} stays at {self._version}"
             )
-        return await self._complete_on(request, self._slot)
+        return await self._complete_on(request, self._slot, on_progress)
 
     def end(self) -> None:
         self._has_ended = True

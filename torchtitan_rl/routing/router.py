@@ -272,7 +272,9 @@ class GeneratorRouter:
                 "replicas did not close", [e for e in errors if isinstance(e, Exception)]
             )
 
-    async def _complete_on(self, request: GenerationRequest, slot: Slot) -> Completion:
+    async def _complete_on(
+        self, request: GenerationRequest, slot: Slot, on_progress: OnProgress | None
+    ) -> Completion:
         def choose(request: GenerationRequest) -> Slot | None:
             if not slot.is_live:
                 raise GenerationError(
@@ -288,7 +290,7 @@ class GeneratorRouter:
             active_time=slot.active_time,
             is_pinned=True,
         )
-        return await self._requests.complete(request, route)
+        return await self._requests.complete(request, route, on_progress)
 
     def _route(self, request: GenerationRequest) -> Route:
         slots, version = self._slots, request.min_version

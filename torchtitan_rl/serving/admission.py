@@ -19,13 +19,14 @@ from torchtitan_rl.serving.body import BufferedRequest, Handler
 from torchtitan_rl.serving.errors import HttpError
 
 SESSIONS_PREFIX = "/v1/sessions"
+PROBLEMS_PREFIX = "/v1/problems"
 
 
 def generates(scope: Scope) -> bool:
     """Whether a request may use an engine."""
     if scope["method"] != "POST":
         return False
-    prefixes = (ADMIN_PREFIX, SESSIONS_PREFIX)
+    prefixes = (ADMIN_PREFIX, SESSIONS_PREFIX, PROBLEMS_PREFIX)
     return not any(scope["path"] == p or scope["path"].startswith(p + "/") for p in prefixes)
 
 

@@ -34,7 +34,8 @@ from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.context import request_scope
 from torchtitan_rl.serving.errors import ClientStalledError, OpenAIErrors
 from torchtitan_rl.serving.retries import Retries, RetryOptions
-from torchtitan_rl.serving.routes import Commands, add_routes
+from torchtitan_rl.serving.route_parts import Commands
+from torchtitan_rl.serving.routes import add_routes
 
 logger = logging.getLogger(__name__)
 

@@ -25,16 +25,19 @@ class EpisodesFile:
         self._file = open_for_append(path)
 
     def write(self, report: SessionReport) -> None:
-        """Write one line for each episode, with its session's id, reward and temperatures.
+        """Write one line for each episode, with its session's id, its reward and its temperatures.
 
         Raises:
             OSError: nothing of the session was written.
         """
-        session = report.to_json()
-        of_all = {name: session[name] for name in ("session_id", "reward", "temperatures")}
         lines = [
-            json.dumps({**of_all, **episode}, separators=(",", ":"), allow_nan=False) + "\n"
-            for episode in session["episodes"]
+            json.dumps(
+                {"session_id": report.session_id, **episode},
+                separators=(",", ":"),
+                allow_nan=False,
+            )
+            + "\n"
+            for episode in report.to_json()["episodes"]
         ]
         append_line(self._file, "".join(lines).encode())
 

@@ -119,7 +119,7 @@ class ControllerLink:
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """The controller's answer. A pause may wait for all requests; other commands end soon.
+        """The controller's answer. A pause or a load may take minutes; other commands end soon.
 
         Raises:
             RefusedError: the controller refused it, is lost, or did not answer in time.
@@ -127,7 +127,7 @@ class ControllerLink:
         if self._refuses is not None:
             raise RefusedError(self._refuses)
         if timeout_s is None:
-            timeout_s = _PAUSE_S if name == "pause" else _COMMAND_S
+            timeout_s = _PAUSE_S if name in ("pause", "load") else _COMMAND_S
         number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer

@@ -18,9 +18,14 @@ from torchtitan_rl.types import Completion, Progress
 CommandName = Literal[
     "session.open",  # {"session_id"?} -> {"session_id"}
     "session.close",  # {"session_id", "reward"?} -> what the session came to, episodes included
+    "session.reward_branch",  # {"session_id", "response_id", "choice"?, "reward"} -> as read
     "session.read",  # {"session_id"} -> its state and counts
+    "problem.lease",  # {"problem_id"?, "worker"?, "wait_s"?} -> the lease; {} without a problem
+    "problem.heartbeat",  # {"session_id"}
+    "problem.return",  # {"session_id", "outcome", "cause"}
     "pause",  # {"mode"}
     "resume",
+    "load",  # {"path", "version"?, "mode"} -> {"version", "replicas", "lost", "stall_s"}
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
 

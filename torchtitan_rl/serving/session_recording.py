@@ -22,6 +22,7 @@ from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,
     SessionTurn,
+    is_of_response,
     session_report,
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
@@ -136,6 +137,15 @@ class SessionRecording:
         if not turn.is_seen:
             raise session_closed(self._session_id)
         return completion
+
+    def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
+        """Give the turns of a response a reward; returns their number."""
+        found = [
+            turn for turn in self.turns if is_of_response(turn.request_id, response_id, choice)
+        ]
+        for turn in found:
+            turn.branch_reward = reward
+        return len(found)
 
     async def stop(self, request_ids: Collection[str]) -> None:
         """Abort requests, and wait until their turns are recorded."""

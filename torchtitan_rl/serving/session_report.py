@@ -15,7 +15,11 @@ from enum import StrEnum
 from typing import Any
 
 from torchtitan_rl.generation.kept_tokens import kept_to_json
-from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.rollout.episodes import (
+    num_unseen_tokens,
+    rollout_to_episodes,
+    turns_by_episode,
+)
 from torchtitan_rl.types import (
     Completion,
     Episode,
@@ -37,6 +41,7 @@ class SessionEnding(StrEnum):
     ABANDONED = "abandoned"  # neither a request nor a reward came within the timeout
     LIMIT = "limit"  # in a training run: its rollout reached a limit
     FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
+    RESTARTED = "restarted"  # in a training run: its agent begins again, in another session
     SHUTDOWN = "shutdown"  # the server shut down first
 
 
@@ -45,11 +50,13 @@ class SessionTurn:
     """One request of a session. ``completion`` None: it runs, or failed with ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
+    request_id: str = ""
     temperature: float = 1.0
     is_shifted: bool = False  # by penalties or biases, which the loss does not know
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
+    branch_reward: float | None = None
     partial: list[Progress] = field(default_factory=list)  # while it runs
 
     @property
@@ -68,6 +75,7 @@ class SessionTurn:
     def of(cls, request: GenerationRequest) -> SessionTurn:
         return cls(
             prompt_token_ids=request.prompt_token_ids,
+            request_id=request.request_id,
             temperature=request.sampling.temperature,
             is_shifted=request.sampling.shifts_logits,
         )
@@ -93,11 +101,17 @@ class SessionReport:
     tokens_masked: Mapping[str, int] = field(default_factory=dict)  # by rule
     tokens_discarded: Mapping[str, int] = field(default_factory=dict)  # by cause
     episodes: tuple[Episode, ...] = ()
+    episode_temperatures: tuple[tuple[float, ...], ...] = ()  # of the turns of each, ascending
 
     @property
     def tokens_pending(self) -> int:
         masked, discarded = self.tokens_masked.values(), self.tokens_discarded.values()
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
+
+    def _reward_of(self, episode: Episode) -> float | None:
+        """The session's, or that of the episode's branch."""
+        trained = zip(episode.advantages, episode.loss_mask, strict=True)
+        return next((value for value, is_trained in trained if is_trained), self.reward)
 
     def to_json(self) -> dict[str, Any]:
         """For clients: JSON's types, finite numbers only."""
@@ -117,7 +131,13 @@ class SessionReport:
                 "discarded": dict(self.tokens_discarded),
                 "pending": self.tokens_pending,
             },
-            "episodes": [_episode_to_json(episode) for episode in self.episodes],
+            "episodes": [
+                _episode_to_json(episode)
+                | {"reward": self._reward_of(episode), "temperatures": list(temperatures)}
+                for episode, temperatures in zip(
+                    self.episodes, self.episode_temperatures, strict=True
+                )
+            ],
         }
 
 
@@ -161,6 +181,19 @@ class SessionCounts:
             self._total[name] += sign * number
 
 
+def is_of_response(request_id: str, response_id: str, choice: int | None = None) -> bool:
+    """Whether a request is that of a response, or one of its choices.
+
+    vLLM names requests after the response's id: with a number or random characters at the end, and
+    with the choice in front (``1_chatcmpl-...``) where there are several.
+    """
+    index, separator, rest = request_id.partition("_")
+    if not (separator and index.isdigit()):
+        index, rest = "0", request_id
+    is_named = rest.startswith(response_id) and rest[len(response_id) :][:1] in ("", "-", "_")
+    return is_named and (choice is None or choice == int(index))
+
+
 def session_report(
     session_id: str,
     turns: Sequence[SessionTurn],
@@ -182,10 +215,17 @@ def session_report(
             discarded[turn.lost_cause] += turn.num_tokens
     masked: Counter[str] = Counter()
     episodes: tuple[Episode, ...] = ()
+    temperatures: list[tuple[float, ...]] = []
     if ending is SessionEnding.REWARDED and reward is not None:
         rollout = _rollout(session_id, done, reward)
-        known = rollout_to_episodes(rollout, reward)
+        known = rollout_to_episodes(rollout, reward, float)
         episodes = tuple(map(_without_nonfinite, known))
+        pairs = zip(rollout.turns, done, strict=True)
+        temperature_of = {id(turn): sampled.temperature for turn, sampled in pairs}
+        temperatures = [
+            tuple(sorted({temperature_of[id(turn)] for turn in branch}))
+            for branch in turns_by_episode(rollout)
+        ]
         masked["unseen_turn"] = num_unseen_tokens(rollout)
         masked["shifted_sampling"] = sum(
             turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
@@ -208,6 +248,7 @@ def session_report(
         tokens_masked=dict(+masked),
         tokens_discarded=dict(+discarded),
         episodes=episodes,
+        episode_temperatures=tuple(temperatures),
     )
 
 
@@ -221,6 +262,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
                 prompt_token_ids=turn.prompt_token_ids,
                 completion=_unknown(turn.completion) if turn.is_shifted else turn.completion,
                 is_seen=turn.is_seen,
+                branch_reward=turn.branch_reward,
             )
             for turn in turns
             if turn.completion is not None

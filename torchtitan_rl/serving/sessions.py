@@ -31,6 +31,7 @@ from torchtitan_rl.serving.session_recording import (
 from torchtitan_rl.serving.session_report import SessionCounts, SessionEnding, SessionReport
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
+_DRIVEN = "torchtitan-rollout-"  # begins the ids of driven sessions, which clients cannot open
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
 MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
@@ -39,11 +40,21 @@ MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
 class SessionDriver(Protocol):
     """The rollout that a session belongs to."""
 
-    async def complete(self, request: GenerationRequest, /) -> Completion:
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
+    ) -> Completion:
         """Answer a request with a turn of the rollout. Cancelled when its caller is gone.
 
         Raises:
             RefusedError: the rollout does not take this request, or no more requests.
+        """
+        ...
+
+    def reward_response(self, response_id: str, choice: int | None, reward: float, /) -> int:
+        """Give the branches of a response, or of one of its choices, a reward of their own.
+
+        Returns:
+            The number of turns found.
         """
         ...
 
@@ -121,8 +132,6 @@ class Sessions:
     ) -> Completion:
         """Complete one request; its ``session_id`` names its session.
 
-        In a session that a run drives ``on_progress`` is not called.
-
         Raises:
             RefusedError: its session is closed or does not take it, or there are too many sessions.
             GenerationError: as the router says.
@@ -137,7 +146,7 @@ class Sessions:
         if session.recording is not None:
             return await session.recording.complete(request, on_progress)
         assert session.driver is not None
-        completion = await session.driver.complete(request)
+        completion = await session.driver.complete(request, on_progress)
         session.driven_turns += 1
         self._note_use(session)
         return completion
@@ -155,7 +164,7 @@ class Sessions:
 
     def drive(self, driver: SessionDriver) -> str:
         """Open a session whose requests all go to ``driver``, until `release`."""
-        return self._new(secrets.token_hex(16), driver).session_id
+        return self._new(_DRIVEN + secrets.token_hex(16), driver).session_id
 
     def release(self, session_id: str, ending: SessionEnding, reward: float | None = None) -> None:
         """End a driven session; nothing happens where it has ended already."""
@@ -177,6 +186,24 @@ class Sessions:
         report = session.report(ending, reward)
         self._store(session, report)
         return self._end(session, report)
+
+    def reward_branch(
+        self, session_id: str, reward: float, *, response_id: str, choice: int | None = None
+    ) -> SessionReport:
+        """Give the branches of a response a reward of their own; the session stays open.
+
+        Raises:
+            RefusedError: the session is not open, or has no such response.
+        """
+        session = self._open.get(session_id)
+        if session is None or session.is_closing:
+            raise self._missing(session_id)
+        part = session.driver or session.recording
+        assert part is not None
+        if not part.reward_response(response_id, choice, reward):
+            message = f"session {session_id!r} has no response {response_id!r}"
+            raise refused(404, "response_not_found", message)
+        return session.report()
 
     def read(self, session_id: str) -> SessionReport:
         """The report of a session; of an ended one only its counts.
@@ -200,10 +227,18 @@ class Sessions:
         async def close(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             return (await self.close(arguments["session_id"], arguments.get("reward"))).to_json()
 
+        async def reward_branch(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            return self.reward_branch(**arguments).to_json()
+
         async def read(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             return self.read(arguments["session_id"]).to_json()
 
-        return {"session.open": open_, "session.close": close, "session.read": read}
+        return {
+            "session.open": open_,
+            "session.close": close,
+            "session.reward_branch": reward_branch,
+            "session.read": read,
+        }
 
     def counts(self) -> Mapping[str, float]:
         """Gauges and counters over all sessions since the start, by name.
@@ -232,6 +267,8 @@ class Sessions:
             raise session_closed(session_id, self._ended[session_id])
         if self._is_closed:
             raise refused(503, "shutting_down", "the server is shutting down")
+        if driver is None and session_id.startswith(_DRIVEN):
+            raise session_closed(session_id)  # of a rollout before the run was resumed
         session = _Session(session_id, driver=driver)
         if driver is None:
             self._budget.require(num_tokens)
@@ -275,7 +312,7 @@ class Sessions:
             session.recording.free()
         if session.timer is not None:
             session.timer.cancel()
-        self._ended[session.session_id] = replace(report, episodes=())
+        self._ended[session.session_id] = replace(report, episodes=(), episode_temperatures=())
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         self._counts.update(report)

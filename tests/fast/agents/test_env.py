@@ -126,25 +126,11 @@ def test_a_result_brings_metrics_and_the_conversation_to_the_rubric():
     assert rollout.status is RolloutStatus.REWARD_ERROR  # without any reward
 
 
-def test_requests_at_once_are_answered_one_after_another():
-    async def agent(ask, call):
-        answers = await asyncio.gather(*(ask((1, 2, n)) for n in range(3)))
-        return float(len({answer.request_id for answer in answers}))
-
-    generate = SlowGenerate()
-    rollout, _ = only(agent, generate=generate)
-    assert rollout.reward == 3.0
-    assert [turn.prompt_token_ids[2] for turn in rollout.turns] == [0, 1, 2]
-    assert len(rollout_to_episodes(rollout, 1.0)) == 3
-
-
 def test_a_turn_whose_client_is_gone_is_sampled_to_its_end_and_never_trained():
     async def agent(ask, call):
         task = asyncio.create_task(ask((1,)))
-        waiting = asyncio.create_task(ask((2,)))
         await asyncio.sleep(0.5)
         task.cancel()
-        waiting.cancel()  # of this one nothing is sampled
         await asyncio.sleep(0)
         await ask((3,))
         return 1.0
@@ -172,7 +158,7 @@ def test_an_agent_that_ends_with_requests_running_has_not_seen_their_answers():
         return result
 
     rollout, _ = only(later, generate=SlowGenerate())
-    assert [turn.is_seen for turn in rollout.turns] == [False]
+    assert [turn.is_seen for turn in rollout.turns] == [False] * 3
     assert rollout.reward == 1.0
     assert [refusal(error) for error in tasks[0].result()] == [CLOSED] * 3
 
@@ -234,7 +220,7 @@ def test_cancelling_a_group_ends_its_agents():
         rollouter = make_rollouter(hosted, generate=SeededGenerate())
         task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=3, seed=7))
         await asyncio.sleep(5)
-        assert rollouter.activities()[0].detail == "step"
+        assert rollouter.activities()[0].detail == "waits for the agent's next request"
         await cancel(task)
 
     hosted = Hosted(agent)

@@ -15,8 +15,9 @@ import pytest
 from tests.support.agents import Hosted, asked, three_turns
 from tests.support.resuming import Run, SeededGenerate, contents, stops
 from tests.support.rollouts import PROBLEM, make_rollouter
-from torchtitan_rl.agents.agent import AgentCommand, AgentHost, AgentResult, run_agent
+from torchtitan_rl.agents.agent import AgentCommand, AgentResult, run_agent
 from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.running import AgentThread, RunningAgent
 from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
 from torchtitan_rl.rollout.config import RolloutConfig
@@ -39,6 +40,10 @@ def python(code: str, **options) -> AgentCommand:
 
 def run_command(command: AgentCommand, problem: Problem = PROBLEM) -> AgentResult:
     return asyncio.run(run_agent(command, given(problem)))
+
+
+def started_agent(agent, **options) -> RunningAgent:
+    return RunningAgent(functools.partial(run_agent, agent, given()), **options)
 
 
 async def work_of(agent, sessions: Sessions, *, loop=None, num_requests=1, **limits):
@@ -180,12 +185,16 @@ def test_an_agent_on_another_loop_ends_by_its_result_its_error_or_its_cancellati
     async def scenario(loop):
         for agent, kind in ((result, AgentResult), (error, SystemExit)):
             told = asyncio.Event()
-            running = RunningAgent(agent, given(), loop=loop, on_end=told.set)
+            running = RunningAgent(
+                functools.partial(run_agent, agent, given()), loop=loop, on_end=told.set
+            )
             await asyncio.wait_for(told.wait(), LONG_S)
             assert isinstance(running.outcome, kind)
         for begins in (True, False):  # where it does not, it is cancelled before it begins
             started.clear()
-            running = RunningAgent(hangs, given(), loop=loop, on_end=lambda: None)
+            running = RunningAgent(
+                functools.partial(run_agent, hangs, given()), loop=loop, on_end=lambda: None
+            )
             while begins and not started.is_set():
                 await asyncio.sleep(0.001)
             await running.end(LONG_S)
@@ -210,7 +219,9 @@ def test_leaving_the_agents_thread_cancels_what_runs_there():
 
     async def scenario():
         with AgentThread() as agents:
-            running = RunningAgent(hangs, given(), loop=agents.loop, on_end=lambda: None)
+            running = RunningAgent(
+                functools.partial(run_agent, hangs, given()), loop=agents.loop, on_end=lambda: None
+            )
             while not started.is_set():
                 await asyncio.sleep(0.001)
         assert cancelled.is_set()
@@ -296,12 +307,16 @@ def test_a_task_of_an_agent_that_raises_system_exit_ends_no_other_agent():
         with AgentThread() as agents:
             ended = [asyncio.Event() for _ in range(3)]
             running = [
-                RunningAgent(agent, given(), loop=agents.loop, on_end=event.set)
+                RunningAgent(
+                    functools.partial(run_agent, agent, given()), loop=agents.loop, on_end=event.set
+                )
                 for agent, event in zip((reckless, sound), ended, strict=False)
             ]
             for event in ended[:2]:
                 await asyncio.wait_for(event.wait(), LONG_S)
-            later = RunningAgent(sound, given(), loop=agents.loop, on_end=ended[2].set)
+            later = RunningAgent(
+                functools.partial(run_agent, sound, given()), loop=agents.loop, on_end=ended[2].set
+            )
             await asyncio.wait_for(ended[2].wait(), LONG_S)
             return [one.outcome.reward for one in (*running, later)]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,8 +30,8 @@ from torchtitan_rl.experiments.calculator_agent.tokenizer import (
     answer_text,
     build_backend,
 )
-from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, VersionRun
+from torchtitan_rl.rollout.env import Terminal
+from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, Turn, VersionRun
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=16 << 30)
 TURNS = st.lists(
@@ -98,6 +99,7 @@ def test_a_right_conversation_fits_into_the_budgets_of_the_ready_run() -> None:
         ({"two_operations": 1.5}, "task.two_operations=1.5"),
         ({"max_number": 3}, "task.max_number=3"),
         ({"max_turns": 0}, "task.max_turns=0"),
+        ({"replayable": True}, "task.replayable is True"),
         ({"num_train_problems": 0}, "task.num_train_problems=0"),
     ],
 )
@@ -150,48 +152,39 @@ def test_the_transport_asks_for_token_ids_and_keeps_them_of_what_came_back() -> 
     assert asked == [{"n": 1, "return_token_ids": True}] * 2
 
 
-class ScriptedEnv:
-    """Gives a list of answers, in their order."""
+class EndedEnv:
+    """Ends at once."""
 
-    def __init__(self, *answers: Observation | Terminal) -> None:
-        self._answers = list(answers)
-        self.messages = ({"role": "user", "content": "q"},)
+    async def run(self, turns: Any) -> Terminal:
+        return Terminal(reward=0.5, metrics={"calls": 1.0})
 
-    async def reset(self) -> Any:
-        return self._answers.pop(0)
-
-    async def step(self, completion: Completion) -> Any:
-        return self._answers.pop(0)
-
-    async def finish(self, status: RolloutStatus) -> Any:
+    async def finish(self, status: RolloutStatus) -> Terminal:
         return Terminal(reward=0.0)
 
+    async def close(self) -> None: ...
 
-def completion(*token_ids: int) -> Completion:
-    return Completion(
+
+def turn(prompt: tuple[int, ...], *token_ids: int, is_seen: bool = True) -> Turn:
+    completion = Completion(
         request_id="r",
         token_ids=token_ids,
         logprobs=(0.0,) * len(token_ids),
         version_runs=(VersionRun(0, 0),),
         finish_reason=FinishReason.STOP,
     )
+    return Turn(prompt_token_ids=prompt, completion=completion, is_seen=is_seen)
 
 
-def audited(sent: list[TurnTokens], *, second_is_seen: bool = True) -> Terminal:
+def audited(
+    sent: list[TurnTokens], *, second_is_seen: bool = True, is_finished: bool = False
+) -> Terminal:
     """The end of a rollout of two turns, (1,) -> (2,) and (1, 2, 3) -> (4,)."""
+    tree: Any = SimpleNamespace(turns=(turn((1,), 2), turn((1, 2, 3), 4, is_seen=second_is_seen)))
 
     async def main() -> Terminal:
-        inner: Any = ScriptedEnv(
-            Observation(prompt_token_ids=(1,)),
-            Observation(prompt_token_ids=(1, 2, 3)),
-            Terminal(reward=0.5, metrics={"calls": 1.0}, turn_is_seen=second_is_seen),
-        )
-        env = AuditedEnv(inner, sent)
-        await env.reset()
-        await env.step(completion(2))
-        end = await env.step(completion(4))
-        assert isinstance(end, Terminal)
-        return end
+        env = AuditedEnv(EndedEnv(), sent)
+        ended = await env.run(tree)
+        return await env.finish(RolloutStatus.MAX_TURNS) if is_finished else ended
 
     return asyncio.run(main())
 
@@ -227,12 +220,5 @@ def test_a_turn_that_the_agent_never_saw_is_not_compared() -> None:
 
 
 def test_a_rollout_that_a_limit_ended_is_compared_too() -> None:
-    async def main() -> Terminal:
-        inner: Any = ScriptedEnv(*[Observation(prompt_token_ids=(1,))] * 2)
-        env = AuditedEnv(inner, [TurnTokens((1,), (9,))])
-        await env.reset()
-        await env.step(completion(2))
-        return await env.finish(RolloutStatus.MAX_TURNS)
-
-    metrics = asyncio.run(main()).metrics
-    assert metrics == {"agent/compared_turns": 1.0, "agent/token_mismatches": 1.0}
+    metrics = audited([FIRST, FIRST], is_finished=True).metrics
+    assert metrics == {"agent/compared_turns": 2.0, "agent/token_mismatches": 1.0}

@@ -63,9 +63,22 @@ def test_two_conversations_at_once_stay_one_episode_each():
 
 def test_the_longest_episode_is_extended():
     made = (turn([1], [2]), turn([1, 2, 3], [4]), turn([1], [2]), turn([1, 2, 3, 4, 5], [6]))
-    first, second = rollout_to_episodes(rollout(*made), advantage=1.0)
-    assert first.token_ids == (1, 2, 3, 4, 5, 6)
-    assert second.token_ids == (1, 2)
+    episodes = rollout_to_episodes(rollout(*made), advantage=1.0)
+    assert [episode.token_ids for episode in episodes] == [(1, 2), (1, 2, 3, 4, 5, 6)]
+
+
+@given(order=st.permutations(range(5)))
+def test_the_episodes_do_not_depend_on_the_order_in_which_turns_ended(order):
+    made = (
+        turn([1], [2]),
+        turn([1, 2, 3], [4]),
+        turn([1, 2, 3, 4, 5], [6]),
+        turn([1, 2, 9], [4]),
+        turn([5], [6]),
+    )
+    episodes = rollout_to_episodes(rollout(*(made[index] for index in order)), advantage=1.0)
+    assert episodes == rollout_to_episodes(rollout(*made), advantage=1.0)
+    assert len(episodes) == 3
 
 
 def test_a_prompt_that_ends_inside_the_previous_completion_is_a_branch():

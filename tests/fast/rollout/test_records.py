@@ -75,6 +75,7 @@ TURNS = st.lists(
         reward=st.none() | FLOATS,
         text=st.none() | st.text(max_size=3),
         is_seen=st.booleans(),
+        branch_reward=st.none() | FLOATS,
     ),
     max_size=3,
 )
@@ -116,9 +117,9 @@ def recorded_rollouts(draw):
     answers = [
         Observation(prompt_token_ids=prompt, max_tokens=4, stop_token_ids=(9,), turn_reward=0.1),
         Observation(prompt_token_ids=prompt, constraints={"structured_outputs": {"regex": "a"}}),
-        Observation(prompt_token_ids=prompt, stop=("END",), num_logprobs=3, turn_is_seen=False),
+        Observation(prompt_token_ids=prompt, stop=("END",), num_logprobs=3),
         Terminal(reward=0.3, turn_text="t", metrics={"m": 1.5}),
-        Terminal(reward=0.3, turn_is_seen=False),
+        Terminal(reward=0.3),
     ]
     answer = draw(st.sampled_from(answers))
     return RecordedRollout(

@@ -27,14 +27,16 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_each_episode_is_a_line_with_its_session_and_reward(tmp_path):
+def test_each_episode_is_a_line_with_its_session_its_reward_and_its_temperature(tmp_path):
     path = tmp_path / "episodes.jsonl"
 
     async def scenario():
         with EpisodesFile(path) as file:
             sessions = make(keep=file.write)
             await sessions.complete(asked((1, 2), "s", max_tokens=2))
-            await sessions.complete(asked((1, 2, 99), "s", max_tokens=3))
+            hot = asked((1, 2, 99), "s", max_tokens=3, temperature=1.5)
+            await sessions.complete(hot)
+            sessions.reward_branch("s", -0.5, response_id=hot.request_id)
             await sessions.complete(asked((5,), "unrewarded", max_tokens=1))
             await sessions.close("unrewarded")
             return await sessions.close("s", 0.5)
@@ -43,8 +45,11 @@ def test_each_episode_is_a_line_with_its_session_and_reward(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["token_ids"] for line in lines] == [list(e.token_ids) for e in report.episodes]
     assert len(lines) == 2
-    assert {(line["session_id"], line["reward"]) for line in lines} == {("s", 0.5)}
-    assert all(line["temperatures"] == list(report.temperatures) for line in lines)
+    assert [line["session_id"] for line in lines] == ["s", "s"]
+    assert sorted((line["reward"], line["temperatures"]) for line in lines) == [
+        (-0.5, [1.5]),
+        (0.5, [1.0]),
+    ]
 
 
 def test_a_full_disk_loses_no_session_and_leaves_no_half_line(tmp_path):

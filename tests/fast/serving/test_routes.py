@@ -30,6 +30,7 @@ class Controller:
     """Records its commands; refuses everything about the session "gone"."""
 
     calls: list[tuple[str, dict[str, Any]]]
+    lease: dict[str, Any]
 
     async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self.calls.append((name, dict(arguments)))
@@ -38,6 +39,12 @@ class Controller:
         if name.startswith("session"):
             session_id = arguments.get("session_id", "new")
             return {"session_id": session_id, "state": "open", "episodes": [{"tokens": [1]}]}
+        if name == "problem.lease":
+            return self.lease
+        if name.startswith("problem"):
+            return {"session_id": arguments["session_id"]}
+        if name == "load":
+            return {"version": 4, "replicas": {"r0": 4}, "lost": [], "stall_s": 0.1}
         if name == "versions":
             return {"newest": 3, "replicas": {"r0": 2}, "states": {"r0": "serving"}}
         return {"mode": arguments.get("mode")}
@@ -53,7 +60,7 @@ def endpoint() -> EndpointApp:
 
 @pytest.fixture(autouse=True)
 def controller() -> Controller:
-    CONTROLLER.calls = []
+    CONTROLLER.calls, CONTROLLER.lease = [], {}
     return CONTROLLER
 
 
@@ -104,6 +111,63 @@ def test_deleting_a_session_closes_it_without_a_reward_and_getting_it_reads(
         ("session.read", {"session_id": "12/r0"}),
     ]
     assert controller.calls == expected
+
+
+def test_a_reward_with_a_response_goes_to_its_branch(controller: Controller) -> None:
+    body = {"reward": 0.25, "response_id": "chatcmpl-1", "choice": 1}
+    assert ask("POST", "/v1/sessions/a/reward", body)[0] == 200
+    arguments = {"session_id": "a", "reward": 0.25, "response_id": "chatcmpl-1", "choice": 1}
+    assert controller.calls == [("session.reward_branch", arguments)]
+    assert ask("POST", "/v1/sessions/a/reward", {**body, "choice": -1})[0] == 422
+
+
+def test_a_problem_is_leased_kept_and_returned(controller: Controller) -> None:
+    lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
+    controller.lease = lease
+    assert ask("POST", "/v1/problems/lease", {"worker": "w", "wait_s": 5}) == (200, lease)
+    assert ask("POST", "/v1/sessions", {"problem_id": "p"}) == (200, lease)
+    assert ask("POST", "/v1/sessions/run-1/heartbeat")[0] == 200
+    assert ask("POST", "/v1/sessions/run-1/return", {"outcome": "done"})[0] == 200
+    assert controller.calls == [
+        ("problem.lease", {"worker": "w", "wait_s": 5.0}),
+        ("problem.lease", {"problem_id": "p"}),
+        ("problem.heartbeat", {"session_id": "run-1"}),
+        ("problem.return", {"session_id": "run-1", "outcome": "done", "cause": ""}),
+    ]
+
+
+def test_without_a_problem_a_lease_has_no_content_and_no_session_is_opened() -> None:
+    assert ask("POST", "/v1/problems/lease") == (204, None)
+    status, answer = ask("POST", "/v1/sessions", {"problem_id": "p"})
+    assert (status, answer["error"]["code"]) == (404, "problem_not_found")
+    both = {"problem_id": "p", "session_id": "mine"}
+    assert ask("POST", "/v1/sessions", both)[1]["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/problems/lease", {"wait_s": 61}),
+        ("/v1/problems/lease", {"wait_s": -1}),
+        ("/v1/problems/lease", {"worker": "w" * 129}),
+        ("/v1/sessions/a/return", {}),
+        ("/v1/sessions/a/return", {"outcome": "lost"}),
+        ("/admin/load", {}),
+        ("/admin/load", {"path": "/x", "version": 0}),
+        ("/admin/load", {"path": "/x", "mode": "now"}),
+    ],
+)
+def test_invalid_leases_and_loads_are_refused(path: str, body: Any, controller: Controller) -> None:
+    headers = ADMIN if path.startswith("/admin") else CLIENT
+    assert ask("POST", path, body, headers)[0] == 422
+    assert controller.calls == []
+
+
+def test_an_administrator_loads_a_checkpoint(controller: Controller) -> None:
+    status, answer = ask("POST", "/admin/load", {"path": "/new"}, ADMIN)
+    assert (status, answer["version"]) == (200, 4)
+    assert controller.calls == [("load", {"path": "/new", "mode": "hot_swap"})]
+    assert ask("POST", "/admin/load", {"path": "/new"}, CLIENT)[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -169,6 +233,10 @@ def test_the_routes_are_in_the_openapi_document_with_what_they_answer() -> None:
         "/v1/sessions",
         "/v1/sessions/{session_id}",
         "/v1/sessions/{session_id}/reward",
+        "/v1/sessions/{session_id}/heartbeat",
+        "/v1/sessions/{session_id}/return",
+        "/v1/problems/lease",
+        "/admin/load",
         "/admin/pause",
         "/admin/resume",
         "/admin/versions",

@@ -1,0 +1,137 @@
+"""Loading checkpoints into a stand-alone server: what is refused, and what the replicas get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.async_tests import on_event_loop
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.routing.weight_sync import SyncReport
+from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.weight_loading import WeightLoader
+from torchtitan_rl.types import PullReport
+from torchtitan_rl.weights.handle import SharedMemoryHandle
+
+CONFIG = {"hidden_size": 2, "tie_word_embeddings": True}
+TENSORS = {"embed": torch.zeros(3, 2), "norm": torch.ones(2)}
+
+
+class Published:
+    """A publisher and a router: replicas hold what was published last."""
+
+    def __init__(self) -> None:
+        self.newest_version = 0
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.modes: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.is_lost = False
+
+    def publish(self, version: int, tensors: Any, *, keep: Any = frozenset()) -> SharedMemoryHandle:
+        self.tensors = dict(tensors)
+        return SharedMemoryHandle(version=version, path="/dev/shm/v", num_bytes=1)
+
+    def close(self) -> None: ...
+
+    def versions(self) -> dict[str, int]:
+        return {"r0": self.newest_version}
+
+    async def sync_weights(self, handle: Any, *, mode: str) -> SyncReport:
+        await self.gate.wait()
+        if self.is_lost:
+            raise WeightSyncError("no replica is left")
+        self.newest_version = handle.version
+        self.modes.append(mode)
+        pull = PullReport(
+            version=handle.version, stall_s=0.25, running_requests=0, recomputed=False
+        )
+        return SyncReport(version=handle.version, stage_s=1.0, pull_s=1.0, pulls=(pull,))
+
+
+def checkpoint(folder: Path, config: Any = CONFIG, tensors: Any = TENSORS) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if tensors:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+async def refusal(work: Any) -> tuple[int, str, str]:
+    with pytest.raises(RefusedError) as caught:
+        await work
+    refusal = caught.value.refusal
+    return refusal.status, refusal.code, refusal.message
+
+
+@on_event_loop
+async def test_a_checkpoint_of_the_served_model_becomes_the_next_version(tmp_path) -> None:
+    served = checkpoint(tmp_path / "served")
+    new = {**TENSORS, "norm": torch.full((2,), 7.0), "lm_head.weight": torch.zeros(3, 2)}
+    path = checkpoint(tmp_path / "new", {**CONFIG, "transformers_version": "9"}, new)
+    parts = Published()
+    loader = WeightLoader(parts, parts, served)
+    answer = await loader.load(str(path))
+    assert answer == {"version": 1, "replicas": {"r0": 1}, "lost": [], "stall_s": 0.25}
+    assert parts.tensors["norm"].tolist() == [7.0, 7.0]
+    assert set(parts.tensors) == set(TENSORS)  # the tied head is not published
+    assert (await loader.load(str(path), version=12, mode="drain"))["version"] == 12
+    assert parts.modes == ["hot_swap", "drain"]
+    assert (await refusal(loader.load(str(path), version=12)))[:2] == (409, "version_not_newer")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "cause"),
+    [
+        (CONFIG, None, "has no *.safetensors file"),
+        ([], TENSORS, "config.json is no JSON object"),
+        ({**CONFIG, "hidden_size": 4}, TENSORS, "has hidden_size 4; the served model has 2"),
+        (CONFIG, {"embed": torch.zeros(3, 2)}, "norm has shape None; in the served model (2,)"),
+        (CONFIG, {**TENSORS, "norm": torch.ones(3)}, "norm has shape (3,)"),
+        (CONFIG, {**TENSORS, "bias": torch.ones(3)}, "bias has shape (3,); in the served model No"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_reaches_no_replica(tmp_path, config, tensors, cause):
+    async def scenario() -> None:
+        parts = Published()
+        loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
+        path = checkpoint(tmp_path / "new", config, tensors)
+        status, code, message = await refusal(loader.load(str(path)))
+        assert (status, code) == (400, "wrong_checkpoint")
+        assert cause in message
+        assert parts.tensors == {}
+
+    asyncio.run(scenario())
+
+
+@on_event_loop
+async def test_files_that_cannot_be_read_and_lost_replicas_are_refusals(tmp_path) -> None:
+    parts = Published()
+    loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
+    assert (await refusal(loader.load(str(tmp_path / "none"))))[:2] == (400, "wrong_checkpoint")
+    torn = checkpoint(tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes(b"torn")
+    assert (await refusal(loader.load(str(torn))))[:2] == (400, "wrong_checkpoint")
+    parts.is_lost = True
+    answer = await refusal(loader.load(str(tmp_path / "served")))
+    assert answer[:2] == (503, "not_loaded")
+
+
+@on_event_loop
+async def test_one_checkpoint_is_loaded_at_a_time(tmp_path) -> None:
+    parts = Published()
+    served = checkpoint(tmp_path / "served")
+    loader = WeightLoader(parts, parts, served)
+    parts.gate.clear()
+    first = asyncio.create_task(loader.load(str(served)))
+    while not parts.tensors:
+        await asyncio.sleep(0.001)
+    assert (await refusal(loader.load(str(served))))[:2] == (409, "loading")
+    parts.gate.set()
+    assert (await first)["version"] == 1

@@ -1,0 +1,226 @@
+"""The client of sessions and leases over real HTTP, and the curl examples of the documentation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from tests.real.local_endpoint import local_endpoint
+from tests.support.agents import TokenRouter, asked
+from tests.support.async_tests import on_event_loop
+from tests.support.resuming import SeededGenerate
+from tests.support.rollouts import make_rollouter
+from torchtitan_rl.agents.agent import RemoteAgent
+from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.problem_queue import ProblemQueue
+from torchtitan_rl.client import AsyncClient, Client, EndpointError
+from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.context import session_id
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.types import Problem, RolloutGroup
+
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+PROBLEM = Problem(problem_id="sum/1", data={"question": "1 + 1?"})
+
+
+class Served:
+    """An endpoint with sessions, a queue, and a completions route that samples token ids."""
+
+    def __init__(self) -> None:
+        self.sessions = Sessions(TokenRouter(token_s=0.0))
+        self.queue = ProblemQueue()
+        self.loop = asyncio.get_running_loop()
+        self.url = ""
+
+    def application(self, link: ControllerLink) -> EndpointApp:
+        app = FastAPI()
+
+        @app.post("/v1/completions")
+        async def complete(request: Request) -> Any:
+            body = await request.json()
+            asking = asked(body["prompt"], session_id.get(), max_tokens=body["max_tokens"])
+            work = asyncio.run_coroutine_threadsafe(self.sessions.complete(asking), self.loop)
+            completion = await asyncio.wrap_future(work)
+            return {"id": completion.request_id, "token_ids": completion.token_ids}
+
+        return EndpointApp(app, EndpointConfig(), keys=Keys(api="secret"), commands=link)
+
+    async def roll_out(self, size: int) -> RolloutGroup:
+        host = AgentHost(
+            base_url=self.url, model="policy", sessions=self.sessions, problems=self.queue
+        )
+        rollouter = make_rollouter(
+            lambda problem: AgentEnv(agent=RemoteAgent(), problem=problem, host=host),
+            generate=SeededGenerate(),
+        )
+        return await rollouter.run_group("g", PROBLEM, size=size, seed=7)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    one = Served()
+    handlers = {**one.sessions.handlers(), **one.queue.handlers()}
+    async with local_endpoint(one.application, one.sessions.complete, handlers=handlers) as url:
+        one.url = f"{url}/v1"
+        yield one
+    await one.sessions.aclose()
+
+
+def ask(session: Any, *prompt: int) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"prompt": prompt, "max_tokens": 4}
+    response = httpx.post(f"{session.base_url}/completions", json=body, headers=headers)
+    response.raise_for_status()
+    return response.json()
+
+
+@on_event_loop
+async def test_a_worker_leases_problems_and_their_rewards_end_the_rollouts() -> None:
+    def solve(lease):
+        assert (lease.problem_id, lease.data) == ("sum/1", PROBLEM.data)
+        assert lease.model == "policy"
+        assert lease.heartbeat()["lease_s"] == lease.lease_s
+        rewards.append(len(ask(lease, 1, 2)["token_ids"]))
+        if len(rewards) == 1:
+            raise OSError("no disk")  # its problem is handed out again
+        if len(rewards) == 2:
+            lease.reward(0.5)
+            return 0.25  # too late, which does not end the worker
+        return float(rewards[-1])
+
+    rewards: list[int] = []
+    async with served() as endpoint:
+        client = Client(endpoint.url, api_key="secret")
+        rolling = asyncio.create_task(endpoint.roll_out(size=2))
+        number = await asyncio.to_thread(client.work, solve, keeps_on=lambda: len(rewards) < 3)
+        group = await rolling
+        client.close()
+    assert number == 3
+    assert sorted(r.reward for r in group.rollouts) == sorted([0.5, rewards[-1]])
+    assert sorted(r.metrics["agent/restarts"] for r in group.rollouts) == [0, 1]
+
+
+@on_event_loop
+async def test_the_async_client_does_the_same_and_rewards_may_come_later() -> None:
+    async def solve(lease):
+        sessions.append(lease.session_id)
+        await lease.heartbeat()
+        await asyncio.to_thread(ask, lease, 1)
+        return
+
+    sessions: list[str] = []
+    async with served() as endpoint:
+        client = AsyncClient(endpoint.url, api_key="secret")
+        rolling = asyncio.create_task(endpoint.roll_out(size=1))
+        assert await client.work(solve, keeps_on=lambda: not sessions) == 1
+        assert await client.lease(wait_s=0) is None
+        await client.session(sessions[0]).reward(0.75)
+        (rollout,) = (await rolling).rollouts
+        with pytest.raises(EndpointError) as caught:
+            await client.session(sessions[0]).reward(0.75)
+        await client.aclose()
+    assert rollout.reward == 0.75
+    assert (caught.value.status, caught.value.code) == (400, "session_closed")
+
+
+@on_event_loop
+async def test_a_session_by_hand_gives_its_branches_rewards_and_returns_its_episodes() -> None:
+    def by_hand(client: Client) -> list[dict[str, Any]]:
+        session = client.open_session("game-1")
+        first, _ = ask(session, 1), ask(session, 2)
+        assert session.read()["turns"] == 2
+        session.reward(-1.0, response_id=first["id"])
+        with pytest.raises(EndpointError, match="response_not_found"):
+            session.reward(-1.0, response_id="another")
+        closed = session.reward(1.0, return_episodes=True)
+        assert closed["reward"] == 1.0
+        return closed["episodes"]
+
+    async with served() as endpoint:
+        episodes = await asyncio.to_thread(by_hand, Client(endpoint.url, api_key="secret"))
+    assert [episode["reward"] for episode in episodes] == [-1.0, 1.0]
+
+
+@on_event_loop
+async def test_a_named_problem_opens_a_session_if_it_waits() -> None:
+    def open_named(url: str, problem_id: str) -> httpx.Response:
+        headers = {"Authorization": "Bearer secret"}
+        return httpx.post(f"{url}/sessions", json={"problem_id": problem_id}, headers=headers)
+
+    async with served() as endpoint:
+        rolling = asyncio.create_task(endpoint.roll_out(size=1))
+        missing = await asyncio.to_thread(open_named, endpoint.url, "other")
+        found = await asyncio.to_thread(open_named, endpoint.url, "sum/1")
+        rolling.cancel()
+        await asyncio.gather(rolling, return_exceptions=True)
+    assert missing.json()["error"]["code"] == "problem_not_found"
+    assert found.json()["data"] == PROBLEM.data
+
+
+@on_event_loop
+async def test_the_curl_examples_of_the_documentation_are_a_whole_rollout() -> None:
+    (script,) = re.findall(r"```bash\n(URL=.*?)```", PAGE.read_text(), re.DOTALL)
+    async with served() as endpoint:
+        rolling = asyncio.create_task(endpoint.roll_out(size=1))
+        shell = await asyncio.to_thread(
+            subprocess.run,
+            ["bash", "-euo", "pipefail", "-c", script.replace(*address_of(endpoint))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert shell.returncode == 0, shell.stderr
+        (rollout,) = (await rolling).rollouts
+    assert (rollout.reward, rollout.turns[0].prompt_token_ids) == (1.0, (5, 6))
+
+
+def address_of(endpoint: Served) -> tuple[str, str]:
+    return "http://127.0.0.1:8000/v1", endpoint.url
+
+
+def test_a_request_without_an_answer_is_sent_again_and_counts_once() -> None:
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) == 1:
+            raise httpx.ReadError("cut")
+        if len(keys) == 2:
+            return httpx.Response(503, json={})
+        return httpx.Response(200, json={"session_id": "s"})
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    session = Client("http://here/v1", http=http).open_session()
+    assert (session.session_id, session.api_key) == ("s", "agent:s")
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+
+
+def test_the_client_needs_httpx_alone() -> None:
+    code = (
+        "import json, sys; import torchtitan_rl.client as client\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"torch", "vllm", "monarch", "torchtitan", "pydantic", "openai", "fastapi"}
+    source = Path(sys.modules["torchtitan_rl.client"].__file__ or "").read_text()
+    assert "torchtitan_rl." not in source.replace("from torchtitan_rl.client import Client", "")

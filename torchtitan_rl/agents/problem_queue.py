@@ -1,0 +1,252 @@
+"""Problems that wait for workers elsewhere, and the leases of those that work on one.
+
+A worker is any program that reaches the endpoint: a container, a remote machine, a service. It
+leases a problem, which comes with a session, makes its requests in that session and posts its
+reward there.
+
+| what | effect |
+|---|---|
+| a request of the session, a heartbeat | the lease lasts another ``lease_s`` |
+| a reward, or the session is closed | the lease ends, and the rollout with it |
+| returned as ``done`` | the lease ends; the reward may still come, for ``reward_timeout_s`` |
+| returned as ``failed``, or silence for ``lease_s`` | the lease is lost |
+
+A problem whose lease is lost is handed out again, in a new session (`AgentEnv`), or its rollout
+fails with that cause.
+
+Invariants: a problem has one lease at a time, and the session of a lost lease takes nothing any
+more; every lease ends once, in a counted way. On one event loop; a resumed run starts with an empty
+queue, into which its rollouts come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torchtitan_rl.agents.agent import AgentCall, AgentResult, RemoteAgent
+from torchtitan_rl.deadlines import STOOD_STILL_S
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.rollout.records import problem_to_json
+from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
+
+MAX_WAITING_WORKERS = 4096
+
+
+class LeaseLostError(TorchtitanRLError):
+    """The worker on a problem failed, or was silent for too long."""
+
+
+class Waits(Protocol):
+    """The part of a `TurnTree` that the queue uses."""
+
+    @property
+    def is_sampling(self) -> bool: ...
+
+    def expect(self, what: str, within_s: float | None = None) -> None: ...
+
+    def start_time(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    agent: RemoteAgent
+    call: AgentCall
+    waits: Waits
+    ended: asyncio.Future[AgentResult]
+    worker: str = ""
+    used_s: float = 0.0
+    is_returned: bool = False  # its reward is to come
+    timer: asyncio.TimerHandle | None = None
+
+    def lose(self, cause: str) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(LeaseLostError(f"worker {self.worker!r} {cause}"))
+
+
+class ProblemQueue:
+    """The queue of one run."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, _Entry] = OrderedDict()  # by session id, oldest first
+        self._leased: dict[str, _Entry] = {}
+        self._workers: dict[asyncio.Future[_Entry], str | None] = {}  # that wait; by problem id
+        self._counts: Counter[str] = Counter(
+            leases=0, leases_expired=0, leases_failed=0, leases_done=0
+        )
+
+    def counts(self) -> dict[str, float]:
+        """Gauges and counters, by name."""
+        return {
+            **self._counts,
+            "problems_waiting": len(self._waiting),
+            "problems_leased": len(self._leased),
+        }
+
+    async def serve(self, agent: RemoteAgent, call: AgentCall, waits: Waits) -> AgentResult:
+        """Have a worker solve the problem of ``call``; returns once its session has been closed.
+
+        Raises:
+            LeaseLostError: its worker was lost.
+        """
+        entry = _Entry(agent, call, waits, asyncio.get_running_loop().create_future())
+        self._waiting[call.session_id] = entry
+        waits.expect("a worker that leases its problem", math.inf)
+        try:
+            self._hand_out(entry)
+            return await entry.ended
+        finally:
+            self._waiting.pop(call.session_id, None)
+            self._leased.pop(call.session_id, None)
+            if entry.timer is not None:
+                entry.timer.cancel()
+
+    def end(self, session_id: str) -> None:
+        """Its session was closed."""
+        entry = self._leased.get(session_id)
+        if entry is not None and not entry.ended.done():
+            entry.ended.set_result(AgentResult())
+
+    def note_use(self, session_id: str) -> None:
+        """A request of its session began or ended."""
+        if session_id in self._leased:
+            self._leased[session_id].used_s = _now()
+
+    async def lease(
+        self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 0.0
+    ) -> Mapping[str, Any]:
+        """Lease the problem that has waited longest, or the one that is named.
+
+        Returns:
+            The lease; empty where no problem came within ``wait_s``.
+
+        Raises:
+            RefusedError: too many workers wait.
+        """
+        wanted = [e for e in self._waiting.values() if problem_id in (None, _problem_id(e))]
+        entry = wanted[0] if wanted else None
+        if entry is not None:
+            self._begin(entry)
+        elif wait_s > 0:
+            entry = await self._next(problem_id, wait_s)
+        if entry is None:
+            return {}
+        entry.worker = worker
+        return {
+            "session_id": entry.call.session_id,
+            "model": entry.call.model,
+            "lease_s": entry.agent.lease_s,
+            **problem_to_json(entry.call.problem),
+        }
+
+    def heartbeat(self, session_id: str) -> Mapping[str, Any]:
+        """
+        Raises:
+            RefusedError: there is no such lease any more.
+        """
+        entry = self._require(session_id)
+        entry.used_s = _now()
+        return {"session_id": session_id, "lease_s": entry.agent.lease_s}
+
+    def return_(self, session_id: str, outcome: Literal["done", "failed"], cause: str) -> None:
+        """
+        Raises:
+            RefusedError: there is no such lease any more.
+        """
+        entry = self._require(session_id)
+        self._counts[f"leases_{outcome}"] += 1
+        if outcome == "failed":
+            entry.lose(f"returned it: {cause or 'it gave no cause'}")
+            return
+        entry.is_returned = True
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.waits.expect("its reward", entry.agent.reward_timeout_s)
+
+    def handlers(self) -> Mapping[CommandName, Handler]:
+        """The handlers of workers' commands, whose arguments the routes have checked."""
+
+        async def lease(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            return await self.lease(**arguments)
+
+        async def heartbeat(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            return self.heartbeat(arguments["session_id"])
+
+        async def return_(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            self.return_(arguments["session_id"], arguments["outcome"], arguments["cause"])
+            return {"session_id": arguments["session_id"]}
+
+        return {
+            "problem.lease": lease,
+            "problem.heartbeat": heartbeat,
+            "problem.return": return_,
+        }
+
+    def _require(self, session_id: str) -> _Entry:
+        entry = self._leased.get(session_id)
+        if entry is None or entry.ended.done() or entry.is_returned:
+            raise _lost(session_id)
+        return entry
+
+    async def _next(self, problem_id: str | None, wait_s: float) -> _Entry | None:
+        if len(self._workers) >= MAX_WAITING_WORKERS:
+            raise refused(429, "too_many_workers", "too many workers wait: try again later")
+        worker: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
+        self._workers[worker] = problem_id
+        try:
+            async with asyncio.timeout(wait_s):
+                return await worker
+        except TimeoutError:
+            return None
+        finally:
+            del self._workers[worker]
+
+    def _hand_out(self, entry: _Entry) -> None:
+        """Give a new problem to the worker that has waited longest for it."""
+        for worker, problem_id in self._workers.items():
+            if not worker.done() and problem_id in (None, _problem_id(entry)):
+                worker.set_result(entry)
+                self._begin(entry)
+                return
+
+    def _begin(self, entry: _Entry) -> None:
+        session_id = entry.call.session_id
+        self._leased[session_id] = self._waiting.pop(session_id)
+        self._counts["leases"] += 1
+        entry.used_s = _now()
+        entry.waits.start_time()
+        entry.waits.expect("the next request of its worker")
+        self._watch(entry, entry.agent.lease_s)
+
+    def _watch(self, entry: _Entry, delay_s: float) -> None:
+        due_s = _now() + delay_s
+        loop = asyncio.get_running_loop()
+        entry.timer = loop.call_at(due_s, self._look, entry, due_s)
+
+    def _look(self, entry: _Entry, due_s: float) -> None:
+        now_s = _now()
+        if entry.waits.is_sampling or now_s - due_s > STOOD_STILL_S:
+            entry.used_s = now_s  # its worker waits for an answer, or this process was stopped
+        silent_s = now_s - entry.used_s
+        if silent_s < entry.agent.lease_s:
+            self._watch(entry, entry.agent.lease_s - silent_s)
+        elif not entry.ended.done():
+            self._counts["leases_expired"] += 1
+            entry.lose(f"was silent for {entry.agent.lease_s:g} s")
+
+
+def _problem_id(entry: _Entry) -> str:
+    return entry.call.problem.problem_id
+
+
+def _lost(session_id: str) -> RefusedError:
+    message = f"{session_id!r} is no lease, or it has ended: its problem may have another worker"
+    return refused(409, "lease_lost", message)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

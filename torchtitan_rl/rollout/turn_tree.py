@@ -1,0 +1,332 @@
+"""The turns of a rollout whose environment asks for several at once: a tree of branches.
+
+A turn is recorded when it is sampled, in the order of the ends; its seed depends on its prompt and
+on how often that prompt was asked for before, not on the order in which requests arrive. Limits
+count over the whole tree, but for the tokens, which each branch has for itself.
+
+Restarted environments: every turn so far counts as unseen. One that is asked for again (the same
+prompt, within the same budget) is answered from the record, in order, and is seen again; anything
+else is sampled, as a new branch. What stays unseen is not trained on.
+
+Invariants: each request that was taken is answered, or its rollout ends with a cause; each sampled
+completion is in exactly one turn; a limit ends the rollout once the turns that run have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, Protocol, TypeGuard
+
+from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.rollout.calls import compute, summary
+from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
+from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    RolloutStatus,
+    Turn,
+)
+
+Complete = Callable[[GenerationRequest, OnProgress | None], Awaitable[Completion | None]]
+
+
+class RolloutEnded(Exception):
+    """The rollout is over without a `Terminal`."""
+
+    def __init__(self, status: RolloutStatus, cause: str) -> None:
+        super().__init__(cause)
+        self.status = status
+        self.cause = cause
+
+
+class LimitReachedError(Exception):
+    """The rollout takes no more requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeHooks:
+    """What a `TurnTree` needs of its rollout.
+
+    ``request`` makes the request of a turn from its number, its observation and its branch.
+    ``complete`` samples it; None: the rollout's time is over. ``reached_limit`` gets the
+    observation and the number of turns before it. ``on_turns`` gets all recorded turns whenever
+    they have changed, and whether the last one is new. ``on_activity`` gets a request's id, or None
+    and what the environment does. ``start_time`` begins the rollout's time.
+    """
+
+    request: Callable[[int, Observation, str], GenerationRequest]
+    complete: Complete
+    reached_limit: Callable[[Observation, int], RolloutStatus | None]
+    on_turns: Callable[[tuple[Turn, ...], bool], None]
+    on_activity: Callable[[str | None, str], None]
+    start_time: Callable[[], None]
+
+
+class TurnTree:
+    """Use `ask`, `reward`, `expect` and `restart` from the environment; the rest is the rollout's.
+
+    ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
+    requests since the start or the last restart. ``is_amended``: recorded turns were changed.
+    """
+
+    def __init__(
+        self,
+        hooks: TreeHooks,
+        *,
+        step_timeout_s: float,
+        recorded: tuple[Turn, ...] = (),
+    ) -> None:
+        self.limit: RolloutStatus | None = None
+        self.num_asked = self.num_replayed = 0
+        self.is_amended = False
+        self._step_timeout_s = step_timeout_s
+        self._hooks = hooks
+        self._turns: list[Turn] = []
+        self._index_of: dict[str, int] = {}  # of recorded turns, by request id
+        self._sampled: dict[str, Turn] = {}  # not recorded yet
+        self._rewards: dict[str, float] = {}  # of turns that are not recorded yet
+        self._running: dict[asyncio.Task[None], str] = {}
+        self._replayable: list[int] = []
+        self._num_like: Counter[bytes] = Counter()  # requests, by prompt
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self._expected = ("its first request", step_timeout_s)
+        for turn in recorded:
+            self._record(turn)
+        self._next_number = 1 + max(map(_number_of, self._turns), default=-1)
+        self._forget_answers(replays=True)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All that are sampled."""
+        return (*self._turns, *self._sampled.values())
+
+    @property
+    def is_sampling(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def num_unreplayed(self) -> int:
+        """Recorded turns that the restarted environment has not asked for again."""
+        return len(self._replayable)
+
+    # For the environment.
+
+    def ask(
+        self,
+        observation: Observation,
+        answer: Callable[[Completion], bool],
+        *,
+        on_progress: OnProgress | None = None,
+        decode: Callable[[tuple[int, ...]], str] | None = None,
+    ) -> str:
+        """Have a turn sampled, or answered from the record; returns its request's id.
+
+        ``answer`` is called once, with the completion, and says whether it reached its caller. It
+        is not called where the rollout ends first. ``decode`` makes the turn readable.
+
+        Raises:
+            LimitReachedError: a limit is reached, or a turn failed; the rollout ends.
+        """
+        if self._is_closed or self._failure is not None:
+            raise LimitReachedError
+        if self.limit is None:
+            self.limit = self._hooks.reached_limit(observation, self.num_asked)
+        if self.limit is not None:
+            self._changed.set()
+            raise LimitReachedError
+        self.num_asked += 1
+        branch = self._branch(observation.prompt_token_ids)
+        request = self._hooks.request(self._next_number, observation, branch)
+        replayed = self._replay(request, answer)
+        if replayed is not None:
+            return replayed
+        self._next_number += 1
+        task = asyncio.ensure_future(self._sample(request, answer, on_progress, decode))
+        self._running[task] = request.request_id
+        task.add_done_callback(self._on_sampled)
+        self._hooks.on_activity(request.request_id, "")
+        self._changed.set()
+        return request.request_id
+
+    def reward(self, request_id: str, reward: float) -> None:
+        """Give the branch with this turn a reward of its own."""
+        index = self._index_of.get(request_id)
+        if index is None:
+            self._rewards[request_id] = reward
+        else:
+            self._amend(index, branch_reward=reward)
+
+    def expect(self, what: str, within_s: float | None = None) -> None:
+        """What the rollout waits for while nothing is sampled, and for how long: the step's time
+        unless another is given (`math.inf`: no limit)."""
+        self._expected = (what, within_s or self._step_timeout_s)
+        self._note_idle()
+
+    def start_time(self) -> None:
+        """The rollout's time begins now."""
+        self._hooks.start_time()
+
+    async def restart(self, *, replays: bool) -> None:
+        """The environment begins again; returns once the turns that run have ended."""
+        if self._running:
+            await asyncio.wait(self._running)
+        self._forget_answers(replays=replays)
+
+    # For the rollout.
+
+    async def watch(self, work: asyncio.Task[Any]) -> None:
+        """Wait for the end of the environment's ``work``, or for a limit, and for what is sampled.
+
+        Raises:
+            RolloutEnded: a turn failed, or the environment did not ask for another one in time.
+        """
+        work.add_done_callback(lambda _: self._changed.set())
+        while self._running or not (work.done() or self.limit):
+            if self._failure is not None:
+                break
+            self._changed.clear()
+            what, patience_s = self._expected
+            is_limited = not self._running and patience_s != math.inf
+            try:
+                async with deadline(patience_s if is_limited else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                cause = f"agent: no answer after {patience_s} s: waited for {what}"
+                raise RolloutEnded(RolloutStatus.STEP_TIMEOUT, cause) from None
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """End what is sampled; no more is taken."""
+        self._is_closed = True
+        await cancel_all(self._running)
+
+    async def _sample(
+        self,
+        request: GenerationRequest,
+        answer: Callable[[Completion], bool],
+        on_progress: OnProgress | None,
+        decode: Callable[[tuple[int, ...]], str] | None,
+    ) -> None:
+        completion = await self._hooks.complete(request, on_progress)
+        if completion is None:
+            self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
+            return
+        turn = Turn(prompt_token_ids=request.prompt_token_ids, completion=completion)
+        self._sampled[request.request_id] = turn
+        try:
+            if completion.finish_reason is FinishReason.ABORT:
+                cause = f"{completion.request_id}: aborted, but not by this rollout"
+                raise RolloutEnded(RolloutStatus.GENERATION_ERROR, cause)
+            if decode is not None:
+                turn = replace(turn, text=await compute(decode, completion.token_ids))
+        except Exception as error:
+            if isinstance(error, RolloutEnded):
+                raise
+            raise RolloutEnded(RolloutStatus.ENV_ERROR, f"decode: {summary(error)}") from error
+        finally:
+            del self._sampled[request.request_id]
+            self._record(
+                replace(
+                    turn,
+                    is_seen=answer(completion),
+                    branch_reward=self._rewards.pop(request.request_id, None),
+                )
+            )
+            self._hooks.on_turns(tuple(self._turns), True)
+
+    def _on_sampled(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._running:
+            self._hooks.on_activity(None, f"waits for {self._expected[0]}")
+        self._changed.set()
+
+    def _record(self, turn: Turn) -> None:
+        self._index_of[turn.completion.request_id] = len(self._turns)
+        self._turns.append(turn)
+
+    def _amend(self, index: int, **changes: Any) -> None:
+        self._turns[index] = replace(self._turns[index], **changes)
+        self.is_amended = True
+        self._hooks.on_turns(tuple(self._turns), False)
+
+    def _replay(
+        self, request: GenerationRequest, answer: Callable[[Completion], bool]
+    ) -> str | None:
+        for index in self._replayable:
+            turn = self._turns[index]
+            if _answers(turn, request):
+                self._replayable.remove(index)
+                self.num_replayed += 1
+                self._amend(index, is_seen=answer(turn.completion))
+                self._note_idle()
+                return turn.completion.request_id
+        return None
+
+    def _forget_answers(self, *, replays: bool) -> None:
+        self._num_like.clear()
+        self.num_asked = self.num_replayed = 0
+        self._turns = [replace(turn, is_seen=False, branch_reward=None) for turn in self._turns]
+        self._replayable = list(range(len(self._turns))) if replays else []
+        self.is_amended = self.is_amended or bool(self._turns)
+
+    def _branch(self, prompt: tuple[int, ...]) -> str:
+        digest = blake2b(array("q", prompt).tobytes(), digest_size=16)
+        self._num_like[digest.digest()] += 1
+        return f"{digest.hexdigest()}.{self._num_like[digest.digest()]}"
+
+
+def _number_of(turn: Turn) -> int:
+    return int(turn.completion.request_id.rpartition("/t")[2])
+
+
+def _answers(turn: Turn, request: GenerationRequest) -> bool:
+    """Whether the completion could be that of the request."""
+    num_tokens, budget = len(turn.completion.token_ids), request.sampling.max_tokens
+    was_cut = turn.completion.finish_reason is FinishReason.LENGTH
+    fits = num_tokens == budget if was_cut else num_tokens <= budget
+    return fits and turn.prompt_token_ids == request.prompt_token_ids
+
+
+class TreeEnv(Protocol):
+    """An environment that asks for completions itself, several at once if it likes.
+
+    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
+    else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
+    continues one that is `Replayable`: what it asks again is answered from the record.
+    """
+
+    async def run(self, turns: TurnTree, /) -> Terminal:
+        """Ask for completions until the end. Cancelled at a limit; then `finish` is called."""
+        ...
+
+    async def finish(self, status: RolloutStatus, /) -> Terminal:
+        """As `TokenEnv.finish`."""
+        ...
+
+    async def close(self) -> None:
+        """As `TokenEnv.close`."""
+        ...
+
+
+RolloutEnv = TokenEnv | TreeEnv
+
+
+def is_tree_env(env: object) -> TypeGuard[TreeEnv]:
+    return hasattr(env, "run") and not hasattr(env, "step")

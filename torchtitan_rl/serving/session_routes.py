@@ -1,0 +1,154 @@
+"""The routes of sessions, and of the problems that workers lease in a training run.
+
+A leased problem is a session: its id, which the lease names, is also that of the lease.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from torchtitan_rl.serving.admission import PROBLEMS_PREFIX, SESSIONS_PREFIX
+from torchtitan_rl.serving.auth import checked_session_id
+from torchtitan_rl.serving.messages import refused
+from torchtitan_rl.serving.route_parts import ERRORS, Commands
+
+MAX_REWARD = 1e30  # JSON numbers may exceed a float32
+MAX_WAIT_S = 60.0  # of a worker for a problem
+
+SessionId = Annotated[str, AfterValidator(checked_session_id)]
+
+
+class OpenSession(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session_id: SessionId | None = Field(default=None, description="A new one when left out.")
+    problem_id: str | None = Field(
+        default=None,
+        description="In a training run: lease this problem, which has to wait for a worker.",
+    )
+
+
+class Reward(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
+    return_episodes: bool = False
+    response_id: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Give the reward to the branch with this response; the session stays open.",
+    )
+    choice: int | None = Field(default=None, ge=0, description="One choice of that response.")
+
+
+class LeaseProblem(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    problem_id: str | None = Field(default=None, description="Any problem when left out.")
+    worker: str = Field(
+        default="", max_length=128, description="A name for logs and error messages."
+    )
+    wait_s: float = Field(
+        default=0.0, ge=0.0, le=MAX_WAIT_S, description="How long to wait for one."
+    )
+
+
+class ReturnLease(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    outcome: Literal["done", "failed"] = Field(
+        description="`done`: the reward comes later. `failed`: another worker may have it."
+    )
+    cause: str = Field(default="", max_length=1000)
+
+
+class SessionAnswer(BaseModel):
+    """A session's state; its counts are further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    session_id: str
+
+
+class LeaseAnswer(BaseModel):
+    """Requests with the API key `KEY:session_id`, or a heartbeat, keep the lease for another
+    `lease_s`; the session's reward ends it."""
+
+    session_id: str
+    model: str
+    lease_s: float
+    problem_id: str
+    data: dict[str, Any]
+
+
+def session_routes(commands: Commands) -> APIRouter:
+    # Ids have slashes ("12/r0"), so their part of the path is everything up to the last word.
+    router = APIRouter(prefix=SESSIONS_PREFIX, tags=["sessions"], responses=ERRORS)
+
+    @router.post("", response_model=SessionAnswer)
+    async def open_session(request: OpenSession | None = None) -> Any:
+        """Open a session; requests that name it are recorded, token for token."""
+        arguments = {} if request is None else request.model_dump(exclude_none=True)
+        if "problem_id" not in arguments:
+            return await commands.command("session.open", arguments)
+        if "session_id" in arguments:
+            raise refused(400, "invalid_request", "a problem's session has an id of its own")
+        if lease := await commands.command("problem.lease", arguments):
+            return lease
+        message = f"problem {arguments['problem_id']!r} does not wait for a worker"
+        raise refused(404, "problem_not_found", message)
+
+    @router.post("/{session_id:path}/reward", response_model=SessionAnswer)
+    async def reward_session(session_id: SessionId, request: Reward) -> Any:
+        """Close a session with its reward; `return_episodes` returns its episodes. With a
+        `response_id` only the branch with that response gets the reward."""
+        arguments: dict[str, Any] = {"session_id": session_id, "reward": request.reward}
+        if request.response_id is not None:
+            arguments |= {"response_id": request.response_id, "choice": request.choice}
+            answer = dict(await commands.command("session.reward_branch", arguments))
+        else:
+            answer = dict(await commands.command("session.close", arguments))
+        if not request.return_episodes:
+            answer.pop("episodes", None)
+        return answer
+
+    @router.post("/{session_id:path}/heartbeat", response_model=SessionAnswer)
+    async def heartbeat(session_id: SessionId) -> Any:
+        """Keep a lease."""
+        return await commands.command("problem.heartbeat", {"session_id": session_id})
+
+    @router.post("/{session_id:path}/return", response_model=SessionAnswer)
+    async def return_lease(session_id: SessionId, request: ReturnLease) -> Any:
+        """End a lease before its session has a reward."""
+        arguments = {"session_id": session_id, **request.model_dump()}
+        return await commands.command("problem.return", arguments)
+
+    @router.delete("/{session_id:path}", response_model=SessionAnswer)
+    async def close_session(session_id: SessionId) -> Any:
+        """Close a session without a reward."""
+        answer = dict(await commands.command("session.close", {"session_id": session_id}))
+        answer.pop("episodes", None)
+        return answer
+
+    @router.get("/{session_id:path}", response_model=SessionAnswer)
+    async def read_session(session_id: SessionId) -> Any:
+        """A session's state and counts."""
+        return await commands.command("session.read", {"session_id": session_id})
+
+    return router
+
+
+def problem_routes(commands: Commands) -> APIRouter:
+    router = APIRouter(prefix=PROBLEMS_PREFIX, tags=["problems"], responses=ERRORS)
+
+    @router.post("/lease", response_model=LeaseAnswer, responses={204: {"model": None}})
+    async def lease_problem(request: LeaseProblem | None = None) -> Any:
+        """Lease a problem of the training run; 204 where none waits."""
+        arguments = (request or LeaseProblem()).model_dump(exclude_none=True)
+        lease = await commands.command("problem.lease", arguments)
+        return lease or Response(status_code=204)
+
+    return router

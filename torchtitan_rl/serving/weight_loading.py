@@ -1,0 +1,152 @@
+"""Brings a checkpoint from a directory to the replicas of a stand-alone server, while it serves.
+
+The weights are published as a new policy version, as a trainer publishes its own, and pulled by all
+replicas: between two steps, with the prefix cache reset, and with the exact version of each token
+in the answers.
+
+Invariants: one checkpoint at a time; one that does not fit the served model is refused before any
+replica sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.routing.weight_sync import SyncMode, SyncReport
+from torchtitan_rl.serving.messages import CommandName, Handler, refused
+from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.transport import WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+# What two versions of one checkpoint may have different.
+_IGNORED_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+
+
+class Router(Protocol):
+    """The part of the router that loading uses."""
+
+    @property
+    def newest_version(self) -> int: ...
+
+    def versions(self) -> Mapping[str, int]: ...
+
+    async def sync_weights(self, handle: WeightHandle, *, mode: SyncMode) -> SyncReport: ...
+
+
+class WeightLoader:
+    """``served`` is the directory of the checkpoint that the replicas were started with."""
+
+    def __init__(self, router: Router, publisher: WeightPublisher, served: Path) -> None:
+        self._router = router
+        self._publisher = publisher
+        self._served = served
+        self._loading = asyncio.Lock()
+
+    async def load(
+        self, path: str, *, version: int | None = None, mode: SyncMode = "hot_swap"
+    ) -> Mapping[str, Any]:
+        """Load a directory in Hugging Face format as ``version``: the next one unless it is given.
+
+        Returns:
+            The version, that of each replica, and which replicas were lost.
+
+        Raises:
+            RefusedError: the directory does not fit, the version is not new, or another checkpoint
+                is being loaded.
+        """
+        if self._loading.locked():
+            raise refused(409, "loading", "another checkpoint is being loaded")
+        async with self._loading:
+            newest = self._router.newest_version
+            version = newest + 1 if version is None else version
+            if version <= newest:
+                message = f"version {version} is not newer than {newest}, which is served"
+                raise refused(409, "version_not_newer", message)
+            try:
+                tensors = await asyncio.to_thread(_read, Path(path), self._served)
+            except (OSError, ValueError) as error:
+                raise refused(400, "wrong_checkpoint", f"{path}: {error}") from error
+            try:
+                handle = await asyncio.to_thread(self._publisher.publish, version, tensors)
+                report = await self._router.sync_weights(handle, mode=mode)
+            except WeightSyncError as error:
+                raise refused(503, "not_loaded", f"{path}: {error}") from error
+        return {
+            "version": version,
+            "replicas": dict(self._router.versions()),
+            "lost": list(report.lost),
+            "stall_s": max((pull.stall_s for pull in report.pulls), default=0.0),
+        }
+
+    def handlers(self) -> Mapping[CommandName, Handler]:
+        async def load(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+            return await self.load(**arguments)
+
+        return {"load": load}
+
+
+def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of the served model.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is of another model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = _config(directory)
+    _require_equal_configs(config, _config(served))
+    try:
+        tensors = {name: t for file in _files(directory) for name, t in load_file(file).items()}
+        expected = _shapes(served)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    if config.get("tie_word_embeddings"):  # then files may have the head or not
+        for found in (tensors, expected):
+            found.pop("lm_head.weight", None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(shapes.keys() | expected.keys()):
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"{name} has shape {shapes.get(name)}; in the served model {expected.get(name)}"
+            )
+    return tensors
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _files(directory):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory} has no *.safetensors file")
+    return files
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text())
+    if not isinstance(config, dict):
+        raise ValueError("config.json is no JSON object")
+    return config
+
+
+def _require_equal_configs(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    for name in sorted((config.keys() & served.keys()) - _IGNORED_FIELDS):
+        if config[name] != served[name]:
+            raise ValueError(
+                f"config.json has {name} {config[name]!r}; the served model has {served[name]!r}"
+            )
