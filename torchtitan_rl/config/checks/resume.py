@@ -4,11 +4,7 @@ A checkpoint and the run's folder hold `run_identity`. A resumed run is compared
 that shape the data or the meaning of what is saved must be the same; all others may change, and
 what changed is said. A field in neither list counts as one that must be the same.
 
-<<<<<<< HEAD
-docs/training.md, "Stopping and resuming", has the table of both kinds.
-=======
 `docs/training.md` has a table of both kinds.
->>>>>>> s3
 """
 
 from __future__ import annotations
