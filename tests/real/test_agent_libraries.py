@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.real.runs import ROOT
-from tests.support.documented_agents import documented_agents
+from tests.support.documented_agents import documented_examples
 from torchtitan_rl.experiments.agent_libraries.libraries import LIBRARIES
 
-EXAMPLES = tuple(documented_agents())
+EXAMPLES = tuple(documented_examples())
 ALL = (*LIBRARIES, *EXAMPLES)
 
 

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "agent_libraries.md"
+HEADING_AND_BLOCK = re.compile(r"^## (.+?)\n.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def documented_examples() -> dict[str, str]:
+    """From each library's heading to its program; the page's first block belongs to all."""
+    (_, shared), *examples = HEADING_AND_BLOCK.findall(PAGE.read_text())
+    return {heading: f"{shared}\n\n{block}" for heading, block in examples}
 
 
 def documented_agents() -> dict[str, Callable[..., Any]]:
-    """From each heading to its ``solve``; the page's first block belongs to every example."""
-    sections = re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    blocks = {
-        name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in sections
-    }
-    (shared, *_), *examples = [found for found in blocks.values() if found]
-    names = [name for name, found in blocks.items() if found][1:]
+    """The ``solve`` of each example."""
     agents = {}
-    for name, (block, *_) in zip(names, examples, strict=True):
+    for heading, program in documented_examples().items():
         namespace: dict[str, Any] = {}
-        exec(compile(shared + block, f"{PAGE.name}: {name}", "exec"), namespace)
-        agents[name] = namespace["solve"]
+        exec(compile(program, f"{PAGE.name}: {heading}", "exec"), namespace)
+        agents[heading] = namespace["solve"]
     return agents
