@@ -49,7 +49,7 @@ CONFIG = RolloutConfig(
     max_turns=16,
     max_total_tokens=MAX_MODEL_LEN,
     step_timeout_s=120.0,
-    sampling=SamplingConfig(temperature=0.8, max_tokens_per_turn=48),
+    sampling=SamplingConfig(temperature=0.5, max_tokens_per_turn=48),
 )
 EXAMPLE = {
     "question": "Nina has 17 apples. Boris brings 25 more. How many are there now?",

@@ -13,16 +13,16 @@ from agents import (
     Runner,
     function_tool,
 )
-from openai import AsyncOpenAI
 
 from torchtitan_rl import AgentCall
+from torchtitan_rl.experiments.agent_libraries.clients import openai_client
 from torchtitan_rl.experiments.agent_libraries.exercise import INSTRUCTIONS, MAX_REQUESTS, Exercise
 
 NO_TRACES = RunConfig(tracing_disabled=True)  # which would be sent to OpenAI
 
 
 async def solve(call: AgentCall, exercise: Exercise) -> str | None:
-    async with AsyncOpenAI(base_url=call.base_url, api_key=call.api_key) as client:
+    async with openai_client(call) as client:
         model = OpenAIResponsesModel(model=call.model, openai_client=client)
         return await converse(model, exercise)
 

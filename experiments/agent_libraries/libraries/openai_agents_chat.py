@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from agents import OpenAIChatCompletionsModel
-from openai import AsyncOpenAI
 
 from torchtitan_rl import AgentCall
+from torchtitan_rl.experiments.agent_libraries.clients import openai_client
 from torchtitan_rl.experiments.agent_libraries.exercise import Exercise
 from torchtitan_rl.experiments.agent_libraries.libraries.openai_agents import converse
 
 
 async def solve(call: AgentCall, exercise: Exercise) -> str | None:
-    async with AsyncOpenAI(base_url=call.base_url, api_key=call.api_key) as client:
+    async with openai_client(call) as client:
         model = OpenAIChatCompletionsModel(model=call.model, openai_client=client)
         return await converse(model, exercise)

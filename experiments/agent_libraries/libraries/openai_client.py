@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openai import AsyncOpenAI
-
 from torchtitan_rl import AgentCall
+from torchtitan_rl.experiments.agent_libraries.clients import openai_client
 from torchtitan_rl.experiments.agent_libraries.exercise import INSTRUCTIONS, MAX_REQUESTS, Exercise
 from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR
 
@@ -18,7 +17,7 @@ async def solve(call: AgentCall, exercise: Exercise) -> str | None:
         {"role": "system", "content": INSTRUCTIONS},
         {"role": "user", "content": exercise.question},
     ]
-    async with AsyncOpenAI(base_url=call.base_url, api_key=call.api_key) as client:
+    async with openai_client(call) as client:
         for _ in range(MAX_REQUESTS):
             response = await client.chat.completions.create(
                 model=call.model, messages=messages, tools=tools

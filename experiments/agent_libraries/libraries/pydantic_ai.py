@@ -8,6 +8,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from torchtitan_rl import AgentCall
+from torchtitan_rl.experiments.agent_libraries.clients import openai_client
 from torchtitan_rl.experiments.agent_libraries.exercise import INSTRUCTIONS, Exercise
 
 
@@ -18,22 +19,22 @@ class Answer(BaseModel):
 
 
 async def solve(call: AgentCall, exercise: Exercise) -> str | None:
-    provider = OpenAIProvider(base_url=call.base_url, api_key=call.api_key)
-    agent = Agent(
-        OpenAIChatModel(call.model, provider=provider),
-        instructions=INSTRUCTIONS,
-        tools=[exercise.calculator],
-        output_type=[str, Answer],
-    )
-    history = None
-    message: str | None = exercise.question
-    try:
-        while message is not None:
-            result = await agent.run(message, message_history=history)
-            if isinstance(result.output, Answer):
-                return f"{result.output.number:g}"
-            history = result.all_messages()
-            message = exercise.reply(result.output)
-    except UnexpectedModelBehavior:
-        return None
-    return result.output
+    async with openai_client(call) as client:
+        agent = Agent(
+            OpenAIChatModel(call.model, provider=OpenAIProvider(openai_client=client)),
+            instructions=INSTRUCTIONS,
+            tools=[exercise.calculator],
+            output_type=[str, Answer],
+        )
+        history = None
+        message: str | None = exercise.question
+        try:
+            while message is not None:
+                result = await agent.run(message, message_history=history)
+                if isinstance(result.output, Answer):
+                    return f"{result.output.number:g}"
+                history = result.all_messages()
+                message = exercise.reply(result.output)
+        except UnexpectedModelBehavior:
+            return None
+        return result.output
