@@ -1,4 +1,4 @@
-"""A load of chat completions, from a process of its own that uses little CPU.
+"""A load of chats through one of the APIs, from a process of its own that uses little CPU.
 
     python -m benchmarks.chat_load  < job.json  > result.json
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
 _CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _READ_BYTES = 1 << 16
 
@@ -47,14 +47,19 @@ class LoadResult:
 
 
 def run_load(
-    host: str, port: int, bodies: Sequence[dict[str, Any]], *, concurrency: int
+    host: str,
+    port: int,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    concurrency: int,
+    path: str = "/v1/chat/completions",
 ) -> LoadResult:
-    """Send every body to ``/v1/chat/completions``, ``concurrency`` at a time.
+    """Send every body to ``path``, ``concurrency`` at a time.
 
     Raises:
         LoadError: one of them was not answered with 200.
     """
-    requests = [_request(host, port, body) for body in bodies]
+    requests = [_request(host, port, path, body) for body in bodies]
     return asyncio.run(_run(host, port, requests, concurrency))
 
 
@@ -117,10 +122,10 @@ async def _read_stream(reader: asyncio.StreamReader, sent: float) -> tuple[bytes
     return tail, first_s
 
 
-def _request(host: str, port: int, body: dict[str, Any]) -> bytes:
+def _request(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\n"
+        f"POST {path} HTTP/1.1\r\n"
         f"Host: {host}:{port}\r\n"
         "Authorization: Bearer any\r\n"
         "Content-Type: application/json\r\n"
@@ -136,7 +141,7 @@ def _cpu_s() -> float:
 
 def main() -> None:
     job = json.load(sys.stdin)
-    result = run_load(job["host"], job["port"], job["bodies"], concurrency=job["concurrency"])
+    result = run_load(**job)
     json.dump(asdict(result), sys.stdout)
 
 

@@ -1,10 +1,12 @@
 """Tokens per second of our endpoint relative to vLLM's own server.
 
-    python -m benchmarks.serving [--repeats 5] [--requests 256] [--json FILE] [--plot FILE]
+    python -m benchmarks.serving [--repeats 5] [--requests 256] [--modes whole ...] [--json FILE]
 
 Both servers have the same model, engine flags and cores (each side all of its processes), and run
-all the time. They get the same requests alternately, 64 chats at a time, whole and streamed. Every
-answer has exactly as many tokens as its request asks for, so both sides do the same work. CPU
+all the time. They get the same requests alternately, 64 at a time: chats, Responses and Messages,
+whole and streamed. Every answer has exactly as many tokens as its request asks for (the served copy
+of the model has no end of sequence), so both sides do the same work. Ours keeps each response,
+which vLLM does not. CPU
 seconds are those of all processes of a side; those of the load's own process, which runs on the
 same cores, are reported separately. Figures are medians over repeats, ratios are medians of each
 repeat's ratio.
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +35,28 @@ from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.servers import EngineFlags, Server, ours, own
 from benchmarks.training_runs import ROOT
 
-MODES = ("whole", "streaming")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    path: str
+    streams: bool
+    messages: str = "messages"  # the names of these fields
+    max_tokens: str = "max_tokens"
+
+
+MODES = {
+    f"{api}{how}": Mode(path=path, streams=streams, **names)
+    for api, path, names in (
+        ("", "/v1/chat/completions", {}),
+        (
+            "responses, ",
+            "/v1/responses",
+            {"messages": "input", "max_tokens": "max_output_tokens"},
+        ),
+        ("messages, ", "/v1/messages", {}),
+    )
+    for how, streams in (("whole", False), ("streaming", True))
+}
 TINY = ROOT / "experiments" / "alphabet_sort" / "policy"
 _LOAD_TIMEOUT_S = 1800.0
 
@@ -59,17 +83,19 @@ class Measured:
         return 1000 * sum(self.cpu_s.values()) / self.tokens
 
 
-def bodies(count: int, *, streams: bool, seed: int, max_tokens: int) -> list[dict[str, Any]]:
+def bodies(count: int, *, mode: Mode, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     """Chats of one to three messages; completions of log-normal lengths, median 96 tokens."""
     rng = random.Random(seed)
+    more: dict[str, Any] = {"stream": True} if mode.streams else {}
+    if mode == MODES["streaming"]:
+        more["stream_options"] = {"include_usage": True}
     return [
         {
             "model": "policy",
-            "messages": _messages(rng),
-            "max_tokens": max(8, min(max_tokens, round(rng.lognormvariate(4.56, 0.6)))),
+            mode.messages: _messages(rng),
+            mode.max_tokens: max(8, min(max_tokens, round(rng.lognormvariate(4.56, 0.6)))),
             "temperature": 1.0,
-            "ignore_eos": True,
-            **({"stream": True, "stream_options": {"include_usage": True}} if streams else {}),
+            **more,
         }
         for _ in range(count)
     ]
@@ -89,10 +115,32 @@ def _messages(rng: random.Random) -> list[dict[str, str]]:
     return messages
 
 
-def measure(server: Server, load: list[dict[str, Any]], concurrency: int) -> Measured:
+def endless(model: Path, folder: Path) -> Path:
+    """A copy of a model without an end of sequence."""
+    copy = Path(shutil.copytree(model, folder / "model"))
+    for name, field in (
+        ("config.json", "eos_token_id"),
+        ("generation_config.json", "eos_token_id"),
+        ("tokenizer_config.json", "eos_token"),
+    ):
+        settings = json.loads((copy / name).read_text())
+        settings[field] = None
+        (copy / name).write_text(json.dumps(settings))
+    return copy
+
+
+def measure(
+    server: Server, load: list[dict[str, Any]], concurrency: int, *, mode: Mode
+) -> Measured:
     """Raises SystemExit where an answer is not what was asked for."""
     before = server.cpu_seconds()
-    job = {"host": "127.0.0.1", "port": server.port, "bodies": load, "concurrency": concurrency}
+    job = {
+        "host": "127.0.0.1",
+        "port": server.port,
+        "path": mode.path,
+        "bodies": load,
+        "concurrency": concurrency,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.chat_load"],
         input=json.dumps(job),
@@ -107,7 +155,7 @@ def measure(server: Server, load: list[dict[str, Any]], concurrency: int) -> Mea
     result = json.loads(done.stdout)
     after = server.cpu_seconds()
     tokens = sum(timing["tokens"] for timing in result["timings"])
-    asked = sum(body["max_tokens"] for body in load)
+    asked = sum(body[mode.max_tokens] for body in load)
     if tokens != asked:
         raise SystemExit(f"{server.name} answered {tokens} tokens of {asked}")
     total = [timing["total_s"] for timing in result["timings"]]
@@ -125,24 +173,31 @@ def measure(server: Server, load: list[dict[str, Any]], concurrency: int) -> Mea
 
 
 def compare(
-    sides: Sequence[Server], *, repeats: int, requests: int, concurrency: int, max_tokens: int
+    sides: Sequence[Server],
+    modes: Sequence[str],
+    *,
+    repeats: int,
+    requests: int,
+    concurrency: int,
+    max_tokens: int,
 ) -> dict[str, dict[str, list[Measured]]]:
     """By mode and side. Each repeat begins with another side, and has requests of its own."""
     results: dict[str, dict[str, list[Measured]]] = {
-        mode: {side.name: [] for side in sides} for mode in MODES
+        mode: {side.name: [] for side in sides} for mode in modes
     }
-    for mode in MODES:
-        warm_up = bodies(concurrency, streams=mode == "streaming", seed=-1, max_tokens=32)
+    for name in modes:
+        mode = MODES[name]
+        warm_up = bodies(concurrency, mode=mode, seed=-1, max_tokens=32)
         for side in sides:
-            measure(side, warm_up, concurrency)
+            measure(side, warm_up, concurrency, mode=mode)
         for repeat in range(repeats):
-            load = bodies(requests, streams=mode == "streaming", seed=repeat, max_tokens=max_tokens)
+            load = bodies(requests, mode=mode, seed=repeat, max_tokens=max_tokens)
             start = repeat % len(sides)
             for side in (*sides[start:], *sides[:start]):
-                measured = measure(side, load, concurrency)
-                results[mode][side.name].append(measured)
+                measured = measure(side, load, concurrency, mode=mode)
+                results[name][side.name].append(measured)
                 print(
-                    f"{mode} {repeat} {side.name}: {measured.tokens_per_second:.0f} tok/s, "
+                    f"{name} {repeat} {side.name}: {measured.tokens_per_second:.0f} tok/s, "
                     f"{measured.cpu_ms_per_token:.3f} CPU ms/token",
                     flush=True,
                 )
@@ -234,6 +289,7 @@ def draw(results: dict[str, dict[str, list[Measured]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=TINY, help="a Hugging Face directory")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=256, help="in each repeat")
     parser.add_argument("--concurrency", type=int, default=64)
@@ -253,7 +309,7 @@ def main() -> None:
     )
     settings, folder = heading(given), Path(mkdtemp(prefix="serving-"))
     flags = EngineFlags(
-        model=given.model,
+        model=endless(given.model, folder),
         max_model_len=given.max_model_len,
         max_running_requests=max(128, given.concurrency),
         kv_cache_bytes=given.kv_cache_bytes,
@@ -273,6 +329,7 @@ def main() -> None:
             side.wait_until_ready()
         results = compare(
             sides,
+            given.modes,
             repeats=given.repeats,
             requests=given.requests,
             concurrency=given.concurrency,

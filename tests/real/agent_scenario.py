@@ -144,13 +144,9 @@ async def posts_its_reward(call: AgentCall, said: list[Any]) -> None:
 
 
 async def biased(call: AgentCall, said: list[Any]) -> float:
-    try:
-        await client(call).completions.create(
-            model=call.model, prompt=[5], max_tokens=4, logit_bias={"7": 5}
-        )
-    except openai.BadRequestError as error:
-        said.append(error.message)
-    await client(call).completions.create(model=call.model, prompt=[5], max_tokens=4)
+    await client(call).completions.create(
+        model=call.model, prompt=[5], max_tokens=4, logit_bias={"7": 100}
+    )
     return 1.0
 
 

@@ -23,13 +23,19 @@ from schemathesis import GenerationMode
 TIMEOUT_S = 300.0  # of one request; a hang is one that takes longer
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "policy", "prompt": "hi", "max_tokens": 4}
+RESPONSE = {"model": "policy", "input": "hi", "max_output_tokens": 4}
+MESSAGE = CHAT  # its fields are the same
 SERVED = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
+    "/v1/responses": RESPONSE,
+    "/v1/messages": MESSAGE,
+    "/v1/messages/count_tokens": {name: MESSAGE[name] for name in ("model", "messages")},
     "/tokenize": {"model": "policy", "prompt": "hi"},
     "/detokenize": {"model": "policy", "tokens": [1, 2]},
 }
-STREAMED = {"/v1/chat/completions", "/v1/completions"}
+STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+LAST_EVENTS = {"response.completed", "message_stop"}
 
 
 @dataclass
@@ -91,11 +97,15 @@ def fault_of(answer: Any) -> str:
 
 
 def _error_of_stream(text: str) -> str:
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    if not events or events[-1] != "[DONE]":
-        return "a stream without an end"
-    errors = [event for event in events[:-1] if "error" in json.loads(event)]
-    return f"an error within a stream: {errors[0][:300]}" if errors else ""
+    events = [
+        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")
+    ]
+    said = [json.loads(event) for event in events if event != "[DONE]"]
+    errors = [event for event in said if "error" in event or event.get("type") == "error"]
+    if errors:
+        return f"an error within a stream: {str(errors[0])[:300]}"
+    has_end = events and (events[-1] == "[DONE]" or said[-1].get("type") in LAST_EVENTS)
+    return "" if has_end else "a stream without an end"
 
 
 def fuzz(

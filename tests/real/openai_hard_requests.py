@@ -131,3 +131,81 @@ HARD_CHAT: list[dict[str, Any]] = [
     {"add_generation_prompt": False, "continue_final_message": True},
     {"top_logprobs": 100, "logprobs": True},
 ]
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+HARD_RESPONSES: list[dict[str, Any]] = [
+    {"input": items}
+    for items in (
+        "",
+        "x" * 5000,
+        [],
+        [{}],
+        [CALL],
+        [CALL, CALL],
+        [{"type": "function_call_output", "call_id": "nobody's", "output": ""}],
+        [{"type": "item_reference", "id": "x"}],
+        [{"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}],
+        [{"type": "reasoning", "id": "x", "summary": [], "status": "incomplete"}],
+        [{"type": "message", "role": "assistant", "content": [], "status": "incomplete"}],
+        [{"type": "message", "role": "assistant", "content": []}],
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "http://[::1]/x"}]}],
+        [{"type": "computer_call_output", "call_id": "c", "output": {"type": "image"}}],
+    )
+] + [
+    {"previous_response_id": "resp_unknown"},
+    {"previous_input_messages": [{"role": "user", "content": "a"}]},
+    {"background": True},
+    {"store": False, "include": ["reasoning.encrypted_content"]},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 100},
+    {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#/nowhere"}}}},
+    {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+    {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1:1"}]},
+    {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+    {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+    {"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"},
+    {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"$ref": "#/x"}}]},
+    {"max_output_tokens": 0},
+    {"request_id": "../é\n"},
+    {"truncation": "auto", "input": "x" * 600},
+    {"reasoning": {"effort": "high", "summary": "detailed"}},
+    {"stop": ["x"] * 10000},
+    {"logit_bias": {"99999999": 1}},
+    {"structured_outputs": {"grammar": "root ::= root"}},
+    {"kv_transfer_params": {"do_remote_decode": True}},
+]
+CLAUDE_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+HARD_MESSAGES: list[dict[str, Any]] = [
+    {"messages": messages}
+    for messages in (
+        [],
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": "x" * 5000}],
+        [{"role": "system", "content": [{"type": "text", "text": "a"}]}],
+        [{"role": "assistant", "content": [{"type": "tool_use"}]}],
+        [{"role": "user", "content": [{"type": "tool_result"}]}],
+        [{"role": "user", "content": [{"type": "tool_reference"}]}],
+        [{"role": "user", "content": [{"type": "redacted_thinking", "data": "AAAA"}]}],
+        [{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}],
+        [{"role": "user", "content": [{"type": "document", "source": {"type": "text"}}]}],
+        [{"role": "system", "content": [{"type": "tool_removal", "tool": {"type": "x"}}]}],
+    )
+] + [
+    {"system": [{"type": "image", "source": {}}]},
+    {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+    {"tools": [CLAUDE_TOOL, CLAUDE_TOOL], "tool_choice": {"type": "any"}},
+    {"tools": [], "tool_choice": {"type": "any"}},
+    {"tool_choice": {"type": "any"}},
+    {"tools": [{"name": "f", "strict": True, "input_schema": {"$ref": "#/nowhere"}}]},
+    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "zzz"}}}},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+    {"thinking": {"type": "disabled"}},
+    {"stop_sequences": ["x"] * 1000},
+    {"stop_sequences": [""]},
+    {"max_tokens": 0},
+    {"temperature": -1},
+    {"top_k": 1 << 62},
+    {"top_p": 0},
+]

@@ -1,10 +1,10 @@
 """vLLM's own server and our endpoint's application over one tiny model, in one process each way:
 ``python -m tests.real.openai_scenario DIR`` serves until its standard input is closed.
 
-It prints one JSON object with what `play_agents` returned and with four base URLs: ``own`` and
-``ours`` parse tool calls, ``own_reasoning`` and ``ours_reasoning`` also parse reasoning. Ours is
-one engine under a router, with a bridge and a link for each application. What happens to a request
-of ours depends on its session, see `Happenings`.
+It prints one JSON object with what `play_agents` returned and with five base URLs: ``own`` and
+``ours`` parse tool calls, ``own_reasoning`` and ``ours_reasoning`` also parse reasoning;
+``ours_free`` applies no constraints. Ours is one engine under a router, with a bridge and a link
+for each application. What happens to a request of ours depends on its session, see `Happenings`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.config import Constraints
 from torchtitan_rl.serving.messages import (
     Refusal,
     RefusedError,
@@ -156,7 +157,11 @@ async def build_own(model: Path, template: Path, engines: list[Any]) -> Any:
 
 
 def our_endpoint(
-    model: Path, template: Path, router: GeneratorRouter, reasoning_parser: str
+    model: Path,
+    template: Path,
+    router: GeneratorRouter,
+    reasoning_parser: str = "",
+    constraints: Constraints = "constrained",
 ) -> AbstractAsyncContextManager[str]:
     """Our application, of a controller that counts."""
     happenings = Happenings(router)
@@ -166,6 +171,7 @@ def our_endpoint(
         tool_call_parser=TOOL_PARSER,
         reasoning_parser=reasoning_parser,
         chat_template=str(template),
+        constraints=constraints,
     )
 
     def status(bridge: EndpointBridge) -> SystemStatus:
@@ -173,6 +179,7 @@ def our_endpoint(
             'tokens{replica="replica0"}': sum(router.outstanding_tokens().values()),
             "aborted": bridge.counts.aborted,
             "sampled": happenings.num_sampled,
+            **bridge.counts.gauges(),
         }
         return SystemStatus(is_healthy=True, gauges=gauges)
 
@@ -207,7 +214,8 @@ async def main(root: Path) -> None:
     }
     async with (
         our_endpoint(model, template, router, REASONING_PARSER) as urls["ours_reasoning"],
-        our_endpoint(model, template, router, "") as urls["ours"],
+        our_endpoint(model, template, router, constraints="free") as urls["ours_free"],
+        our_endpoint(model, template, router) as urls["ours"],
     ):
         print(json.dumps({"urls": urls, "agents": agents}), flush=True)
         await asyncio.to_thread(sys.stdin.read)

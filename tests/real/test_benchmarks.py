@@ -230,7 +230,9 @@ def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
         *("--json", str(path), "--plot", str(plot)),
     )
     report = report_of(path, plot)
-    assert set(report["repeats"]) == {"whole", "streaming"}
+    assert set(report["repeats"]) == {
+        f"{api}{how}" for api in ("", "responses, ", "messages, ") for how in ("whole", "streaming")
+    }
     for mode, sides in report["repeats"].items():
         ours, own = sides.values()
         assert [run["tokens"] for run in ours] == [run["tokens"] for run in own]

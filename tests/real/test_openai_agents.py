@@ -81,10 +81,13 @@ def test_a_reward_posted_by_http_ends_the_rollout(results: dict[str, Any]) -> No
     assert refused == "session_closed"
 
 
-def test_what_changes_the_distribution_is_refused_with_its_name(results: dict[str, Any]) -> None:
-    rollout = completed(results, "biased")
-    assert "logit_bias" in rollout["said"][0]
-    assert rollout["metrics"]["agent/refused_requests"] == 1
+def test_a_constraint_is_not_applied_so_that_its_tokens_are_trained(
+    results: dict[str, Any],
+) -> None:
+    ((_, token_ids, *_),) = completed(results, "biased")["turns"]
+    assert set(token_ids) != {7}
+    ((_, loss_mask),) = results["biased"]["episodes"]
+    assert sum(loss_mask) == len(token_ids)
 
 
 def test_the_synchronous_client_in_an_async_agent_does_not_stop_the_run(

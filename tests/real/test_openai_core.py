@@ -18,6 +18,8 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -25,8 +27,10 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from tests.real.models import tiny_qwen3
+from tests.real.openai_requests import BASE, CHATS
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
+from torchtitan_rl.backends.vllm.openai_constraints import ConstraintPolicy, constraining_fields
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.rpc.messages import Call, End, Submission
@@ -330,3 +334,52 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
         link.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("case", "field"),
+    [
+        ("a JSON schema", "response_format"),
+        ("a regular expression", "structured_outputs"),
+        ("a forced tool", "tool_choice"),
+        ("a required tool", "tool_choice"),
+        ("logit bias", "logit_bias"),
+        ("bad words", "bad_words"),
+        ("a stop string after a minimum", "min_tokens"),
+        ("no end of sequence", "ignore_eos"),
+        ("a tool by itself", "structured_outputs"),
+        ("no tool by itself", None),
+        ("tools that are forbidden", None),
+        ("warm and truncated", None),
+        ("penalties", None),
+    ],
+)
+def test_a_request_with_a_constraint_is_refused_by_its_field(case: str, field: str | None) -> None:
+    asked = {**BASE, **CHATS[case]}
+    request = ChatCompletionRequest(**{**asked, **asked.pop("extra_body", {})})
+    policy = ConstraintPolicy("refuse", count=[].append)
+    if field is None:
+        policy.admit(request)
+        return
+    with pytest.raises(VLLMValidationError, match=f"^{field} ") as refused:
+        policy.admit(request)
+    assert refused.value.parameter == field
+
+
+def test_every_form_of_a_constraint_is_known() -> None:
+    tool = {"type": "function", "name": "add", "strict": True, "parameters": {}}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    request = ResponsesRequest(
+        model="policy",
+        input="hi",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "add"},
+        parallel_tool_calls=False,
+        text=form,
+    )
+    assert set(constraining_fields(request)) == {
+        "text.format",
+        "tool_choice",
+        "tools.strict",
+        "parallel_tool_calls",
+    }

@@ -13,8 +13,24 @@ import pytest
 import requests
 
 from tests.real.models import tiny_qwen3
-from tests.real.openai_fuzz import CHAT, TEXT, TIMEOUT_S, Target, fuzz
-from tests.real.openai_hard_requests import HARD_CHAT, HARD_FOR_BOTH, HARD_TEXT, MAX_MODEL_LEN
+from tests.real.openai_fuzz import (
+    CHAT,
+    MESSAGE,
+    RESPONSE,
+    STREAMED,
+    TEXT,
+    TIMEOUT_S,
+    Target,
+    fuzz,
+)
+from tests.real.openai_hard_requests import (
+    HARD_CHAT,
+    HARD_FOR_BOTH,
+    HARD_MESSAGES,
+    HARD_RESPONSES,
+    HARD_TEXT,
+    MAX_MODEL_LEN,
+)
 from tests.real.served import Served, require_end_by_loss_of_endpoint, serve
 
 MAX_TOKENS = 64
@@ -22,6 +38,11 @@ MAX_TOKENS = 64
 ROUTES = [
     ("/v1/chat/completions", "post", 50),
     ("/v1/completions", "post", 50),
+    ("/v1/responses", "post", 40),
+    ("/v1/responses/{response_id}", "get", 10),
+    ("/v1/responses/{response_id}", "delete", 10),
+    ("/v1/messages", "post", 40),
+    ("/v1/messages/count_tokens", "post", 20),
     ("/tokenize", "post", 20),
     ("/detokenize", "post", 20),
     ("/v1/models", "get", 5),
@@ -119,7 +140,7 @@ def test_whatever_the_document_allows_or_forbids_gets_no_5xx_and_no_hang(
     target: Target, document: dict[str, Any], path: str, method: str, num_examples: int
 ) -> None:
     fuzz(target, document, path, method, num_examples=num_examples)
-    if path in ("/v1/chat/completions", "/v1/completions"):
+    if path in STREAMED:
         assert target.statuses[200] > num_examples // 2  # it is not all refused at the door
         assert target.statuses[400] > 10
 
@@ -130,6 +151,8 @@ def test_requests_that_have_broken_servers_are_answered_or_refused(
 ) -> None:
     cases = [("/v1/completions", TEXT | more) for more in HARD_FOR_BOTH + HARD_TEXT]
     cases += [("/v1/chat/completions", CHAT | more) for more in HARD_FOR_BOTH + HARD_CHAT]
+    cases += [("/v1/responses", RESPONSE | more) for more in HARD_RESPONSES]
+    cases += [("/v1/messages", MESSAGE | more) for more in HARD_MESSAGES]
     for path, body in cases:
         target.post(path, body | {"stream": streams})
 

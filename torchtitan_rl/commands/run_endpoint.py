@@ -80,8 +80,14 @@ async def run_endpoint(
 
 def _request_totals(counts: BridgeCounts) -> dict[str, float]:
     refused = {f"endpoint/refused/{code}": float(n) for code, n in counts.by_refusal.items()}
-    return refused | {
-        "endpoint/requests": float(counts.polled),
-        "endpoint/completed": float(counts.completed),
-        "endpoint/aborted": float(counts.aborted),
-    }
+    events = {f"endpoint/{name}": float(n) for name, n in counts.by_event.items()}
+    return (
+        refused
+        | events
+        | {
+            "endpoint/requests": float(counts.polled),
+            "endpoint/completed": float(counts.completed),
+            "endpoint/aborted": float(counts.aborted),
+            "endpoint/missing_calls": float(counts.by_event["missing_calls"]),
+        }
+    )

@@ -41,7 +41,9 @@ class ServeConfig:
     grace_s: float = 5.0
     """Seconds that running requests have to finish at shutdown."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    endpoint: EndpointConfig = field(default_factory=lambda: EndpointConfig(port=8000))
+    endpoint: EndpointConfig = field(
+        default_factory=lambda: EndpointConfig(port=8000, constraints="constrained")
+    )
 
 
 _BOUNDS = {

@@ -3,6 +3,7 @@
 | layer, from outside in | what it does |
 |---|---|
 | `StalledClients` | drops clients that do not read their response |
+| `AnthropicErrors` | gives errors of `/v1/messages` that API's shape |
 | `OpenAIErrors` | turns what the layers raise into OpenAI error objects |
 | `Authentication` | checks keys, finds the session |
 | `BufferedBody` | reads the body, checks its size and content |
@@ -26,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.admission import Admission
+from torchtitan_rl.serving.anthropic_errors import AnthropicErrors
 from torchtitan_rl.serving.auth import Authentication
 from torchtitan_rl.serving.body import BufferedBody
 from torchtitan_rl.serving.config import EndpointConfig
@@ -69,7 +71,8 @@ class EndpointApp:
         body = BufferedBody(self._retries, config, timeout_s=body_timeout_s)
         authentication = Authentication(body, host=config.host, keys=keys)
         self._layers = StalledClients(
-            OpenAIErrors(authentication, replaces_500=False), timeout_s=stall_timeout_s
+            AnthropicErrors(OpenAIErrors(authentication, replaces_500=False)),
+            timeout_s=stall_timeout_s,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

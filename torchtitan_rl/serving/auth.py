@@ -2,7 +2,8 @@
 
 - `/health` needs no key; its answer says only whether the endpoint serves.
 - Everything else, `/metrics` and the OpenAPI document included, needs the API key as a bearer
-  token. Only a loopback address without a configured key accepts any token, or none.
+  token, or as ``x-api-key`` where there is none. Only a loopback address without a configured key
+  accepts any token, or none.
 - `/admin/...` needs the admin key, which is valid for nothing else; where none is configured these
   routes do not exist (404).
 - The session is the header ``X-Session-ID``, or what follows the first ":" of the bearer token
@@ -114,9 +115,10 @@ def _unauthorized(message: str) -> HttpError:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The bearer token; None without one, or where the header has another scheme."""
+    """The bearer token, else the key in the header of Anthropic's clients; None without one."""
     scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
-    return token.strip() or None if scheme.lower() == b"bearer" else None
+    key = token if scheme.lower() == b"bearer" else _header(scope, b"x-api-key") or b""
+    return key.strip() or None
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.serving.messages import (
     Command,
     CommandName,
+    Counted,
     Endpoint,
     Handler,
     Refusal,
@@ -57,12 +59,14 @@ class Complete(Protocol):
 
 @dataclass(slots=True)
 class BridgeCounts:
-    """Of requests, since the start. ``by_refusal`` is by the refusal's code."""
+    """Of requests, since the start. ``by_refusal`` is by the refusal's code, ``by_event`` by the
+    name that the endpoint's process counts under."""
 
     polled: int = 0
     completed: int = 0
     aborted: int = 0
-    by_refusal: dict[str, int] = dataclasses.field(default_factory=dict)
+    by_refusal: Counter[str] = dataclasses.field(default_factory=Counter)
+    by_event: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def gauges(self) -> dict[str, float]:
         """As Prometheus names them."""
@@ -73,6 +77,10 @@ class BridgeCounts:
             **{
                 f'requests_refused_total{{code="{code}"}}': float(number)
                 for code, number in self.by_refusal.items()
+            },
+            **{
+                f'request_events_total{{event="{name}"}}': float(number)
+                for name, number in self.by_event.items()
             },
         }
 
@@ -168,6 +176,8 @@ class EndpointBridge:
                     self._start_command(number, command)
                 case Abort(call_id=request_id):
                     self._abort(request_id)
+                case Counted(name=name):
+                    self.counts.by_event[name] += 1
 
     def _start(self, request: Submission) -> None:
         self.counts.polled += 1
@@ -205,8 +215,7 @@ class EndpointBridge:
         if refusal is None:
             self.counts.completed += 1
         else:
-            of_code = self.counts.by_refusal
-            of_code[refusal.code] = of_code.get(refusal.code, 0) + 1
+            self.counts.by_refusal[refusal.code] += 1
         end = End(call_id=request_id, result=completion, error=refusal)
         self._connection.put(end, is_urgent=not self._requests)  # nothing is left to gather
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Constraints = Literal["free", "constrained", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,11 @@ class EndpointConfig:
     """vLLM's name of a tool call parser, such as ``hermes``. Empty: tool calls stay text."""
     reasoning_parser: str = ""
     """vLLM's name of a reasoning parser. Empty: reasoning stays text."""
+    constraints: Constraints = "free"
+    """Requests that constrain the sampling (strict tools, a required tool, a schema, logit_bias,
+    min_tokens, ...): with ``free`` the policy samples freely, so that every token can be trained
+    on, and they are counted; ``constrained`` applies them, as vLLM does (the default of ``serve``);
+    ``refuse`` answers 400."""
     chat_template: str = ""
     """File with a chat template. Empty: the tokenizer's own."""
     max_body_bytes: int = 4 << 20

@@ -32,7 +32,19 @@ _REPETITIONS = tuple(
 )
 _MAX_REPETITIONS = 100_000  # no completion has as many tokens
 _TEXT_PARTS = frozenset(
-    {"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"}
+    {
+        "input_text",
+        "output_text",
+        "reasoning_text",
+        "redacted_thinking",
+        "refusal",
+        "summary_text",
+        "text",
+        "thinking",
+        "tool_reference",
+        "tool_result",
+        "tool_use",
+    }
 )
 _MEDIA = frozenset(
     {
@@ -157,6 +169,7 @@ def _check_text_only(content: dict[str, Any]) -> None:
         raise _not_text("modalities", "it asks for an answer other than text")
     for name in ("messages", "input"):
         _check_messages(content.get(name), name)
+    _check_content(content.get("system"), "system")
 
 
 def _check_messages(messages: Any, place: str) -> None:
@@ -167,7 +180,8 @@ def _check_messages(messages: Any, place: str) -> None:
         at = f"{place}[{index}]"
         if isinstance(message, dict):
             _check_media(message, at)
-            _check_content(message.get("content"), f"{at}.content")
+            for name in ("content", "output"):  # of a message, of a tool's answer
+                _check_content(message.get(name), f"{at}.{name}")
         else:
             _check_messages(message, at)
 

@@ -28,6 +28,7 @@ from torchtitan_rl.serving.messages import (
     Command,
     CommandEnd,
     CommandName,
+    Counted,
     Outputs,
     Refusal,
     RefusedError,
@@ -139,6 +140,10 @@ class ControllerLink:
             raise RefusedError(Refusal(status=504, message=message, code="timeout")) from error
         finally:
             del self._answers[number]
+
+    def count(self, name: str) -> None:
+        """Have the controller count something that happened to a request."""
+        self._outbox.put(Counted(name=name))
 
     def add_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Add gauges of this process to every `status`, under the common prefix."""

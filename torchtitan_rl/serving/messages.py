@@ -76,7 +76,14 @@ class SystemStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
-ToController = Call[Submission] | Call[Command] | Abort
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Something happened to a client's request that only the endpoint's process sees."""
+
+    name: str  # of a counter, such as "missing_calls"
+
+
+ToController = Call[Submission] | Call[Command] | Abort | Counted
 """Requests are called by their own ids, commands by numbers."""
 
 ToEndpoint = Progress | End[Any, Refusal] | SystemStatus

@@ -145,3 +145,9 @@ def test_an_address_that_others_reach_needs_a_key_and_keys_must_be_usable() -> N
         assert Keys().errors(host) == []
     assert ":" in Keys(api="a:b").errors("127.0.0.1")[0]
     assert "differ" in Keys(api="same", admin="same").errors("127.0.0.1")[0]
+
+
+def test_the_key_of_anthropics_clients_is_taken_where_there_is_no_bearer_token() -> None:
+    assert ask(LOCKED, {"x-api-key": "secret:s1"}) == (200, "s1")
+    assert ask(LOCKED, {"x-api-key": "wrong"}) == (401, "invalid_api_key")
+    assert ask(LOCKED, {**bearer("wrong"), "x-api-key": "secret"}) == (401, "invalid_api_key")

@@ -174,6 +174,11 @@ def test_conversations_of_a_batch_and_inputs_are_checked_too() -> None:
     message = {"role": "user", "content": [IMAGE]}
     assert not_text(messages=[[message], [message]]) == "messages[0][0].content[0]"
     assert not_text(input=[message]) == "input[0].content[0]"
+    assert not_text(system=[TEXT, IMAGE]) == "system[1]"
+    result = {"type": "function_call_output", "call_id": "1", "output": [TEXT, IMAGE]}
+    assert not_text(input=[result]) == "input[0].output[1]"
+    block = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}
+    assert not_text(messages=[{"content": [block]}]) == "messages[0].content[0].content[0]"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +206,8 @@ def test_text_of_every_kind_is_let_through() -> None:
         {"type": "refusal", "refusal": "no"},
         {"type": "thinking", "thinking": "hm"},
         {"type": "tool_reference", "name": "f"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"image": "a word"}},
+        {"type": "tool_result", "tool_use_id": "1", "content": [TEXT]},
     ]
     message = {"role": "assistant", "content": parts, "audio": None}
     assert refusal(messages=[message], modalities=["text"]) is None

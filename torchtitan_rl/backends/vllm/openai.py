@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.completion.api_router import router as completion_r
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.api_router import router as responses_router
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
@@ -52,13 +53,17 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
+from torchtitan_rl.backends.vllm.openai_constraints import ConstraintPolicy
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
+from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
+from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.auth import is_session_id
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,7 @@ _DEAD = HttpError(503, "the endpoint has failed", code="endpoint_failed")
 _SERVED = {
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/models",
     "/tokenize",
     "/detokenize",
@@ -77,7 +83,7 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     """The application without keys and limits, for the event loop that ``link`` is attached to.
     Its lifespan must be run.
     """
-    llm = RouterLLM(_vllm_config(spec), link)
+    llm = RouterLLM(_vllm_config(spec), link, spec.endpoint.constraints)
     app = FastAPI(
         title="torchtitan-rl",
         docs_url=None,
@@ -86,10 +92,19 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     )
     app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
     _serve_model(app, llm, spec.endpoint)
-    for router in (chat_router, completion_router, models_router, tokenize_router, basic_router):
+    for router in (
+        chat_router,
+        completion_router,
+        responses_router,
+        models_router,
+        tokenize_router,
+        basic_router,
+    ):
         served = APIRouter()
         served.routes.extend(route for route in router.routes if route.path in _SERVED)
         app.include_router(served)
+    app.include_router(kept_responses(app.state.openai_serving_responses.store))
+    app.include_router(messages_routes(app.state.anthropic_serving_messages))
     _add_health_and_metrics(app, llm, link)
     handle_errors(app)
     return app
@@ -98,9 +113,10 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
 class RouterLLM(AsyncLLM):
     """vLLM's asynchronous front end with our engine core."""
 
-    def __init__(self, vllm_config: Any, link: ControllerLink) -> None:
+    def __init__(self, vllm_config: Any, link: ControllerLink, constraints: Constraints) -> None:
         reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser
         core = RouterCore(link, model_reasons=bool(reasoning_parser))
+        self.constraints = ConstraintPolicy(constraints, link.count)
         self._link = link
         self._is_ending = False
         with _core_client(core):
@@ -121,6 +137,7 @@ class RouterLLM(AsyncLLM):
             VLLMValidationError: it has an option that is not served.
         """
         refuse_unserved(sampling_params)
+        self.constraints.free(sampling_params)
         _check_session(options.get("session_id"))
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
@@ -225,6 +242,11 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
     state.openai_serving_models = models
     state.openai_serving_chat = Chat(llm, models, "assistant", **common, **template, **parsers)
     state.openai_serving_completion = Completions(llm, models, **common)
+    state.openai_serving_responses = Responses(llm, models, **common, **template, **parsers)
+    state.openai_serving_responses.store = ResponseStore()
+    state.anthropic_serving_messages = Messages(
+        llm, models, "assistant", **common, **template, **parsers
+    )
     state.serving_tokenization = ServingTokenization(models, renderer, **template)
 
 

@@ -19,9 +19,10 @@ from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
 
 _NO_BEAMS = "beam search is not served"
+_LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
 
 
-class _Stream:
+class AnswerStream:
     """A streamed answer whose first output is awaited before the response begins."""
 
     def __init__(self, outputs: AsyncIterator[Any]) -> None:
@@ -77,7 +78,7 @@ class _Versions:
 
     async def added(self, chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
-            yield self._with_versions(chunk) if '"finish_reason":"' in chunk else chunk
+            yield self._with_versions(chunk) if _LAST_OF_CHOICE in chunk else chunk
 
     def _with_versions(self, chunk: str) -> str:
         body = json.loads(chunk.removeprefix("data: "))
@@ -87,7 +88,7 @@ class _Versions:
         return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-class _Errors:
+class RefusalErrors:
     """Mixin for vLLM's serving classes: errors of a stream that has begun."""
 
     def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
@@ -97,12 +98,13 @@ class _Errors:
         return answer
 
 
-class Chat(_Errors, OpenAIServingChat):
+class Chat(RefusalErrors, OpenAIServingChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if request.use_beam_search:
             return self.create_error_response(_NO_BEAMS, param="use_beam_search")
+        self.engine_client.constraints.admit(request)
         answer = await super().create_chat_completion(request, raw_request)
-        return await answer.begin() if isinstance(answer, _Stream) else answer
+        return await answer.begin() if isinstance(answer, AnswerStream) else answer
 
     async def chat_completion_full_generator(
         self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
@@ -111,27 +113,42 @@ class Chat(_Errors, OpenAIServingChat):
         answer = await super().chat_completion_full_generator(
             request, versions.noted(outputs), *args, **options
         )
+        for choice in getattr(answer, "choices", ()):  # an error has none
+            has_call = bool(choice.message.tool_calls)
+            self.engine_client.constraints.note_answer(request, has_call=has_call)
         if request.return_token_ids and hasattr(answer, "choices"):
             versions.add_to(answer.choices)
         return answer
 
     def chat_completion_stream_generator(
         self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
-    ) -> _Stream:
-        stream, versions = _Stream(outputs), _Versions()
+    ) -> AnswerStream:
+        stream, versions = AnswerStream(outputs), _Versions()
         chunks = super().chat_completion_stream_generator(
             request, versions.noted(stream.outputs()), *args, **options
         )
+        if request.requires_call:
+            chunks = self._noted_calls(request, chunks)
         stream.chunks = versions.added(chunks) if request.return_token_ids else chunks
         return stream
 
+    async def _noted_calls(
+        self, request: Any, chunks: AsyncIterator[str]
+    ) -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            if _LAST_OF_CHOICE in chunk:
+                has_call = f'{_LAST_OF_CHOICE}tool_calls"' in chunk
+                self.engine_client.constraints.note_answer(request, has_call=has_call)
+            yield chunk
 
-class Completions(_Errors, OpenAIServingCompletion):
+
+class Completions(RefusalErrors, OpenAIServingCompletion):
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         if request.use_beam_search:
             return self.create_error_response(_NO_BEAMS, param="use_beam_search")
+        self.engine_client.constraints.admit(request)
         answer = await super().create_completion(request, raw_request)
-        return await answer.begin() if isinstance(answer, _Stream) else answer
+        return await answer.begin() if isinstance(answer, AnswerStream) else answer
 
     def request_output_to_completion_response(
         self, results: list[Any], request: Any, *args: Any, **options: Any
@@ -147,8 +164,8 @@ class Completions(_Errors, OpenAIServingCompletion):
 
     def completion_stream_generator(
         self, request: Any, prompts: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
-    ) -> _Stream:
-        stream, versions = _Stream(outputs), _Versions(request.n or 1)
+    ) -> AnswerStream:
+        stream, versions = AnswerStream(outputs), _Versions(request.n or 1)
         chunks = super().completion_stream_generator(
             request, prompts, versions.noted(stream.outputs()), *args, **options
         )

@@ -1,0 +1,101 @@
+"""Requests that constrain their sampling, and what the endpoint does with them.
+
+Agent libraries mark tools as strict, require a call or send a schema; vLLM turns each of these into
+a grammar. `EndpointConfig.constraints` says whether it is applied:
+
+- ``constrained``: everything applies, as in vLLM.
+- ``free``: nothing applies, and each such field is counted. The tool parser finds the calls in what
+  the policy wrote; an answer without the call that was required is text, and counted.
+- ``refuse``: a request with such a field is a 400 that names it.
+
+Invariant: unless the option is ``constrained``, no request reaches an engine with a constraint,
+whoever asked for it (some tool parsers add a grammar of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from torchtitan_rl.serving.config import Constraints
+
+MISSING_CALLS = "missing_calls"  # answers without a tool call where one was required
+
+_SAMPLING_FIELDS = (
+    "structured_outputs",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
+_FREE_CHOICES = (None, "auto", "none")  # of a tool
+_DEFAULTS = VllmSamplingParams()
+
+
+class ConstraintPolicy:
+    """Applies the option to requests as they come in and to sampling parameters as they leave.
+
+    ``count`` is called with the name of what is to be counted.
+    """
+
+    def __init__(self, option: Constraints, count: Callable[[str], None]) -> None:
+        self._option = option
+        self._count = count
+
+    def admit(self, request: Any) -> None:
+        """Prepare a parsed chat, text or Responses request.
+
+        Raises:
+            VLLMValidationError: it is refused.
+        """
+        fields = [] if self._option == "constrained" else list(constraining_fields(request))
+        if fields and self._option == "refuse":
+            message = (
+                f"{fields[0]} constrains the sampling, which this server does not do "
+                "(endpoint.constraints is 'refuse'): leave it out"
+            )
+            raise VLLMValidationError(message, parameter=fields[0])
+        for name in fields:
+            self._count(f"unconstrained/{name}")
+        request.requires_call = "tool_choice" in fields
+        if request.requires_call:
+            # Otherwise vLLM would take the whole text for the JSON of the call.
+            request.tool_choice = "auto"
+
+    def free(self, params: VllmSamplingParams) -> None:
+        """Remove all constraints, where they do not apply."""
+        if self._option != "constrained":
+            for name in _SAMPLING_FIELDS:
+                setattr(params, name, getattr(_DEFAULTS, name))
+
+    def note_answer(self, request: Any, *, has_call: bool) -> None:
+        """Count the answer to an admitted request where it lacks the call that was required."""
+        if request.requires_call and not has_call:
+            self._count(MISSING_CALLS)
+
+
+def constraining_fields(request: Any) -> Iterator[str]:
+    """The names of a request's fields that constrain its sampling."""
+    for name in _SAMPLING_FIELDS:
+        if getattr(request, name, None):
+            yield name
+    if _format_type(getattr(request, "response_format", None)) != "text":
+        yield "response_format"
+    if _format_type(getattr(getattr(request, "text", None), "format", None)) != "text":
+        yield "text.format"
+    choice = getattr(request, "tool_choice", None)
+    if getattr(request, "tools", None) and choice != "none":
+        if choice not in _FREE_CHOICES:
+            yield "tool_choice"
+        if any(getattr(getattr(tool, "function", tool), "strict", None) for tool in request.tools):
+            yield "tools.strict"
+        if request.parallel_tool_calls is False:
+            yield "parallel_tool_calls"
+
+
+def _format_type(form: Any) -> Any:
+    return "text" if form is None else getattr(form, "type", "text")
