@@ -54,7 +54,13 @@ def main(config: WarmStartConfig) -> None:
     teach(
         config.output_dir,
         tokenizer,
-        ModelSize(hidden_size=160, intermediate_size=480, num_layers=2, num_heads=4),
+        ModelSize(
+            hidden_size=160,
+            intermediate_size=480,
+            num_layers=2,
+            num_heads=4,
+            max_positions=4096,  # some libraries write much that is not in the vocabulary
+        ),
         _lessons(config, tokenizer),
         num_steps=config.right_steps + config.careless_steps,
         optimizer=OptimizerConfig(

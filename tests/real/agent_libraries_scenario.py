@@ -43,7 +43,7 @@ from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.sessions import Sessions
 
-MAX_MODEL_LEN = 1024  # for smolagents, whose prompts have ids that are no words of the policy
+MAX_MODEL_LEN = 4096  # for smolagents, whose prompts have much that is no word of the policy
 GROUP_SIZE = 4
 CONFIG = RolloutConfig(
     max_turns=16,
