@@ -23,9 +23,15 @@ from tests.real.local_endpoint import local_endpoint
 from tests.support.documented_agents import documented_agents
 from tests.support.endpoints import endpoint_spec
 from tests.support.loop_replica import loop_replica
-from torchtitan_rl import Episode, Problem, Rollout, RolloutConfig, SamplingConfig
-from torchtitan_rl.agents.agent import AgentHost
-from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl import (
+    AgentEnv,
+    AgentHost,
+    Episode,
+    Problem,
+    Rollout,
+    RolloutConfig,
+    SamplingConfig,
+)
 from torchtitan_rl.agents.running import AgentThread
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine
