@@ -50,14 +50,20 @@ from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.sessions import Sessions
 
 MAX_MODEL_LEN = 4096  # for smolagents, whose prompts have much that is no word of the policy
-GROUP_SIZE = 4
+GROUP_SIZE = 8
 CONFIG = RolloutConfig(
     max_turns=16,
     max_total_tokens=MAX_MODEL_LEN,
     step_timeout_s=120.0,
-    sampling=SamplingConfig(temperature=0.5, max_tokens_per_turn=48),
+    sampling=SamplingConfig(temperature=1.0, max_tokens_per_turn=48),
 )
-EXAMPLE = {
+EXERCISE = {
+    "text": "Nina has some apples. Boris brings 25 more. How many are there now?",
+    "missing": 17,
+    "expression": "17+25",
+    "answer": 42,
+}
+DOCUMENTED = {
     "question": "Nina has 17 apples. Boris brings 25 more. How many are there now?",
     "answer": "42",
 }
@@ -97,27 +103,25 @@ def described(rollout: Rollout, policy: Policy) -> dict[str, Any]:
 async def play(router: GeneratorRouter, host: AgentHost, tokenizer: Any) -> dict[str, Any]:
     policy = Policy()
 
-    async def roll_out(name: str, problem: Problem, environment: Any, size: int) -> Any:
+    async def roll_out(name: str, data: dict[str, Any], environment: Any) -> Any:
         rollouter = Rollouter(generate=router.generate, environment=environment, config=CONFIG)
-        group = await rollouter.run_group(name, problem, size=size, seed=3)
+        problem = Problem(problem_id="problem/0", data=data)
+        group = await rollouter.run_group(name, problem, size=GROUP_SIZE, seed=3)
         return name, [described(rollout, policy) for rollout in group.rollouts]
 
     def with_library(library: Library) -> Any:
         task = AgentLibrariesTask(libraries=(library,))
-        problem = task.dataset("validation", seed=0).next()
 
         def environment(problem: Problem) -> Any:
             return task.agent_environment(problem, tokenizer=tokenizer, limits=CONFIG, host=host)
 
-        return roll_out(library, problem, environment, GROUP_SIZE)
+        return roll_out(library, EXERCISE, environment)
 
     def from_documentation(name: str, agent: Any) -> Any:
-        problem = Problem(problem_id=name, data=EXAMPLE)
-
         def environment(problem: Problem) -> Any:
             return AgentEnv(agent=agent, problem=problem, host=host, decode=tokenizer.decode)
 
-        return roll_out(name, problem, environment, 1)
+        return roll_out(name, DOCUMENTED, environment)
 
     return dict(
         await asyncio.gather(
