@@ -149,6 +149,13 @@ HARD_RESPONSES: list[dict[str, Any]] = [
         [{"type": "message", "role": "assistant", "content": [], "status": "incomplete"}],
         [{"type": "message", "role": "assistant", "content": []}],
         [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+        [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "refusal", "refusal": "no"}],
+            }
+        ],
         [{"role": "user", "content": [{"type": "input_image", "image_url": "http://[::1]/x"}]}],
         [{"type": "computer_call_output", "call_id": "c", "output": {"type": "image"}}],
     )

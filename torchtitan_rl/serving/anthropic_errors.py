@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,7 +45,7 @@ class AnthropicErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path == _PATH or path.startswith(f"{_PATH}/"):
+        if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
             send = _Translation(send).send
         await self._app(scope, receive, send)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from torchtitan_rl.serving.anthropic_errors import MESSAGES_PATH
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.limits import check_request
@@ -100,7 +101,8 @@ class BufferedBody:
                 return  # the client left before the body was complete
             chunks[:] = [b"".join(chunks)]
             if chunks[0]:
-                check_request(chunks[0], self._limits)
+                caps_tokens = scope["path"] == MESSAGES_PATH
+                check_request(chunks[0], self._limits, caps_tokens=caps_tokens)
             request = BufferedRequest(chunks[0], _until_gone(receive), held)
             await self._handler(scope, request, send)
         finally:

@@ -70,9 +70,11 @@ _MEDIA = frozenset(
 )
 
 
-def check_request(body: bytes, limits: EndpointConfig) -> None:
-    """Raises:
-    HttpError: 400, naming the field where it is one.
+def check_request(body: bytes, limits: EndpointConfig, *, caps_tokens: bool = False) -> None:
+    """``caps_tokens``: a completion that may not be as long as asked for is cut instead.
+
+    Raises:
+        HttpError: 400, naming the field where it is one.
     """
     content = _parse_json(body)
     if not isinstance(content, dict):
@@ -85,7 +87,8 @@ def check_request(body: bytes, limits: EndpointConfig) -> None:
         raise _too_large("n", f"n times the prompts is {num_completions}", limits.max_n)
     for name in _TOKEN_LIMITS:
         value = _integer(content, name)
-        if limits.max_tokens and value is not None and value > limits.max_tokens:
+        is_limited = limits.max_tokens and not caps_tokens
+        if is_limited and value is not None and value > limits.max_tokens:
             raise _too_large(name, f"{name} is {value}", limits.max_tokens)
 
 

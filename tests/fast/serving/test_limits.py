@@ -112,6 +112,7 @@ def test_the_tokens_of_a_completion_are_limited(name: str) -> None:
     assert refusal(**{name: 50}) is None
     assert refusal(**{name: None}) is None
     assert refusal(**{name: 51}) == ("limit_exceeded", name)
+    check_request(json.dumps({name: 51}).encode(), LIMITS, caps_tokens=True)
 
 
 @pytest.mark.parametrize("value", ["5000", 5000.0, True, [5000], {}])

@@ -32,12 +32,20 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAMED_ERROR = 'data: {"error":'
 
 
+class _CappedChat(ChatCompletionRequest):
+    """``max_tokens`` is a bound, as in Anthropic's API, where clients send more than fits."""
+
+    def build_tok_params(self, model_config: Any) -> Any:
+        unbound = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
+        return ChatCompletionRequest.build_tok_params(unbound, model_config)
+
+
 class Messages(Chat, AnthropicServingMessages):
     @classmethod
     def to_chat_completion_request(cls, *args: Any, **options: Any) -> ChatCompletionRequest:
         request = super().to_chat_completion_request(*args, **options)
         request.thinking_token_budget = None  # how long to think is the policy's
-        return request
+        return _CappedChat.model_construct(request.model_fields_set, **request.__dict__)
 
     def messages_full_converter(self, answer: Any) -> AnthropicMessagesResponse:
         """A call whose arguments are no JSON object is text: a policy that samples freely may write

@@ -57,7 +57,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
     def _with_conversation(
         self, request: ResponsesRequest, body: dict[str, Any]
     ) -> ResponsesRequest:
-        items, previous = body["input"], request.previous_response_id
+        items, previous, history = body["input"], request.previous_response_id, []
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         if previous is not None:
@@ -65,8 +65,10 @@ class Responses(RefusalErrors, OpenAIServingResponses):
                 history = self.store.conversation(session_id.get(), previous)
             except RefusedError as error:
                 raise RefusedRequest(error.refusal) from error
-            whole = {**body, "input": [*history, *items], "previous_response_id": None}
-            request = ResponsesRequest.model_validate(whole)
+        whole = [_with_one_text(item) for item in (*history, *items)]
+        if whole != items:
+            body = {**body, "input": whole, "previous_response_id": None}
+            request = ResponsesRequest.model_validate(body)
         request.request_id = f"resp_{random_uuid()}"  # no client may choose that of another
         request.turn = _Turn(items=items, previous=previous, is_stored=bool(request.store))
         request.store = False  # by vLLM
@@ -100,6 +102,16 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         )
         stream.chunks = _until_refused(events)
         return stream
+
+
+def _with_one_text(item: Any) -> Any:
+    """An assistant's message as one text: vLLM takes the first part, and fails without one."""
+    if not (isinstance(item, dict) and item.get("role") == "assistant"):
+        return item
+    parts = item.get("content")
+    if not isinstance(parts, list) or (len(parts) == 1 and "text" in parts[0]):
+        return item
+    return {**item, "content": "".join(part.get("text", part.get("refusal", "")) for part in parts)}
 
 
 async def _until_refused(events: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
