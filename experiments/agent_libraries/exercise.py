@@ -69,13 +69,15 @@ class Exercise:
                 return self.calculator(expression)
         return "error: the arguments must be one expression"
 
-    def result(self, answer: str | None) -> AgentResult:
+    def result(self, answer: str | None, *, library: str) -> AgentResult:
         """The reward of the agent's last message, as `calculator_agent.scoring` has it."""
         solution = Solution(answer=answer, num_calls=self.num_calls, results=tuple(self.results))
         right_answer = self.problem["answer"]
+        reward = score(solution, right_answer)
         return AgentResult(
-            reward=score(solution, right_answer),
+            reward=reward,
             metrics={
+                f"reward/{library}": reward,
                 "right_answers": float(is_right(solution, right_answer)),
                 "asked": float(self.was_asked),
                 "calls": float(self.num_calls),

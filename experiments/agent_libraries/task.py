@@ -67,4 +67,5 @@ class AgentLibrariesTask(AgentTask):
 async def run(library: Library, given: AgentCall) -> AgentResult:
     """Let a library's agent solve its problem, and score its last message."""
     exercise = Exercise(problem=given.problem.data)
-    return exercise.result(await call(load(library), given, exercise))
+    answer = await call(load(library), given, exercise)
+    return exercise.result(answer, library=library)

@@ -72,8 +72,8 @@ def test_the_user_answers_one_question_and_takes_anything_else_as_the_answer() -
 def test_the_last_message_is_scored(expression: str, answer: str | None, reward: float) -> None:
     exercise = Exercise(problem=EXERCISE)
     exercise.calculator(expression)
-    result = exercise.result(answer)
-    assert result.reward == reward
+    result = exercise.result(answer, library="openai")
+    assert result.reward == result.metrics["reward/openai"] == reward
     assert result.metrics["right_answers"] == (reward == 1.0)
     assert result.metrics["gave_up"] == (answer is None)
 
@@ -104,7 +104,7 @@ def test_a_demonstration_without_mistakes_has_the_full_reward(tools: Any) -> Non
     assert exercise.reply(messages[2]["content"]) == messages[3]["content"]
     (call,) = messages[4]["tool_calls"]
     assert exercise.calculator(**call["function"]["arguments"]) == messages[5]["content"]
-    assert exercise.result(json.dumps(messages[6])).reward == 1.0
+    assert exercise.result(json.dumps(messages[6]), library="openai").reward == 1.0
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
