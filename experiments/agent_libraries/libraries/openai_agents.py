@@ -6,8 +6,9 @@ from typing import Any
 
 from agents import (
     Agent,
-    AgentsException,
+    MaxTurnsExceeded,
     Model,
+    ModelBehaviorError,
     OpenAIResponsesModel,
     RunConfig,
     Runner,
@@ -38,6 +39,6 @@ async def converse(model: Model, exercise: Exercise) -> str | None:
             result = await Runner.run(agent, history, max_turns=MAX_REQUESTS, run_config=NO_TRACES)
             history = result.to_input_list()
             message = exercise.reply(result.final_output)
-    except AgentsException:
+    except (MaxTurnsExceeded, ModelBehaviorError):
         return None
     return result.final_output
