@@ -50,7 +50,7 @@ from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.sessions import Sessions
 
 MAX_MODEL_LEN = 4096  # for smolagents, whose prompts have much that is no word of the policy
-GROUP_SIZE = 8
+GROUP_SIZE = 12  # of which some ask first, and some call at once
 CONFIG = RolloutConfig(
     max_turns=16,
     max_total_tokens=MAX_MODEL_LEN,
