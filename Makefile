@@ -38,6 +38,7 @@ soak: setup
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "not soak" tests/fast
 
 lint: setup
+	! git grep -nE "^(<<<<<<<|>>>>>>>) "
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -26,6 +26,7 @@ class ModelSize:
     num_layers: int
     num_heads: int
     head_dim: int = 64
+    max_positions: int = 1024
 
 
 def teach(
@@ -74,7 +75,7 @@ def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -
             num_attention_heads=size.num_heads,
             num_key_value_heads=size.num_heads // 2,
             head_dim=size.head_dim,
-            max_position_embeddings=1024,
+            max_position_embeddings=size.max_positions,
             rope_theta=10_000.0,
             tie_word_embeddings=True,
             initializer_range=0.06,  # the usual 0.02 is for wide models; this one learns faster

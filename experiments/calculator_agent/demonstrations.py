@@ -7,7 +7,7 @@ something to improve and quickly succeeds.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,24 @@ def demonstration(
     tokenizer: Any,
     name: str,
 ) -> Episode:
+    """A conversation about the problem, as `imitated`."""
+    return imitated(conversation(problem, mistakes, rng=rng), tokenizer=tokenizer, name=name)
+
+
+def imitated(
+    messages: list[dict[str, Any]],
+    *,
+    tokenizer: Any,
+    name: str,
+    tools: Sequence[Mapping[str, Any]] = (CALCULATOR,),
+) -> Episode:
     """The conversation as one episode, with loss on the assistant's messages and their ends."""
     token_ids: tuple[int, ...] = ()
     mask: list[bool] = []
-    messages = conversation(problem, mistakes, rng=rng)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, spoken = rendered(messages[: place + 1], tokenizer)
+        prompt, spoken = rendered(messages[: place + 1], tokenizer, tools)
         if prompt[: len(token_ids)] != token_ids:
             raise ValueError(f"{name}: message {place} does not extend the conversation")
         token_ids = prompt + spoken
@@ -66,13 +76,15 @@ def demonstration(
 
 
 def rendered(
-    messages: list[dict[str, Any]], tokenizer: Any
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (CALCULATOR,),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens before the last message (the assistant's), and those of that message."""
     prompt = tokenizer.apply_chat_template(
-        messages[:-1], tools=[CALCULATOR], tokenize=False, add_generation_prompt=True
+        messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
     )
-    whole = tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False)
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     spoken = whole.removeprefix(prompt).removesuffix("\n")
 
     def encode(text: str) -> tuple[int, ...]:
@@ -92,14 +104,14 @@ def conversation(
     if rng.random() < mistakes.guess:
         return [*messages, _answer(str(rng.randrange(2, 2 * problem["answer"] + 2)))]
     expression = with_mistakes(problem["expression"], mistakes, rng=rng)
-    result = _result(expression)
+    result = shown_result(expression)
     call = {"name": "calculator", "arguments": {"expression": expression}}
     messages += [
         {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "content": result},
     ]
     if rng.random() < mistakes.report:
-        result = _with_other_sign(result, "0123456789", rng)
+        result = with_other_digit(result, rng=rng)
     return [*messages, _answer(result)]
 
 
@@ -112,11 +124,16 @@ def with_mistakes(expression: str, mistakes: Mistakes, *, rng: random.Random) ->
     return expression
 
 
+def with_other_digit(number: str, *, rng: random.Random) -> str:
+    return _with_other_sign(number, "0123456789", rng)
+
+
 def _answer(number: str) -> dict[str, Any]:
     return {"role": "assistant", "content": answer_text(number)}
 
 
-def _result(expression: str) -> str:
+def shown_result(expression: str) -> str:
+    """What the calculator replies."""
     try:
         return as_text(calculate(expression))
     except CalculatorError as error:

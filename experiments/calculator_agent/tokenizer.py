@@ -68,13 +68,16 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> Any:
-    """The `transformers` tokenizer that ships with the policy; the same one each time."""
-    return with_chat_template(build_backend(), CHAT_TEMPLATE)
+def build_tokenizer(more_text: str = "") -> Any:
+    """The `transformers` tokenizer that ships with the policy; the same one each time.
+
+    The words of ``more_text`` are tokens, too.
+    """
+    return with_chat_template(build_backend(more_text), CHAT_TEMPLATE)
 
 
-def build_backend() -> Tokenizer:
-    return build_word_backend(_covered_text(), piece=_PIECE)
+def build_backend(more_text: str = "") -> Tokenizer:
+    return build_word_backend(_covered_text() + more_text, piece=_PIECE)
 
 
 def answer_text(number: object) -> str:

@@ -17,7 +17,14 @@ PAGES = (
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("agents", "architecture", "training", "endpoint", "debugging")
+        for name in (
+            "agents",
+            "agent_libraries",
+            "architecture",
+            "training",
+            "endpoint",
+            "debugging",
+        )
     ),
 )
 METRIC = re.compile(r"(train|trainer|tokens|account|overlap|controller|sync|time|engine)/[\w/]+")
