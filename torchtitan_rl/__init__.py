@@ -38,6 +38,9 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
+    from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
+    from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -76,10 +79,13 @@ __all__ = [
     "AgentResult",
     "AgentTask",
     "ChatRenderer",
+    "CheckFailedError",
+    "CheckTimeoutError",
     "CheckpointConfig",
     "Completion",
     "ConfigError",
     "Conversation",
+    "DataTask",
     "Dataset",
     "EndpointConfig",
     "Episode",
@@ -97,6 +103,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
+    "QuestionEnv",
     "RendererKind",
     "Replayable",
     "RewardFunction",
@@ -120,6 +127,7 @@ __all__ = [
     "WeightSyncConfig",
     "make_renderer",
     "pack_episodes",
+    "run_checker",
     "threaded",
 ]
 
@@ -133,6 +141,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
+    "environments.checkers",
+    "environments.question",
+    "environments.data_task",
     "agents.agent",
     "agents.env",
     "agents.task",

@@ -74,9 +74,10 @@ class RowDataset:
             DataError: the files are not those that the state was taken with.
         """
         if state["files"] != self._sizes:
+            now, before = ", ".join(self._sizes), ", ".join(state["files"])
             raise DataError(
-                f"the data is {', '.join(self._sizes)}; it was {', '.join(state['files'])} when the "
-                "checkpoint was written: give the same files, or another name to start anew"
+                f"the data is {now}; it was {before} when the checkpoint was written: give the "
+                "same files, or another name to start anew"
             )
         self._seed = int(state["seed"])
         self._move_to(int(state["epoch"]), int(state["position"]))

@@ -8,15 +8,17 @@ cheap in any order.
 |---|---|---|
 | ``data/*.jsonl`` (also ``.ndjson``, ``.json``) | offset of the line | the file |
 | ``data/*.parquet`` | row group | a row group |
-| ``hf:NAME``, ``hf:NAME:CONFIG``, ``hf:NAME:CONFIG:SPLIT`` | Arrow file, memory-mapped | the split |
+| ``hf:NAME``, ``hf:NAME:CONFIG:SPLIT`` | memory-mapped Arrow file | the split |
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ Row = Mapping[str, Any]
 
 HUB_PREFIX = "hf:"
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
 _SCAN_BYTES = 1 << 22
 
 
@@ -106,19 +109,12 @@ class JsonLinesRows:
     """One JSON object in each line; empty lines are passed over."""
 
     def __init__(self, path: str) -> None:
-        import numpy as np
-
         self.name = Path(path).name
         self._path = path
-        self._file = open(path, "rb")  # noqa: SIM115 - read from until the dataset is dropped
-        self._num_bytes = os.fstat(self._file.fileno()).st_size
-        ends = [
-            np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
-            for offset, chunk in _chunks(self._file.fileno())
-        ]
-        found = np.concatenate(ends) if ends else np.empty(0, np.int64)
-        last = [self._num_bytes] if self._num_bytes and found[-1:] != self._num_bytes - 1 else []
-        self._ends = np.concatenate([found, np.asarray(last, np.int64)])
+        self._file = FileIO(path)
+        now = os.fstat(self._file.fileno())
+        self._num_bytes = now.st_size
+        self._ends = _line_ends(path, now.st_size, now.st_mtime_ns)
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -148,11 +144,19 @@ class JsonLinesRows:
         return row
 
 
-def _chunks(descriptor: int) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    while chunk := os.pread(descriptor, _SCAN_BYTES, offset):
-        yield offset, chunk
-        offset += len(chunk)
+@functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
+def _line_ends(path: str, num_bytes: int, _mtime_ns: int) -> Any:
+    """Where each line ends, as an array of 8 bytes a line; the last one may lack its line break."""
+    import numpy as np
+
+    ends = [np.empty(0, np.int64)]
+    with FileIO(path) as file:
+        for offset in range(0, num_bytes, _SCAN_BYTES):
+            chunk = os.pread(file.fileno(), _SCAN_BYTES, offset)
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset)
+    found = np.concatenate(ends)
+    is_open = num_bytes and (not len(found) or found[-1] != num_bytes - 1)
+    return np.append(found, num_bytes) if is_open else found
 
 
 class ParquetRows:
