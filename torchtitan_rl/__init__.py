@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         LossConfig,
         MetricsConfig,
         OptimizerConfig,
+        OverlongConfig,
         PolicyConfig,
         RolloutConfig,
         RunConfig,
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
+    from torchtitan_rl.data.levels import CurriculumConfig
+    from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.question import QuestionEnv
+    from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -55,7 +60,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.message_env import MessageEnv, MessageObservation, MessageTokenEnv
     from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
-    from torchtitan_rl.rollout.task import Dataset, Split, Task
+    from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, Split, Task
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
         Completion,
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveDataset",
     "Agent",
     "AgentCall",
     "AgentCommand",
@@ -85,6 +91,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Conversation",
+    "CurriculumConfig",
     "DataTask",
     "Dataset",
     "EndpointConfig",
@@ -98,14 +105,19 @@ __all__ = [
     "MessageObservation",
     "MessageTokenEnv",
     "MetricsConfig",
+    "MixtureTask",
     "Observation",
     "OptimizerConfig",
+    "Outcome",
+    "OverlongConfig",
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
     "QuestionEnv",
+    "ReasoningGymTask",
     "RendererKind",
     "Replayable",
+    "RestConfig",
     "RewardFunction",
     "Rollout",
     "RolloutConfig",
@@ -141,9 +153,13 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
+    "data.levels",
+    "data.resting",
     "environments.checkers",
     "environments.question",
     "environments.data_task",
+    "environments.reasoning_gym",
+    "environments.mixture",
     "agents.agent",
     "agents.env",
     "agents.task",

@@ -200,6 +200,8 @@ def _parts(
             advantage=config.rollout.advantage,
             row_len=config.trainer.row_len,
             temperature=config.rollout.sampling.temperature,
+            max_tokens_per_turn=config.rollout.sampling.max_tokens_per_turn,
+            overlong=config.rollout.overlong,
         ),
         trainer=trainer,
         router=router,
@@ -208,6 +210,7 @@ def _parts(
         journals=run.journals,
         ledger=ledger,
         identity=run.prepared.identity,
+        success_reward=config.task.success_reward(),
     )
 
 

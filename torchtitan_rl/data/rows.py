@@ -18,6 +18,7 @@ import glob
 import json
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,7 +164,7 @@ class ParquetRows:
     """A row group is decoded at a time, and kept until another one is needed."""
 
     def __init__(self, path: str) -> None:
-        parquet = _require("pyarrow.parquet")
+        parquet = require("pyarrow.parquet", "pyarrow")
         self.name = Path(path).name
         self._path = path
         try:
@@ -204,7 +205,7 @@ class HubRows:
     one in the hub's layout, or one that `datasets` wrote by ``save_to_disk``."""
 
     def __init__(self, source: str) -> None:
-        datasets = _require("datasets")
+        datasets = require("datasets", "datasets")
         name, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
         split = split or "train"
         self.name = f"{Path(name).name}-{split}"
@@ -242,12 +243,14 @@ class HubRows:
         return row
 
 
-def _require(module: str) -> Any:
-    from importlib import import_module
-
+def require(module: str, package: str) -> Any:
+    """
+    Raises:
+        ConfigError: the package of an optional module is not installed.
+    """
     try:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{module.partition('.')[0]} is not installed; pip install 'torchtitan-rl[tasks]'"
+            f"{package} is not installed ({error}); pip install 'torchtitan-rl[tasks]'"
         ) from error

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.data.columns import Condition, all_hold, column, fill, template_error
+from torchtitan_rl.data.resting import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import DataError, Row, open_sources
+from torchtitan_rl.data.splits import in_split
 from torchtitan_rl.environments.checkers import run_checker
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import MATH_SCORE, Comparison, extract, score_text
@@ -78,6 +79,8 @@ class DataTask(Task):
     """Columns that `score` needs in ``problem.data``, besides ``messages`` and ``answer``."""
     shuffle: bool = True
     """Whether training problems come in another order in each epoch; otherwise as in the files."""
+    rest: RestConfig = field(default_factory=RestConfig)
+    """Leave out, for some epochs, training problems that are always or never solved."""
     renderer: RendererKind = "auto"
     """How messages become tokens; ``auto`` goes by the model."""
     thinking: Thinking = "off"
@@ -99,12 +102,13 @@ class DataTask(Task):
         own = split == "validation" and self.validation
         files = open_sources(self.validation if own else self.train)
         conditions = [Condition(text) for text in self.where]
-        return RowDataset(
+        rows = RowDataset(
             files,
             partial(self._problem, split, conditions),
             seed=seed,
             shuffle=self.shuffle and split == "train",
         )
+        return RestingDataset(rows, self.rest) if split == "train" and self.rest.epochs else rows
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
         renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
@@ -128,6 +132,8 @@ class DataTask(Task):
                 Condition(condition)
             except ValueError as error:
                 found.append(f"task.where: {error}")
+        if self.rest.epochs < 0 or not self.rest.hard_at < self.rest.easy_at:
+            found.append("task.rest: epochs must be at least 0, and hard_at below easy_at")
         if not self.check_timeout_s > 0:
             found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
         if not self.validation and not 0 < self.validation_share < 1:
@@ -152,7 +158,7 @@ class DataTask(Task):
         messages = self._messages(row, place)
         if not self.validation:
             text = json.dumps(messages, sort_keys=True)
-            if (_unit(text) < self.validation_share) != (split == "validation"):
+            if not in_split(split, text, self.validation_share):
                 return None
         right = extract(self.right_answer_pattern, fill(self.answer, row, place))
         if right is None:
@@ -172,11 +178,6 @@ class DataTask(Task):
                 f"{place}: column {self.messages!r} is not a list of messages with role and content"
             )
         return [_jsonable(one) for one in found]
-
-
-def _unit(text: str) -> float:
-    """In [0, 1), the same for the same text."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48
 
 
 def _jsonable(value: Any) -> Any:

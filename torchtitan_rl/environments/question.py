@@ -19,13 +19,21 @@ class QuestionEnv:
     """A `MessageEnv` of one turn.
 
     A score that is not found in time is 0, and counted by the metric ``check_timeouts``.
+    ``metrics`` are reported with each rollout.
     """
 
     replays = True  # it depends only on the problem and the completion
 
-    def __init__(self, messages: Sequence[Message], score: ScoreFunction) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        score: ScoreFunction,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         self._messages = messages
         self._score = score
+        self._metrics = metrics or {}
 
     async def reset(self) -> MessageObservation:
         return MessageObservation(messages=self._messages)
@@ -35,10 +43,10 @@ class QuestionEnv:
             reward, timeouts = await self._score(message.get("content") or ""), 0.0
         except CheckTimeoutError:
             reward, timeouts = 0.0, 1.0
-        return Terminal(reward=reward, metrics={"check_timeouts": timeouts})
+        return Terminal(reward=reward, metrics={**self._metrics, "check_timeouts": timeouts})
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        return Terminal(reward=0.0)
+        return Terminal(reward=0.0, metrics=self._metrics)
 
     async def close(self) -> None:
         """There is nothing to release."""

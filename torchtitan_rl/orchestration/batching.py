@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
+from torchtitan_rl.rollout.config import OverlongConfig
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.rollout.overlong import is_cut, overlong_penalty
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.types import Episode, RolloutGroup
+from torchtitan_rl.types import Episode, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +25,15 @@ class EpisodeBatcher:
     advantage: Literal["mean", "std", "leave_one_out"]
     row_len: int
     temperature: float
+    max_tokens_per_turn: int = 0
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
         """The batch (None where it has no token to train on) and its token counts.
 
-        Failed rollouts and episodes longer than a row are discarded; turns that no agent saw and
-        tokens with non-finite logprobs are masked; each is counted by cause.
+        Failed rollouts and episodes longer than a row are discarded; rollouts that were cut (where
+        ``overlong.mask`` says so), turns that no agent saw and tokens with non-finite logprobs are
+        masked; each is counted by cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -36,11 +41,13 @@ class EpisodeBatcher:
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
         for group in groups:
-            rewards = [rollout.reward for rollout in group.rollouts]
+            rewards = [self._shaped_reward(rollout) for rollout in group.rollouts]
             values = group_advantages(rewards, self.advantage).values
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
+                elif self.overlong.mask and is_cut(rollout):
+                    discarded["overlong"] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
                     episodes += rollout_to_episodes(rollout, advantage)
@@ -63,3 +70,9 @@ class EpisodeBatcher:
         return batch if trained else None, TokenCounts(
             generated=generated, trained=trained, discarded=+discarded
         )
+
+    def _shaped_reward(self, rollout: Rollout) -> float | None:
+        if rollout.reward is None:
+            return None
+        limit = self.max_tokens_per_turn
+        return rollout.reward - overlong_penalty(rollout, self.overlong, max_tokens=limit)

@@ -176,6 +176,7 @@ class Consumer:
         state.step += 1
         if output is not None:
             state.version = output.version
+        state.record_outcomes(groups)
         self._producer.restart(too_old)
         times, self._times = self._times, _Times()
         seconds = times.seconds
