@@ -11,7 +11,7 @@ POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging
 TASK = ReasoningGymTask(
     tasks={"chain_sum": 1.0, "spell_backward": 1.0},
     options={
-        "chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 1},
+        "chain_sum": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
         "spell_backward": {"min_word_len": 3, "max_word_len": 5},
     },
     system="",

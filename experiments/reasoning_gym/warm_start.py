@@ -69,7 +69,9 @@ def _lessons(config: WarmStartConfig, tokenizer: Any) -> Iterator[list[Episode]]
     """The demonstrations of each step."""
     renderer = make_renderer(tokenizer, kind="chatml")
     rng = random.Random(config.seed)
-    problems = replace(TASK, num_problems=1_000_000).dataset("train", seed=config.seed)
+    options = {**TASK.options, "chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 1}}
+    lessons = replace(TASK, options=options, num_problems=1_000_000)
+    problems = lessons.dataset("train", seed=config.seed)
     for step in range(config.right_steps + config.careless_steps):
         chance = 0.0 if step < config.right_steps else config.carelessness
         episodes = []

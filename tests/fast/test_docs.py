@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("architecture", "training", "endpoint", "debugging")),
+    *(f"docs/{name}.md" for name in ("architecture", "training", "tasks", "endpoint", "debugging")),
 )
 METRIC = re.compile(r"(train|trainer|tokens|account|overlap|controller|sync|time|engine)/[\w/]+")
 
