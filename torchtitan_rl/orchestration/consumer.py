@@ -176,7 +176,6 @@ class Consumer:
         state.step += 1
         if output is not None:
             state.version = output.version
-        state.record_outcomes(groups)
         self._producer.restart(too_old)
         times, self._times = self._times, _Times()
         seconds = times.seconds
@@ -199,6 +198,7 @@ class Consumer:
                 switch_s=self._devices.take_switch_s(),
             )
         )
+        state.record_outcomes(groups)  # the user's code: what it raises finds all else done
 
     def _describe_buffer(self) -> str:
         state = self._state

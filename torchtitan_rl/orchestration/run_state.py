@@ -75,10 +75,10 @@ class RunState:
 
         Only here, so that what it chooses does not depend on the order in which groups finish.
         """
-        if isinstance(self.parts.dataset, AdaptiveDataset):
-            skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
-            self.parts.dataset.record([*map(self.outcome, trained), *skipped])
+        skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
         self.skipped.clear()
+        if isinstance(self.parts.dataset, AdaptiveDataset):
+            self.parts.dataset.record([*map(self.outcome, trained), *skipped])
 
     def notify(self) -> None:
         """Something changed: every loop in `wait_until` checks its condition again."""
