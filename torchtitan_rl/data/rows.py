@@ -89,7 +89,7 @@ def open_sources(sources: Sequence[str]) -> list[Rows]:
         opened += map(_open_file, paths)
     names = [rows.name for rows in opened]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{twice[0]}: two files have this name, and ids of rows begin with it")
+        raise ConfigError(f"{twice[0]}: two files have this name, part of their ids; rename one")
     return opened
 
 

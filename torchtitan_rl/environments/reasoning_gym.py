@@ -6,6 +6,7 @@ A problem is made from its index, in this process; the answer is scored by the t
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -46,7 +47,7 @@ class ReasoningGymTask(Task):
             options={"chain_sum": {"max_terms": 3, "max_digits": 2}},
         )
 
-    ``python -m torchtitan_rl.environments.reasoning_gym`` lists the names with their options.
+    ``python -m torchtitan_rl.environments.reasoning_gym`` lists all names with their options.
     """
 
     tasks: dict[str, float]
@@ -265,3 +266,25 @@ def _names() -> dict[str, bool]:
     from reasoning_gym.factory import DATASETS, has_curriculum
 
     return {name: has_curriculum(name) for name in DATASETS}
+
+
+def main() -> None:
+    """Print each task with its options and their defaults."""
+    require("reasoning_gym", "reasoning-gym")
+    from reasoning_gym.factory import DATASETS
+
+    for name, has_levels in sorted(_names().items()):
+        fields = dataclasses.fields(DATASETS[name][1])
+        options = (one for one in fields if one.name not in ("seed", "size"))
+        texts = (f"{one.name}={_default(one)!r}" for one in options)
+        print(f"{name}({', '.join(texts)}){'' if has_levels else '  # no curriculum'}")
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    if option.default_factory is not dataclasses.MISSING:
+        return option.default_factory()
+    return option.default
+
+
+if __name__ == "__main__":
+    main()
