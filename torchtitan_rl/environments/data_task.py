@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,13 @@ from torchtitan_rl.data.rows import DataError, Row, open_sources
 from torchtitan_rl.data.splits import in_split
 from torchtitan_rl.environments.checkers import run_checker
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
-from torchtitan_rl.environments.scoring import MATH_SCORE, Comparison, extract, score_text
+from torchtitan_rl.environments.scoring import (
+    MATH_SCORE,
+    Comparison,
+    extract,
+    pattern_errors,
+    score_text,
+)
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -116,38 +121,37 @@ class DataTask(Task):
         return MessageTokenEnv(QuestionEnv(problem.data["messages"], score), renderer)
 
     def errors(self) -> list[str]:
-        found = []
-        for name in ("prompt", "system", "answer"):
-            if wrong := template_error(getattr(self, name)):
-                found.append(f"task.{name}={getattr(self, name)!r}: {wrong}")
-        for name in ("answer_pattern", "right_answer_pattern"):
-            try:
-                re.compile(getattr(self, name))
-            except re.error as error:
-                found.append(
-                    f"task.{name}={getattr(self, name)!r}: not a regular expression: {error}"
-                )
-        for condition in self.where:
-            try:
-                Condition(condition)
-            except ValueError as error:
-                found.append(f"task.where: {error}")
-        if self.rest.epochs < 0 or not self.rest.hard_at < self.rest.easy_at:
-            found.append("task.rest: epochs must be at least 0, and hard_at below easy_at")
-        if not self.check_timeout_s > 0:
-            found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
-        if not self.validation and not 0 < self.validation_share < 1:
-            found.append(
-                f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
-                "files by task.validation"
-            )
+        found = [] if self.train else ["task.train is empty: give a file"]
         for name in ("train", "validation"):
             try:
                 open_sources(getattr(self, name))
             except ConfigError as error:
                 found.append(f"task.{name}: {error}")
-        if not self.train:
-            found.append("task.train is empty: give a file")
+        found += self._text_errors()
+        if not self.validation and not 0 < self.validation_share < 1:
+            found.append(
+                f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
+                "files by task.validation"
+            )
+        if self.rest.epochs < 0 or not self.rest.hard_at < self.rest.easy_at:
+            found.append("task.rest: epochs must be at least 0, and hard_at below easy_at")
+        if not self.check_timeout_s > 0:
+            found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
+        return found
+
+    def _text_errors(self) -> list[str]:
+        """Of templates, patterns and conditions."""
+        found = []
+        for name in ("prompt", "system", "answer"):
+            if wrong := template_error(getattr(self, name)):
+                found.append(f"task.{name}={getattr(self, name)!r}: {wrong}")
+        for name in ("answer_pattern", "right_answer_pattern"):
+            found += pattern_errors(name, getattr(self, name))
+        for condition in self.where:
+            try:
+                Condition(condition)
+            except ValueError as error:
+                found.append(f"task.where: {error}")
         return found
 
     def _problem(

@@ -6,12 +6,8 @@ A problem is made from its index, in this process; the answer is scored by the t
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
 from torchtitan_rl.data.mixture import MixtureDataset
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import DataError, Row, require
+from torchtitan_rl.data.rows import Row
 from torchtitan_rl.data.splits import in_split
 from torchtitan_rl.environments.checkers import run_checker
+from torchtitan_rl.environments.gym_datasets import (
+    GYM_SCORE,
+    GymRows,
+    MadeFrom,
+    gym_dataset,
+    gym_names,
+    max_level,
+)
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
-from torchtitan_rl.environments.scoring import extract
+from torchtitan_rl.environments.scoring import extract, pattern_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -34,7 +38,6 @@ from torchtitan_rl.types import Problem
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
-_GYM_SCORE = f"{__name__}:gym_score"
 _MAX_SEED = 2**31
 
 
@@ -47,7 +50,7 @@ class ReasoningGymTask(Task):
             options={"chain_sum": {"max_terms": 3, "max_digits": 2}},
         )
 
-    ``python -m torchtitan_rl.environments.reasoning_gym`` lists all names with their options.
+    ``python -m torchtitan_rl.environments.gym_datasets`` lists all names with their options.
     """
 
     tasks: dict[str, float]
@@ -98,29 +101,24 @@ class ReasoningGymTask(Task):
         made = self._made(problem.data["name"], problem.data["level"])
         index = problem.data["index"]
         limit_s = self.check_timeout_s
-        return float(await run_checker(_GYM_SCORE, made, index, found, timeout_s=limit_s))
+        return float(await run_checker(GYM_SCORE, made, index, found, timeout_s=limit_s))
 
     def errors(self) -> list[str]:
         try:
-            names = _names()
+            names = gym_names()
         except ConfigError as error:
             return [f"task: {error}"]
         found = [] if self.tasks else ["task.tasks is empty: give a name with a weight"]
         for name, weight in self.tasks.items():
             if not weight > 0:
                 found.append(f"task.tasks.{name} is {weight}: give a weight above 0")
-            if name not in names:
-                similar = difflib.get_close_matches(name, names) or sorted(names)
-                found.append(
-                    f"task.tasks has {name}: reasoning-gym has no such task; similar: "
-                    f"{', '.join(similar[:5])}"
-                )
-            elif self.curriculum.enabled and not names[name]:
-                found.append(f"task.curriculum.enabled: {name} has no curriculum; leave one out")
-            else:
-                found += self._option_errors(name)
+            found += self._name_errors(name, names)
         if unknown := sorted(self.options.keys() - self.tasks.keys()):
             found.append(f"task.options has {unknown[0]}, which is not in task.tasks")
+        return found + self._number_errors() + pattern_errors("answer_pattern", self.answer_pattern)
+
+    def _number_errors(self) -> list[str]:
+        found = []
         if self.num_problems < 1:
             found.append(f"task.num_problems={self.num_problems}: must be above 0")
         if not 0 < self.validation_share < 1:
@@ -131,12 +129,18 @@ class ReasoningGymTask(Task):
             found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
         if self.curriculum.window < 1 or self.curriculum.max_level < 0:
             found.append("task.curriculum: window must be above 0, and max_level at least 0")
-        try:
-            re.compile(self.answer_pattern)
-        except re.error as error:
-            pattern = self.answer_pattern
-            found.append(f"task.answer_pattern={pattern!r}: not a regular expression ({error})")
         return found
+
+    def _name_errors(self, name: str, names: Mapping[str, bool]) -> list[str]:
+        if name not in names:
+            similar = difflib.get_close_matches(name, names) or sorted(names)
+            return [
+                f"task.tasks has {name}: reasoning-gym has no such task; similar: "
+                f"{', '.join(similar[:5])}"
+            ]
+        if self.curriculum.enabled and not names[name]:
+            return [f"task.curriculum.enabled: {name} has no curriculum; leave one out"]
+        return self._option_errors(name)
 
     def _option_errors(self, name: str) -> list[str]:
         levels: list[int | None] = [None]
@@ -166,7 +170,7 @@ class ReasoningGymTask(Task):
         return MixtureDataset(levels, dict.fromkeys(levels, 1.0))
 
     def _level(self, name: str, split: Split, seed: int, level: int | None) -> Dataset:
-        rows = _GymRows(self._made(name, level), "made" if level is None else level_name(level))
+        rows = GymRows(self._made(name, level), "made" if level is None else level_name(level))
 
         def make(problem_id: str, place: str, row: Row) -> Problem | None:
             if not in_split(split, row["question"], self.validation_share):
@@ -175,8 +179,7 @@ class ReasoningGymTask(Task):
 
         return RowDataset([rows], make, seed=seed, shuffle=split == "train")
 
-    def _made(self, name: str, level: int | None) -> dict[str, Any]:
-        """What a dataset of reasoning-gym is made from; JSON."""
+    def _made(self, name: str, level: int | None) -> MadeFrom:
         return {
             "name": name,
             "level": level,
@@ -184,107 +187,3 @@ class ReasoningGymTask(Task):
             "seed": self.data_seed,
             "size": self.num_problems,
         }
-
-
-class _GymRows:
-    """A dataset of reasoning-gym as `Rows`."""
-
-    def __init__(self, made: Mapping[str, Any], name: str) -> None:
-        self.name = name
-        self.blocks: Sequence[int] = (made["size"],)
-        self.size = json.dumps(made, sort_keys=True, default=str)
-        self._dataset = gym_dataset(made)
-        self._task = made["name"]
-
-    def number(self, block: int, index: int) -> int:
-        return index
-
-    def place(self, number: int) -> str:
-        return f"{self._task}, problem {number}"
-
-    def read(self, block: int, index: int) -> Row:
-        try:
-            entry = self._dataset[index]
-        except Exception as error:  # of a hundred generators
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{self.place(index)} cannot be made ({cause})") from error
-        return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
-
-
-def gym_score(made: Mapping[str, Any], index: int, answer: str) -> float:
-    """Run in a process of its own. 0 for an answer that ``score_answer`` cannot read and raises an
-    error for, as some do."""
-    dataset = _cached_dataset(json.dumps(made, sort_keys=True))
-    entry = dataset[index]
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except Exception:
-        return 0.0
-
-
-def gym_dataset(made: Mapping[str, Any]) -> Any:
-    """A dataset of reasoning-gym; a level sets the options that the task's curriculum knows."""
-    gym = require("reasoning_gym", "reasoning-gym")
-    options = dict(made["options"])
-    if made["level"] is not None:
-        from reasoning_gym.factory import create_curriculum
-
-        curriculum = create_curriculum(made["name"])
-        curriculum.set_global_level(made["level"])
-        config = curriculum.generate_configuration(options)
-        options |= {
-            key: getattr(config, key)
-            for attribute in curriculum.attributes.values()
-            for key in _fields_of(attribute)
-        }
-    return gym.create_dataset(
-        made["name"], **{**options, "seed": made["seed"], "size": made["size"]}
-    )
-
-
-def max_level(name: str) -> int:
-    """Of the task's curriculum."""
-    from reasoning_gym.factory import create_curriculum
-
-    attributes = create_curriculum(name).attributes.values()
-    return max((len(attribute.levels) - 1 for attribute in attributes), default=0)
-
-
-def _fields_of(attribute: Any) -> list[str]:
-    names = ("field_name", "lower_field_name", "upper_field_name")
-    return [getattr(attribute, name) for name in names if hasattr(attribute, name)]
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_dataset(made: str) -> Any:
-    return gym_dataset(json.loads(made))
-
-
-def _names() -> dict[str, bool]:
-    """All tasks, and whether each has a curriculum."""
-    require("reasoning_gym", "reasoning-gym")
-    from reasoning_gym.factory import DATASETS, has_curriculum
-
-    return {name: has_curriculum(name) for name in DATASETS}
-
-
-def main() -> None:
-    """Print each task with its options and their defaults."""
-    require("reasoning_gym", "reasoning-gym")
-    from reasoning_gym.factory import DATASETS
-
-    for name, has_levels in sorted(_names().items()):
-        fields = dataclasses.fields(DATASETS[name][1])
-        options = (one for one in fields if one.name not in ("seed", "size"))
-        texts = (f"{one.name}={_default(one)!r}" for one in options)
-        print(f"{name}({', '.join(texts)}){'' if has_levels else '  # no curriculum'}")
-
-
-def _default(option: dataclasses.Field[Any]) -> Any:
-    if option.default_factory is not dataclasses.MISSING:
-        return option.default_factory()
-    return option.default
-
-
-if __name__ == "__main__":
-    main()

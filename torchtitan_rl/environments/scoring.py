@@ -33,6 +33,15 @@ def extract(pattern: str, text: str) -> str | None:
     return str(found.group(1 if found.re.groups else 0) or "").strip()
 
 
+def pattern_errors(field: str, pattern: str) -> list[str]:
+    """Of a task's field; a message if it is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [f"task.{field}={pattern!r}: not a regular expression ({error})"]
+    return []
+
+
 def score_text(comparison: Literal["exact", "number"], right: str, answer: str) -> float:
     """1 if the answer is right, else 0.
 

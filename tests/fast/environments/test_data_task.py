@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from torchtitan_rl.data.resting import RestConfig
 from torchtitan_rl.data.rows import DataError
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.question import QuestionEnv
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main
 from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
-from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.rollout.task import AdaptiveDataset, Outcome, Split
 from torchtitan_rl.types import Problem
 
 ROWS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}", "level": n % 5} for n in range(100)]
@@ -85,6 +86,18 @@ def test_splits_of_one_file_share_no_prompt_and_lose_no_row(tmp_path: Path) -> N
     assert not texts[0] & texts[1]
 
 
+def test_training_problems_that_are_always_solved_can_rest(task: DataTask) -> None:
+    source = replace(task, rest=RestConfig(epochs=1)).dataset("train", seed=0)
+    assert isinstance(source, AdaptiveDataset)
+    given: dict[int, set[str]] = {}
+    while source.epoch < 2:
+        problem = source.next()
+        given.setdefault(source.epoch, set()).add(problem.problem_id)
+        is_easy = problem.problem_id.endswith("7")
+        source.record([Outcome(problem=problem, solved=1.0 if is_easy else 0.5)])
+    assert given[1] == {name for name in given[0] if not name.endswith("7")} != given[0]
+
+
 def test_conditions_leave_rows_out(task: DataTask) -> None:
     task = replace(task, where=("level >= 1", "level != 3"))
     found = problems(task) + problems(task, "validation")
@@ -132,6 +145,8 @@ def test_an_answer_that_takes_too_long_to_compare_scores_0_and_is_counted(task: 
         ({"train": ()}, "task.train is empty"),
         ({"train": ("none.jsonl",)}, "task.train: none.jsonl: there is no such file"),
         ({"validation": ("none.parquet",)}, "task.validation: none.parquet: there is no such"),
+        ({"rest": RestConfig(epochs=-1)}, "task.rest: epochs must be at least 0"),
+        ({"rest": RestConfig(hard_at=1.0)}, "task.rest: epochs must be at least 0, and hard_at"),
         ({"check_timeout_s": 0.0}, "task.check_timeout_s=0.0: must be above 0"),
     ],
 )

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.data.levels import CurriculumConfig
-from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask, gym_score, max_level
+from torchtitan_rl.environments.gym_datasets import MadeFrom, gym_score, max_level
+from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
 from torchtitan_rl.types import Problem
 
@@ -81,7 +82,13 @@ def test_a_completion_is_scored_by_the_task(answer: str, reward: float) -> None:
 
 
 def test_an_answer_that_the_task_cannot_read_scores_0() -> None:
-    made = {"name": "prime_factorization", "level": None, "options": {}, "seed": 1, "size": 9}
+    made: MadeFrom = {
+        "name": "prime_factorization",
+        "level": None,
+        "options": {},
+        "seed": 1,
+        "size": 9,
+    }
     assert gym_score(made, 0, "x") == 0.0
 
 
@@ -116,6 +123,7 @@ def test_with_a_curriculum_the_validation_set_has_all_levels() -> None:
         ({"tasks": {"chain_sum": 0.0}}, "task.tasks.chain_sum is 0.0: give a weight above 0"),
         ({"options": {"chain_sum": {"digits": 1}}}, "task.options.chain_sum is .*'digits'"),
         ({"options": {"chain_sum": {"max_terms": 1}}}, "task.options.chain_sum is .*max_terms"),
+        ({"options": {"chain_sum": {"max_terms": {4}}}}, "task.options.chain_sum is .* JSON"),
         ({"options": {"gcd": {}}}, "task.options has gcd, which is not in task.tasks"),
         (
             {"tasks": {"acre": 1.0}, "curriculum": CurriculumConfig(enabled=True)},
