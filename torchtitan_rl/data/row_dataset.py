@@ -26,8 +26,15 @@ class RowDataset:
     """Endless epochs over all rows of which ``make`` makes a problem."""
 
     def __init__(
-        self, files: Sequence[Rows], make: MakeProblem, *, seed: int, shuffle: bool
+        self,
+        files: Sequence[Rows],
+        make: MakeProblem,
+        *,
+        seed: int,
+        shuffle: bool,
+        chosen_by: str = "make",
     ) -> None:
+        """``chosen_by``: what decides which rows are problems, for the error if none is."""
         self._blocks = [
             (rows, block, size) for rows in files for block, size in enumerate(rows.blocks)
         ]
@@ -36,6 +43,7 @@ class RowDataset:
         self._make = make
         self._seed = seed
         self._shuffle = shuffle
+        self._chosen_by = chosen_by
         self._epoch = 0  # of the row that was read last
         self._position = 0  # rows of that epoch that were read
         self._order: tuple[list[int], list[int]] | None = None
@@ -57,7 +65,7 @@ class RowDataset:
             if problem is not None:
                 return problem
         files = ", ".join(self._sizes)
-        raise DataError(f"no row is left of {self._num_rows} ({files}); see the filters and splits")
+        raise DataError(f"no row is left of {self._num_rows} ({files}); see {self._chosen_by}")
 
     def state_dict(self) -> dict[str, Any]:
         return {

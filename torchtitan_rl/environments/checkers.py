@@ -22,6 +22,7 @@ from torchtitan_rl.rollout.calls import in_thread
 
 IMPORT_TIMEOUT_S = 300.0  # of the function's module, which a busy machine loads slowly
 _MAX_PROCESSES = 4
+_MAX_TIMEOUT_S = 86400.0
 
 
 class CheckTimeoutError(TorchtitanRLError):
@@ -43,6 +44,13 @@ async def run_checker(function: str, *args: Any, timeout_s: float) -> Any:
         CheckFailedError: it raised an error, or there is no such function.
     """
     return await in_thread(_pool.call, function, args, timeout_s)
+
+
+def timeout_errors(timeout_s: float) -> list[str]:
+    """Of a task's field ``check_timeout_s``."""
+    if 0 < timeout_s <= _MAX_TIMEOUT_S:
+        return []
+    return [f"task.check_timeout_s={timeout_s}: must be above 0, and at most {_MAX_TIMEOUT_S:g}"]
 
 
 class _Pool:

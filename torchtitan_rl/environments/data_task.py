@@ -13,7 +13,7 @@ from torchtitan_rl.data.resting import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import DataError, Row, open_sources
 from torchtitan_rl.data.splits import in_split
-from torchtitan_rl.environments.checkers import run_checker
+from torchtitan_rl.environments.checkers import run_checker, timeout_errors
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
     MATH_SCORE,
@@ -112,6 +112,7 @@ class DataTask(Task):
             partial(self._problem, split, conditions),
             seed=seed,
             shuffle=self.shuffle and split == "train",
+            chosen_by="task.where, task.prompt and task.validation_share",
         )
         return RestingDataset(rows, self.rest) if split == "train" and self.rest.epochs else rows
 
@@ -133,11 +134,14 @@ class DataTask(Task):
                 f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
                 "files by task.validation"
             )
-        if self.rest.epochs < 0 or not self.rest.hard_at < self.rest.easy_at:
-            found.append("task.rest: epochs must be at least 0, and hard_at below easy_at")
-        if not self.check_timeout_s > 0:
-            found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
-        return found
+        if self.rest.epochs < 0:
+            found.append(f"task.rest.epochs={self.rest.epochs}: must be at least 0")
+        if not self.rest.hard_at < self.rest.easy_at:
+            found.append(
+                f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "
+                f"({self.rest.easy_at})"
+            )
+        return found + timeout_errors(self.check_timeout_s)
 
     def _text_errors(self) -> list[str]:
         """Of templates, patterns and conditions."""
@@ -157,29 +161,34 @@ class DataTask(Task):
     def _problem(
         self, split: Split, conditions: list[Condition], row_id: str, place: str, row: Row
     ) -> Problem | None:
-        if not all_hold(conditions, row, place):
+        if not all_hold(conditions, row, f"{place}, task.where"):
             return None
         messages = self._messages(row, place)
         if not self.validation:
             text = json.dumps(messages, sort_keys=True)
             if not in_split(split, text, self.validation_share):
                 return None
-        right = extract(self.right_answer_pattern, fill(self.answer, row, place))
+        solution = fill(self.answer, row, f"{place}, task.answer")
+        right = extract(self.right_answer_pattern, solution)
         if right is None:
-            raise DataError(f"{place}: the answer has no match of task.right_answer_pattern")
-        kept = {name: _jsonable(column(name, row, place)) for name in self.keep}
+            raise DataError(f"{place}: no match of task.right_answer_pattern in task.answer")
+        kept = {name: _jsonable(column(name, row, f"{place}, task.keep")) for name in self.keep}
         return Problem(problem_id=row_id, data={"messages": messages, "answer": right, **kept})
 
     def _messages(self, row: Row, place: str) -> list[Mapping[str, Any]]:
         if not self.messages:
-            return as_messages(fill(self.system, row, place), fill(self.prompt, row, place))
-        found = column(self.messages, row, place)
+            return as_messages(
+                fill(self.system, row, f"{place}, task.system"),
+                fill(self.prompt, row, f"{place}, task.prompt"),
+            )
+        found = column(self.messages, row, f"{place}, task.messages")
         are_messages = isinstance(found, list) and all(
             isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in found
         )
         if not are_messages or not found:
             raise DataError(
-                f"{place}: column {self.messages!r} is not a list of messages with role and content"
+                f"{place}, task.messages: column {self.messages!r} is not a list of messages with "
+                "role and content"
             )
         return [_jsonable(one) for one in found]
 

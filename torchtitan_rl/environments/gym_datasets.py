@@ -58,7 +58,7 @@ class GymRows:
 def gym_score(made: MadeFrom, index: int, answer: str) -> float:
     """Run in a process of its own. 0 for an answer that ``score_answer`` cannot read and raises an
     error for, as some do."""
-    dataset = _cached_dataset(json.dumps(made, sort_keys=True))
+    dataset = gym_dataset(made)
     entry = dataset[index]
     try:
         return float(dataset.score_answer(answer, entry))
@@ -67,13 +67,19 @@ def gym_score(made: MadeFrom, index: int, answer: str) -> float:
 
 
 def gym_dataset(made: MadeFrom) -> Any:
-    """A dataset of the library.
+    """A dataset of the library; the same one for the same description.
 
     Raises:
         Exception: the library cannot make it, or its options are not JSON.
     """
+    return _make(json.dumps(made, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)  # some read files, or make all of their problems
+def _make(description: str) -> Any:
     gym = require("reasoning_gym", "reasoning-gym")
-    options = json.loads(json.dumps(made["options"]))
+    made: MadeFrom = json.loads(description)
+    options = made["options"]
     if made["level"] is not None:
         from reasoning_gym.factory import create_curriculum
 
@@ -101,11 +107,6 @@ def max_level(name: str) -> int:
 def _fields_of(attribute: Any) -> list[str]:
     names = ("field_name", "lower_field_name", "upper_field_name")
     return [getattr(attribute, name) for name in names if hasattr(attribute, name)]
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_dataset(made: str) -> Any:
-    return gym_dataset(json.loads(made))
 
 
 def gym_names() -> dict[str, bool]:

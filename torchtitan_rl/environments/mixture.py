@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class MixtureTask(Task):
         found += [
             f"task.weights.{name} is {weight}: give a weight above 0, of a name in task.tasks"
             for name, weight in self.weights.items()
-            if name not in self.tasks or not weight > 0
+            if name not in self.tasks or not 0 < weight < math.inf
         ]
         if len({task.success_reward() for task in self.tasks.values()}) > 1:
             found.append("task.tasks: the parts have different success_reward; make them equal")

@@ -7,6 +7,7 @@ A problem is made from its index, in this process; the answer is scored by the t
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from torchtitan_rl.data.mixture import MixtureDataset
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import Row
 from torchtitan_rl.data.splits import in_split
-from torchtitan_rl.environments.checkers import run_checker
+from torchtitan_rl.environments.checkers import run_checker, timeout_errors
 from torchtitan_rl.environments.gym_datasets import (
     GYM_SCORE,
     GymRows,
@@ -110,7 +111,7 @@ class ReasoningGymTask(Task):
             return [f"task: {error}"]
         found = [] if self.tasks else ["task.tasks is empty: give a name with a weight"]
         for name, weight in self.tasks.items():
-            if not weight > 0:
+            if not 0 < weight < math.inf:
                 found.append(f"task.tasks.{name} is {weight}: give a weight above 0")
             found += self._name_errors(name, names)
         if unknown := sorted(self.options.keys() - self.tasks.keys()):
@@ -125,11 +126,11 @@ class ReasoningGymTask(Task):
             found.append(f"task.validation_share={self.validation_share}: must be between 0 and 1")
         if not 0 <= self.data_seed < _MAX_SEED:
             found.append(f"task.data_seed={self.data_seed}: must be 0 to {_MAX_SEED - 1}")
-        if not self.check_timeout_s > 0:
-            found.append(f"task.check_timeout_s={self.check_timeout_s}: must be above 0")
-        if self.curriculum.window < 1 or self.curriculum.max_level < 0:
-            found.append("task.curriculum: window must be above 0, and max_level at least 0")
-        return found
+        for name, least in (("window", 1), ("max_level", 0)):
+            if getattr(self.curriculum, name) < least:
+                value = getattr(self.curriculum, name)
+                found.append(f"task.curriculum.{name}={value}: must be at least {least}")
+        return found + timeout_errors(self.check_timeout_s)
 
     def _name_errors(self, name: str, names: Mapping[str, bool]) -> list[str]:
         if name not in names:
@@ -177,7 +178,13 @@ class ReasoningGymTask(Task):
                 return None
             return Problem(problem_id=problem_id, data={"name": name, "level": level, **row})
 
-        return RowDataset([rows], make, seed=seed, shuffle=split == "train")
+        return RowDataset(
+            [rows],
+            make,
+            seed=seed,
+            shuffle=split == "train",
+            chosen_by="task.num_problems and task.validation_share",
+        )
 
     def _made(self, name: str, level: int | None) -> MadeFrom:
         return {

@@ -45,7 +45,7 @@ def test_the_problems_are_shown_as_the_policy_sees_them(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--task.prompt", "{x}"], "rows.jsonl, line 1: no column 'x'; it has word"),
+        (["--task.prompt", "{x}"], "rows.jsonl, line 1, task.prompt: no column 'x'; it has word"),
         (["--task.prompt", "{"], "task.prompt='{'"),
         (["--task.train", "none.jsonl"], "task.train: none.jsonl: there is no such file"),
         (["--count", "many"], "--count"),

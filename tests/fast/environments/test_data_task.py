@@ -145,8 +145,8 @@ def test_an_answer_that_takes_too_long_to_compare_scores_0_and_is_counted(task: 
         ({"train": ()}, "task.train is empty"),
         ({"train": ("none.jsonl",)}, "task.train: none.jsonl: there is no such file"),
         ({"validation": ("none.parquet",)}, "task.validation: none.parquet: there is no such"),
-        ({"rest": RestConfig(epochs=-1)}, "task.rest: epochs must be at least 0"),
-        ({"rest": RestConfig(hard_at=1.0)}, "task.rest: epochs must be at least 0, and hard_at"),
+        ({"rest": RestConfig(epochs=-1)}, "task.rest.epochs=-1: must be at least 0"),
+        ({"rest": RestConfig(hard_at=1.0)}, "task.rest.hard_at=1.0: must be below"),
         ({"check_timeout_s": 0.0}, "task.check_timeout_s=0.0: must be above 0"),
     ],
 )
@@ -160,10 +160,16 @@ def test_what_is_wrong_is_one_line_with_the_field(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "{problem}"}, r"rows\.jsonl, line \d+: no column 'problem'"),
-        ({"messages": "question"}, r"rows\.jsonl, line \d+: column 'question' is not a list"),
-        ({"right_answer_pattern": "x"}, r"rows\.jsonl, line \d+: the answer has no match"),
-        ({"keep": ("x",)}, r"rows\.jsonl, line \d+: no column 'x'"),
+        ({"prompt": "{problem}"}, r"rows\.jsonl, line \d+, task\.prompt: no column 'problem'"),
+        (
+            {"messages": "question"},
+            r"rows\.jsonl, line \d+, task\.messages: column 'question' is not a list",
+        ),
+        (
+            {"right_answer_pattern": "x"},
+            r"rows\.jsonl, line \d+: no match of task\.right_answer_pattern",
+        ),
+        ({"keep": ("x",)}, r"rows\.jsonl, line \d+, task\.keep: no column 'x'"),
     ],
 )
 def test_what_does_not_fit_a_row_names_its_line(
