@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
 _MAX_SEED = 2**31
+_MAX_PROBLEMS = 1_000_000  # some tasks prepare all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +114,17 @@ class ReasoningGymTask(Task):
         for name, weight in self.tasks.items():
             if not 0 < weight < math.inf:
                 found.append(f"task.tasks.{name} is {weight}: give a weight above 0")
-            found += self._name_errors(name, names)
         if unknown := sorted(self.options.keys() - self.tasks.keys()):
             found.append(f"task.options has {unknown[0]}, which is not in task.tasks")
-        return found + self._number_errors() + pattern_errors("answer_pattern", self.answer_pattern)
+        found += pattern_errors("answer_pattern", self.answer_pattern)
+        if wrong := self._number_errors():
+            return found + wrong  # the datasets below are made with these numbers
+        return found + [error for name in self.tasks for error in self._name_errors(name, names)]
 
     def _number_errors(self) -> list[str]:
         found = []
-        if self.num_problems < 1:
-            found.append(f"task.num_problems={self.num_problems}: must be above 0")
+        if not 1 <= self.num_problems <= _MAX_PROBLEMS:
+            found.append(f"task.num_problems={self.num_problems}: must be 1 to {_MAX_PROBLEMS}")
         if not 0 < self.validation_share < 1:
             found.append(f"task.validation_share={self.validation_share}: must be between 0 and 1")
         if not 0 <= self.data_seed < _MAX_SEED:

@@ -134,7 +134,7 @@ def test_with_a_curriculum_the_validation_set_has_all_levels() -> None:
             r"task.curriculum: level \d of survo is not possible",
         ),
         ({"answer_pattern": "("}, r"task.answer_pattern='\(': not a regular expression"),
-        ({"num_problems": 0}, "task.num_problems=0: must be above 0"),
+        ({"num_problems": 0}, "task.num_problems=0: must be 1 to 1000000"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_field(changes: dict[str, Any], message: str) -> None:
