@@ -55,11 +55,17 @@ class GymRows:
         return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
 
 
-def gym_score(made: MadeFrom, index: int, answer: str) -> float:
+def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float:
     """Run in a process of its own. 0 for an answer that ``score_answer`` cannot read and raises an
-    error for, as some do."""
+    error for, as some do.
+
+    Raises:
+        ValueError: this process makes another problem than the one that was asked.
+    """
     dataset = gym_dataset(made)
     entry = dataset[index]
+    if entry["question"] != question:
+        raise ValueError(f"{made['name']} makes problem {index} differently in each process")
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:

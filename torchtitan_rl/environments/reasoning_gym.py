@@ -100,10 +100,9 @@ class ReasoningGymTask(Task):
         found = extract(self.answer_pattern, answer)
         if found is None:
             return 0.0
-        made = self._made(problem.data["name"], problem.data["level"])
-        index = problem.data["index"]
-        limit_s = self.check_timeout_s
-        return float(await run_checker(GYM_SCORE, made, index, found, timeout_s=limit_s))
+        data = problem.data
+        args = (self._made(data["name"], data["level"]), data["index"], data["question"], found)
+        return float(await run_checker(GYM_SCORE, *args, timeout_s=self.check_timeout_s))
 
     def errors(self) -> list[str]:
         try:

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.data.levels import CurriculumConfig
-from torchtitan_rl.environments.gym_datasets import MadeFrom, gym_score, max_level
+from torchtitan_rl.environments.gym_datasets import (
+    MadeFrom,
+    gym_dataset,
+    gym_score,
+    max_level,
+)
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
 from torchtitan_rl.types import Problem
@@ -89,7 +94,10 @@ def test_an_answer_that_the_task_cannot_read_scores_0() -> None:
         "seed": 1,
         "size": 9,
     }
-    assert gym_score(made, 0, "x") == 0.0
+    question = gym_dataset(made)[0]["question"]
+    assert gym_score(made, 0, question, "x") == 0.0
+    with pytest.raises(ValueError, match="makes problem 1 differently"):
+        gym_score(made, 1, question, "x")
 
 
 def test_the_level_rises_with_success_and_survives_a_checkpoint() -> None:
