@@ -13,6 +13,7 @@ from typing import Literal
 Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = f"{__name__}:math_score"
+_MAX_DIGITS = 4000
 _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -57,8 +58,11 @@ def score_text(comparison: Literal["exact", "number"], right: str, answer: str) 
 
 
 def last_number(text: str) -> Fraction | None:
+    """None where there is none, or one of more digits than Python converts."""
     numbers = _NUMBER.findall(text)
-    return Fraction(numbers[-1].replace(",", "")) if numbers else None
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        return None
+    return Fraction(numbers[-1].replace(",", ""))
 
 
 def math_score(right: str, answer: str) -> float:

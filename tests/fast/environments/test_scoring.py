@@ -29,6 +29,7 @@ def test_the_answer_is_the_last_match(pattern: str, text: str, answer: str | Non
         ("72", "72 or 73", 0.0),
         ("72", "none", 0.0),
         ("none", "none", 0.0),
+        ("72", "7" * 10_000, 0.0),
     ],
 )
 def test_numbers_are_compared_by_value(right: str, answer: str, score: float) -> None:
