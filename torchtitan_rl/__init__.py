@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         LossConfig,
         MetricsConfig,
         OptimizerConfig,
+        OverlongConfig,
         PolicyConfig,
         RolloutConfig,
         RunConfig,
@@ -39,6 +40,13 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
+    from torchtitan_rl.data.levels import CurriculumConfig
+    from torchtitan_rl.data.resting import RestConfig
+    from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
+    from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.mixture import MixtureTask
+    from torchtitan_rl.environments.question import QuestionEnv
+    from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -53,7 +61,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.message_env import MessageEnv, MessageObservation, MessageTokenEnv
     from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
-    from torchtitan_rl.rollout.task import Dataset, Split, Task
+    from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, Split, Task
     from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
@@ -69,6 +77,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveDataset",
     "Agent",
     "AgentCall",
     "AgentCommand",
@@ -78,10 +87,14 @@ __all__ = [
     "AgentResult",
     "AgentTask",
     "ChatRenderer",
+    "CheckFailedError",
+    "CheckTimeoutError",
     "CheckpointConfig",
     "Completion",
     "ConfigError",
     "Conversation",
+    "CurriculumConfig",
+    "DataTask",
     "Dataset",
     "EndpointConfig",
     "Episode",
@@ -94,15 +107,21 @@ __all__ = [
     "MessageObservation",
     "MessageTokenEnv",
     "MetricsConfig",
+    "MixtureTask",
     "Observation",
     "OptimizerConfig",
+    "Outcome",
+    "OverlongConfig",
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
+    "QuestionEnv",
+    "ReasoningGymTask",
     "RemoteAgent",
     "RemoteAgentTask",
     "RendererKind",
     "Replayable",
+    "RestConfig",
     "RewardFunction",
     "Rollout",
     "RolloutConfig",
@@ -127,6 +146,7 @@ __all__ = [
     "WeightSyncConfig",
     "make_renderer",
     "pack_episodes",
+    "run_checker",
     "threaded",
 ]
 
@@ -141,6 +161,13 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
+    "data.levels",
+    "data.resting",
+    "environments.checkers",
+    "environments.question",
+    "environments.data_task",
+    "environments.reasoning_gym",
+    "environments.mixture",
     "agents.agent",
     "agents.host",
     "agents.env",

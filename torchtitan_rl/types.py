@@ -241,10 +241,14 @@ class GenerateFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` is JSON-able."""
+    """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` is JSON-able.
+
+    ``task`` is the part of a mixture that it comes from; rewards are also reported by it.
+    """
 
     problem_id: str
     data: Mapping[str, Any]
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ PAGES = (
             "agent_libraries",
             "architecture",
             "training",
+            "tasks",
             "endpoint",
             "debugging",
         )

@@ -1,4 +1,5 @@
-"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate`` and ``audit RUN_DIR``.
+"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate``, ``data preview CONFIG`` and
+``audit RUN_DIR``.
 
 Exit codes: 0 done; 1 the run failed, or the audit found violations; 2 the configuration is wrong,
 or there is no run to audit; 128 + n: ended by signal n.
@@ -19,6 +20,7 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl serve --help                         list its options
        torchtitan-rl generate [options]                   complete a file of prompts
        torchtitan-rl generate --help                      list its options
+       torchtitan-rl data preview CONFIG [options]        show the problems of a task
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
 """
 
@@ -45,6 +47,10 @@ def _run(words: list[str]) -> int:
             from torchtitan_rl.commands.serve import main as serve
 
             return serve(rest)
+        case ["data", *rest]:
+            from torchtitan_rl.commands.data import main as data
+
+            return data(rest)
         case ["audit", *rest]:
             from torchtitan_rl.audit.command import main as audit
 

@@ -208,6 +208,8 @@ def _parts(
             replay_grammars=GrammarReplay(
                 tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
             ),
+            max_tokens_per_turn=config.rollout.sampling.max_tokens_per_turn,
+            overlong=config.rollout.overlong,
         ),
         trainer=trainer,
         router=router,
@@ -216,6 +218,7 @@ def _parts(
         journals=run.journals,
         ledger=ledger,
         identity=run.prepared.identity,
+        success_reward=config.task.success_reward(),
     )
 
 

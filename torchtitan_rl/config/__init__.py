@@ -3,7 +3,7 @@
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig, SamplingConfig
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import LossConfig, OptimizerConfig, TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
@@ -16,6 +16,7 @@ __all__ = [
     "LossConfig",
     "MetricsConfig",
     "OptimizerConfig",
+    "OverlongConfig",
     "PolicyConfig",
     "RolloutConfig",
     "RunConfig",

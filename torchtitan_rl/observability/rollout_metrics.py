@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, f
     first_turns = [rollout.turns[0] for rollout in rollouts if rollout.turns]
     metrics |= _cached_share("generation/first_turn_cached_share", first_turns)
     metrics |= _task_metrics(rollouts)
+    metrics |= _part_metrics(groups)
     return {f"{split.value}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -120,6 +121,27 @@ def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:
     ]
     num_tokens = sum(length for _, length in timed)
     return {name: sum(cached for cached, _ in timed) / num_tokens} if num_tokens else {}
+
+
+def _part_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Of each part of a mixture: its share, rewards and lengths."""
+    by_part: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
+    for group in groups:
+        if group.problem.task:
+            by_part[group.problem.task].append(group)
+    metrics: dict[str, float] = {}
+    for part, of_part in sorted(by_part.items()):
+        rollouts = [rollout for group in of_part for rollout in group.rollouts]
+        values = {
+            "groups": float(len(of_part)),
+            "response_length_mean": fmean(one.num_sampled_tokens for one in rollouts),
+        }
+        rewards = _reward_metrics(of_part)
+        for name in ("reward_mean", "groups_without_variance_share"):
+            if name in rewards:
+                values[name] = rewards[name]
+        metrics |= {f"of_task/{part}/{name}": value for name, value in values.items()}
+    return metrics
 
 
 def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.advantages import group_advantages
+from torchtitan_rl.rollout.config import OverlongConfig
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.rollout.overlong import is_cut, overlong_penalty
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.grammars import without_grammars
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.types import Episode, RolloutGroup
+from torchtitan_rl.types import Episode, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +30,16 @@ class EpisodeBatcher:
     row_len: int
     temperature: float
     replay_grammars: Callable[[Episode], Episode] = without_grammars
+    max_tokens_per_turn: int = 0
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
         """The batch (None where it has no token to train on) and its token counts.
 
-        Failed rollouts and episodes longer than a row are discarded; turns that no agent saw,
-        tokens of which it is not known what they were sampled from and tokens with non-finite
-        logprobs are masked; each is counted by cause.
+        Failed rollouts and episodes longer than a row are discarded; rollouts that were cut (where
+        ``overlong.mask`` says so), turns that no agent saw, tokens of which it is not known what
+        they were sampled from and tokens with non-finite logprobs are masked; each is counted by
+        cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -42,11 +47,13 @@ class EpisodeBatcher:
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
         for group in groups:
-            rewards = [rollout.reward for rollout in group.rollouts]
+            rewards = [self._shaped_reward(rollout) for rollout in group.rollouts]
             advantages = group_advantages(rewards, self.advantage)
             for rollout, advantage in zip(group.rollouts, advantages.values, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
+                elif self.overlong.mask and is_cut(rollout):
+                    discarded["overlong"] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
                     made = rollout_to_episodes(rollout, advantage, advantages.of)
@@ -72,3 +79,9 @@ class EpisodeBatcher:
         return batch if trained else None, TokenCounts(
             generated=generated, trained=trained, discarded=+discarded
         )
+
+    def _shaped_reward(self, rollout: Rollout) -> float | None:
+        if rollout.reward is None:
+            return None
+        limit = self.max_tokens_per_turn
+        return rollout.reward - overlong_penalty(rollout, self.overlong, max_tokens=limit)

@@ -200,6 +200,7 @@ class Consumer:
                 switch_s=self._devices.take_switch_s(),
             )
         )
+        state.record_outcomes(groups)  # the user's code: what it raises finds all else done
 
     def _describe_buffer(self) -> str:
         state = self._state

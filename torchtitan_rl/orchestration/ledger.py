@@ -22,7 +22,7 @@ from torchtitan_rl.orchestration.ids import group_of_request
 from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts
 from torchtitan_rl.types import Completion, GenerationRequest
 
-MASKED_CAUSES = frozenset({"nonfinite_logprob", "truncated_sampling", "unseen_turn"})
+MASKED_CAUSES = frozenset({"nonfinite_logprob", "overlong", "truncated_sampling", "unseen_turn"})
 """Causes in `TokenCounts.discarded` that count as masked."""
 
 CUT = "cut"

@@ -182,6 +182,7 @@ class Producer:
         if is_resampled:
             self._admit(entry.group_id, entry.problem, resamples=entry.resamples + 1)
             return
+        self._state.skipped.append(self._state.outcome(group))
         self._skipped_in_a_row += 1
         most = schedule.max_empty_batches * self._config.rollout.groups_per_step
         if self._skipped_in_a_row >= most:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -19,16 +20,16 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.rollout.task import Dataset
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
-from torchtitan_rl.types import Problem
+from torchtitan_rl.types import Problem, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The components of a run. ``ledger`` observes the router; ``identity`` describes the run and
-    is stored in each checkpoint."""
+    is stored in each checkpoint. A reward of at least ``success_reward`` has solved a problem."""
 
     dataset: Dataset
     evaluation_problems: Sequence[Problem]
@@ -41,6 +42,7 @@ class Parts:
     journals: JournalDirectory
     ledger: TokenLedger
     identity: Mapping[str, Any] = field(default_factory=dict)
+    success_reward: float = 1.0 - 1e-9
 
 
 class RunState:
@@ -58,8 +60,25 @@ class RunState:
         self.version = 0
         self.evaluated_step: int | None = None
         self.is_stopping = False
+        self.skipped: list[Outcome] = []  # since the newest step; the dataset has not seen them
         self.num_changes = 0
         self._changed = asyncio.Event()
+
+    def outcome(self, group: RolloutGroup) -> Outcome:
+        """What came of a group, for the dataset."""
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        solved = [reward >= self.parts.success_reward for reward in rewards]
+        return Outcome(problem=group.problem, solved=fmean(solved) if solved else None)
+
+    def record_outcomes(self, trained: Sequence[RolloutGroup]) -> None:
+        """Tell the dataset what came of the groups of a step, and of those that were skipped.
+
+        Only here, so that what it chooses does not depend on the order in which groups finish.
+        """
+        skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
+        self.skipped.clear()
+        if isinstance(self.parts.dataset, AdaptiveDataset):
+            self.parts.dataset.record([*map(self.outcome, trained), *skipped])
 
     def notify(self) -> None:
         """Something changed: every loop in `wait_until` checks its condition again."""

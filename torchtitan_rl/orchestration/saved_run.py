@@ -1,7 +1,8 @@
 """What the controller saves in a checkpoint, in memory and on disk.
 
-- The document, JSON in the marker: step, version, newest evaluated step, dataset position, ledger,
-  identity of the run, and the mark in the journal.
+- The document, JSON in the marker: step, version, newest evaluated step, dataset position, skipped
+  groups that the dataset does not know of yet, ledger, identity of the run, and the mark in the
+  journal.
 - The attachment ``groups.jsonl``: a line for each untrained group, with the rollouts of those that
   are not finished, which are waiting again when they are read.
 
@@ -27,6 +28,7 @@ from torchtitan_rl.rollout.records import (
     recorded_from_json,
     recorded_to_json,
 )
+from torchtitan_rl.rollout.task import Outcome
 from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
 
 GROUPS = "groups.jsonl"
@@ -64,6 +66,10 @@ class SavedRun:
         state.ledger.load_state_dict(document["ledger"])
         state.buffer.restore(self.groups.entries)
         state.parts.dataset.load_state_dict(document["dataset"])
+        state.skipped = [
+            Outcome(problem=problem_from_json(one["problem"]), solved=one["solved"])
+            for one in document.get("skipped", ())
+        ]
 
 
 def document_of(state: RunState, *, journal_mark: int) -> dict[str, Any]:
@@ -75,6 +81,9 @@ def document_of(state: RunState, *, journal_mark: int) -> dict[str, Any]:
         "version": state.version,
         "evaluated_step": state.evaluated_step,
         "dataset": state.parts.dataset.state_dict(),
+        "skipped": [
+            {"problem": problem_to_json(one.problem), "solved": one.solved} for one in state.skipped
+        ],
         "ledger": state.ledger.state_dict(without=unfinished),
         "journal_mark": journal_mark,
     }

@@ -28,6 +28,20 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """What training does about completions near or at ``max_tokens_per_turn``. Rewards that are
+    reported, and those of evaluations, are without it."""
+
+    buffer_tokens: int = 0
+    """Over so many tokens before the limit the reward falls in proportion; 0 leaves it as it is."""
+    penalty: float = 1.0
+    """What the reward has lost at the limit."""
+    mask: bool = False
+    """Leave rollouts with a completion that was cut out of the loss; their rewards still count in
+    the group's baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Groups, turns and limits of rollouts."""
 
@@ -49,4 +63,5 @@ class RolloutConfig:
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
     """``mean``: reward minus the group's mean (Dr. GRPO); ``std``: that divided by the group's
     standard deviation (GRPO); ``leave_one_out``: reward minus the mean of the others (RLOO)."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

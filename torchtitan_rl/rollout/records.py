@@ -43,11 +43,12 @@ _READ_FORMATS = (1, FORMAT)
 
 
 def problem_to_json(problem: Problem) -> Json:
-    return {"problem_id": problem.problem_id, "data": plain(problem.data)}
+    part = {"task": problem.task} if problem.task else {}
+    return {"problem_id": problem.problem_id, "data": plain(problem.data), **part}
 
 
 def problem_from_json(data: Json) -> Problem:
-    return Problem(problem_id=data["problem_id"], data=data["data"])
+    return Problem(problem_id=data["problem_id"], data=data["data"], task=data.get("task", ""))
 
 
 def completion_to_json(completion: Completion) -> Json:

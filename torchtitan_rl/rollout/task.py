@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torchtitan_rl.types import Problem
 
@@ -56,6 +57,28 @@ class Dataset(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the problem that would have been next when ``state`` was taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one training group: ``solved`` is the share of its rollouts with a reward that
+    solved the problem (`Task.success_reward`), None if none has a reward."""
+
+    problem: Problem
+    solved: float | None
+
+
+@runtime_checkable
+class AdaptiveDataset(Dataset, Protocol):
+    """A dataset that chooses problems by what came of the earlier ones.
+
+    What it learns is part of its `state_dict`.
+    """
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Called once a step, with the groups that were trained on and those that were skipped
+        since the step before; in the same order in every run with the same results."""
         ...
 
 

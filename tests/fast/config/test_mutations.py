@@ -19,8 +19,12 @@ from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.rules import RULES
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
+from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
+from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
+from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
 from torchtitan_rl.serving.config import EndpointConfig
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
@@ -52,8 +56,20 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
         (policy / "tokenizer.json").write_text("{}")
         (policy / "model.safetensors").write_bytes(b"weights")
         config = with_value(config, "policy.checkpoint", str(policy))
+    if isinstance(config.task, Gsm8kTask):
+        config = with_value(config, "task", gsm8k(folder / "policy"))
+    elif isinstance(config.task, MixtureTask):
+        tasks = {**config.task.tasks, "gsm8k": gsm8k(folder / "policy")}
+        config = with_value(config, "task.tasks", tasks)
     config = with_value(with_value(config, "num_steps", 1), "evaluation.num_problems", 4)
     return with_value(config, "output_dir", folder / "outputs"), machine
+
+
+def gsm8k(folder: Path) -> Gsm8kTask:
+    """With a file that is made instead of the real data."""
+    make_file(MakeFile(output=folder / "made.jsonl"))
+    files = (str(folder / "made.jsonl"),)
+    return Gsm8kTask(train=files, validation=files)
 
 
 def complaints(config: Any, machine: MachineFacts) -> list[str]:

@@ -3,12 +3,14 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import turns
 from torchtitan_rl.observability import metric_table
 from torchtitan_rl.observability.loop_lag import LoopLagSampler
 from torchtitan_rl.observability.metric_table import (
@@ -194,8 +196,8 @@ def test_every_metric_of_a_full_rollout_is_in_the_table() -> None:
     rollout = make_rollout(1.0, make_turn((1,), (2,)), metrics={"exact": 1.0})
     metrics = rollout_metrics([make_group(rollout, rollout)], Split.TRAIN)
     check_names(metrics)
-    of_rollouts = {name for name in metric_names() if name.startswith("train/")} - {"train/task/*"}
-    assert of_rollouts <= metrics.keys()
+    of_rollouts = {name for name in metric_names() if name.startswith("train/")}
+    assert {name for name in of_rollouts if not name.endswith("/*")} <= metrics.keys()
 
 
 def test_every_status_has_a_name_in_the_table() -> None:
@@ -325,3 +327,25 @@ def test_a_blocked_event_loop_shows_as_lag_once() -> None:
     during, after = asyncio.run(block())
     assert during >= 45
     assert after == 0
+
+
+def test_rewards_are_also_reported_for_each_part_of_a_mixture() -> None:
+    sums = replace(turns.PROBLEM, task="sums")
+    groups = [
+        turns.group(turns.rollout(reward=1.0), turns.rollout(reward=0.0), problem=sums),
+        turns.group(turns.rollout(reward=1.0), turns.rollout(reward=1.0), problem=sums),
+        turns.group(turns.rollout(reward=0.25), problem=replace(turns.PROBLEM, task="gym/words")),
+        turns.group(turns.rollout(reward=0.5)),
+    ]
+    metrics = rollout_metrics(groups, Split.TRAIN)
+    of_task = {name: value for name, value in metrics.items() if "/of_task/" in name}
+    assert of_task == {
+        "train/of_task/sums/groups": 2.0,
+        "train/of_task/sums/reward_mean": 0.75,
+        "train/of_task/sums/groups_without_variance_share": 0.5,
+        "train/of_task/sums/response_length_mean": 0.0,
+        "train/of_task/gym/words/groups": 1.0,
+        "train/of_task/gym/words/reward_mean": 0.25,
+        "train/of_task/gym/words/response_length_mean": 0.0,
+    }
+    assert all(map(is_known, of_task))

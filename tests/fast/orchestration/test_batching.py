@@ -13,7 +13,8 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
-from torchtitan_rl.types import Rollout, RolloutStatus
+from torchtitan_rl.rollout.config import OverlongConfig
+from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus
 
 BATCHER = EpisodeBatcher(advantage="mean", row_len=32, temperature=0.7)
 
@@ -122,3 +123,34 @@ def test_generated_tokens_are_trained_or_discarded_by_name(groups):
     healthy = rollout(0, 1.0)
     _, tokens = BATCHER([group(*rollouts) for rollouts in [*groups, [healthy]]])
     assert tokens.generated == tokens.trained + sum(tokens.discarded.values())
+
+
+def cut(rollout: Rollout) -> Rollout:
+    """It ended at its budget."""
+    last = rollout.turns[-1]
+    completion = replace(last.completion, finish_reason=FinishReason.LENGTH)
+    return replace(rollout, turns=(*rollout.turns[:-1], replace(last, completion=completion)))
+
+
+@pytest.mark.parametrize(
+    ("num_sampled", "is_cut", "advantage"),
+    [(6, False, 0.0), (8, False, -0.25), (10, False, -0.5), (10, True, -0.5), (3, True, -0.5)],
+)
+def test_an_answer_near_the_limit_loses_reward_in_proportion(num_sampled, is_cut, advantage):
+    """With a limit of 10 and a buffer of 4; both siblings are right."""
+    batcher = replace(BATCHER, max_tokens_per_turn=10, overlong=OverlongConfig(buffer_tokens=4))
+    long = rollout(0, 1.0, num_sampled=num_sampled)
+    batch, _ = batcher([group(cut(long) if is_cut else long, rollout(1, 1.0, num_sampled=2))])
+    assert batch is not None
+    values = batch.advantages[batch.loss_mask].tolist()
+    assert min(values) == pytest.approx(advantage)
+    assert max(values) == pytest.approx(-advantage)
+
+
+def test_a_cut_answer_can_be_masked_and_still_counts_in_the_baseline():
+    batcher = replace(BATCHER, overlong=OverlongConfig(mask=True))
+    batch, tokens = batcher([group(cut(rollout(0, 0.0, num_sampled=5)), rollout(1, 1.0))])
+    assert batch is not None
+    assert batch.advantages[batch.loss_mask].tolist() == [0.5, 0.5]
+    assert (tokens.trained, tokens.discarded) == (2, {"overlong": 5})
+    assert "overlong" in MASKED_CAUSES

@@ -30,7 +30,7 @@ def field_errors(
     """One message per wrong field, by its dotted name, nested configurations included.
 
     Without ``rules``, as in a task and what it consists of, only the types are checked, and that
-    numbers are finite; `Task.errors` checks the rest.
+    numbers are finite; `Task.errors` checks the rest. A task's texts may be prompts of any form.
     """
     kind: Any = type(config)
     hints = _hints(kind)
@@ -42,6 +42,10 @@ def field_errors(
         name, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
             errors |= field_errors(value, f"{name}.", rules=rules)
+        elif get_origin(hint) is dict and _fits(hint, value):
+            for key, item in value.items():
+                if dataclasses.is_dataclass(item):
+                    errors |= field_errors(item, f"{name}.{key}.", rules=rules)
         elif fix := _type_error(hint, value) or _value_error(own, field.name, name, value):
             errors[name] = f"{name} is {_shown(value)}: {fix}"
     return errors
@@ -88,8 +92,8 @@ def _value_error(
         bounds = _ANY_NUMBER if rules is None else rules[field]
         if fix := bounds.error(number):
             return fix
-    if isinstance(value, str | Path):
-        return _text_error(str(value), may_be_empty=rules is None or name in _MAY_BE_EMPTY)
+    if isinstance(value, str | Path) and rules is not None:
+        return _text_error(str(value), may_be_empty=name in _MAY_BE_EMPTY)
     return None
 
 
@@ -110,8 +114,14 @@ def _type_error(hint: Any, value: Any) -> str | None:
 
 def _fits(hint: Any, value: Any) -> bool:
     origin, choices = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if origin is Literal:
         return value in choices
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(choices[0], key) and _fits(choices[1], item) for key, item in value.items()
+        )
     if origin in (Union, types.UnionType):
         return any(_fits(choice, value) for choice in choices)
     if origin is tuple:
@@ -134,7 +144,9 @@ def _describe(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(choice) for choice in choices)
     if origin is tuple:
-        return f"a tuple of {len(choices)} values"
+        return "a tuple" if Ellipsis in choices else f"a tuple of {len(choices)} values"
+    if origin is dict:
+        return "a dict by name"
     names = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
     return names.get(hint) or ("None" if hint is type(None) else f"a {hint.__name__}")
 

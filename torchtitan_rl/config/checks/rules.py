@@ -77,6 +77,10 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "step_timeout_s": _SECONDS,
         "rollout_timeout_s": _SECONDS,
     },
+    c.OverlongConfig: {
+        "buffer_tokens": _count(0, 1 << 24),
+        "penalty": Bounds(least=0.0, most=_MAX_FLOAT),
+    },
     c.GeneratorConfig: {
         "replicas": _RANKS,
         "tensor_parallel": _RANKS,

@@ -107,6 +107,12 @@ def _lengths(config: RunConfig) -> list[str]:
             f"{config.rollout.sampling.max_tokens_per_turn}: give less than "
             f"rollout.max_total_tokens ({total}), which holds the prompt too"
         )
+    if config.rollout.overlong.buffer_tokens > config.rollout.sampling.max_tokens_per_turn:
+        errors.append(
+            f"rollout.overlong.buffer_tokens is {config.rollout.overlong.buffer_tokens}: give at "
+            "most rollout.sampling.max_tokens_per_turn "
+            f"({config.rollout.sampling.max_tokens_per_turn})"
+        )
     if config.trainer.row_len % config.trainer.tensor_parallel:
         errors.append(
             f"trainer.row_len is {config.trainer.row_len}: give a multiple of "

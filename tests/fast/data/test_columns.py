@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from torchtitan_rl.data.columns import Condition, fill, template_error
+from torchtitan_rl.data.rows import DataError
+
+ROW = {"question": "1 + {1}?", "level": 3, "none": None, "reward_model": {"ground_truth": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("Q: {question}", "Q: 1 + {1}?"),
+        ("{reward_model[ground_truth]} {{x}}", "2 {x}"),
+        ("{level:02d}", "03"),
+        ("no column", "no column"),
+    ],
+)
+def test_a_template_is_filled_with_columns(template: str, text: str) -> None:
+    assert template_error(template) is None
+    assert fill(template, ROW, "a.jsonl, line 7") == text
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{answer}", "a.jsonl, line 7: no column 'answer'; it has question, level"),
+        ("{none}", "a.jsonl, line 7: column 'none' is null"),
+        ("{reward_model[style]}", "a.jsonl, line 7: .*cannot be filled .KeyError: 'style'"),
+        ("{question:02d}", "a.jsonl, line 7: .*cannot be filled"),
+    ],
+)
+def test_what_cannot_be_filled_is_an_error_with_file_line_and_column(
+    template: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        fill(template, ROW, "a.jsonl, line 7")
+
+
+@pytest.mark.parametrize("template", ["{question", "}", "{}", "{!r}"])
+def test_a_wrong_template_is_found_without_a_row(template: str) -> None:
+    assert template_error(template) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("level <= 3", True),
+        ("level<3", False),
+        ("level == 3.0", True),
+        ("question != 1", True),
+        ("none == null", True),
+        ("question == 1 + {1}?", True),
+        ('question == "1 + {1}?"', True),
+    ],
+)
+def test_a_condition_compares_a_column_with_a_value(text: str, holds: bool) -> None:
+    assert Condition(text).holds(ROW, "here") is holds
+
+
+@pytest.mark.parametrize("text", ["level", "level = 3", "<= 3", ""])
+def test_a_text_that_is_no_condition_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a condition"):
+        Condition(text)
+
+
+@pytest.mark.parametrize("text", ["subject == 1", "question < 1"])
+def test_a_condition_that_does_not_fit_the_row_names_its_place(text: str) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl, line 7"):
+        Condition(text).holds(ROW, "a.jsonl, line 7")

@@ -1,0 +1,150 @@
+"""Tasks of reasoning-gym: problems, scores, splits, curricula, and errors of the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.data.levels import CurriculumConfig
+from torchtitan_rl.environments.gym_datasets import (
+    MadeFrom,
+    gym_dataset,
+    gym_score,
+    max_level,
+)
+from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.types import Problem
+
+pytest.importorskip("reasoning_gym")
+
+TASK = ReasoningGymTask(
+    tasks={"chain_sum": 3.0, "spell_backward": 1.0},
+    options={"chain_sum": {"max_digits": 2}},
+    num_problems=200,
+    check_timeout_s=60.0,
+)
+CURRICULUM = CurriculumConfig(enabled=True, window=2, max_level=2)
+
+
+def take(source: Dataset, count: int) -> list[Problem]:
+    return [source.next() for _ in range(count)]
+
+
+def test_problems_are_the_tasks_own_in_proportion_to_their_weights() -> None:
+    assert TASK.errors() == []
+    problems = take(TASK.dataset("train", seed=0), 40)
+    assert [problem.task for problem in problems].count("chain_sum") == 30
+    sums = [problem for problem in problems if problem.task == "chain_sum"]
+    for problem in sums:
+        expression = problem.data["question"].rpartition(": ")[2].removesuffix(" =")
+        assert eval(expression) == int(problem.data["answer"])
+        assert max(map(len, expression.split())) <= 2  # the option
+
+
+def test_the_run_s_seed_decides_only_the_order_and_the_data_seed_the_problems() -> None:
+    def by_id(task: ReasoningGymTask, seed: int) -> dict[str, Any]:
+        return {one.problem_id: one.data for one in take(task.dataset("train", seed=seed), 60)}
+
+    one, other = by_id(TASK, 1), by_id(TASK, 2)
+    both = one.keys() & other.keys()
+    assert both
+    assert list(one) != list(other)
+    assert all(one[name] == other[name] for name in both)
+    made_otherwise = by_id(replace(TASK, data_seed=7), 1)
+    assert any(one[name] != made_otherwise[name] for name in one.keys() & made_otherwise.keys())
+
+
+def test_no_question_is_in_both_splits() -> None:
+    task = replace(TASK, num_problems=2000)  # more than there are sums of one digit
+    train, validation = (
+        {one.data["question"] for one in take(task.dataset(split, seed=0), 500)}
+        for split in ("train", "validation")
+    )
+    assert train
+    assert validation
+    assert not train & validation
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("I think <answer>1</answer>, no: <answer>{}</answer>", 1.0),
+        ("<answer>\n{}\n</answer>", 1.0),
+        ("{}", 0.0),  # not between the marks
+        ("<answer>none</answer>", 0.0),
+    ],
+)
+def test_a_completion_is_scored_by_the_task(answer: str, reward: float) -> None:
+    problem = next(one for one in take(TASK.dataset("train", seed=0), 9) if one.task == "chain_sum")
+    scored = asyncio.run(TASK.score(answer.format(problem.data["answer"]), problem))
+    assert scored == pytest.approx(reward, abs=0.02)
+
+
+def test_an_answer_that_the_task_cannot_read_scores_0() -> None:
+    made: MadeFrom = {
+        "name": "prime_factorization",
+        "level": None,
+        "options": {},
+        "seed": 1,
+        "size": 9,
+    }
+    question = gym_dataset(made)[0]["question"]
+    assert gym_score(made, 0, question, "x") == 0.0
+    with pytest.raises(ValueError, match="makes problem 1 differently"):
+        gym_score(made, 1, question, "x")
+
+
+def test_the_level_rises_with_success_and_survives_a_checkpoint() -> None:
+    task = replace(TASK, tasks={"chain_sum": 1.0}, options={}, curriculum=CURRICULUM)
+    assert task.errors() == []
+    source = task.dataset("train", seed=0)
+    levels = []
+    for _ in range(6):
+        problem = source.next()
+        levels.append((problem.task, problem.data["level"]))
+        assert isinstance(source, AdaptiveDataset)
+        source.record([Outcome(problem=problem, solved=1.0)])
+        state = json.loads(json.dumps(source.state_dict()))
+        source = task.dataset("train", seed=1)
+        source.load_state_dict(state)
+    assert levels == [(f"chain_sum/level{level}", level) for level in (0, 0, 1, 1, 2, 2)]
+
+
+def test_with_a_curriculum_the_validation_set_has_all_levels() -> None:
+    task = replace(TASK, curriculum=CURRICULUM)
+    tasks = {problem.task for problem in take(task.dataset("validation", seed=0), 24)}
+    assert tasks == {f"{name}/level{level}" for name in TASK.tasks for level in range(3)}
+    assert max_level("chain_sum") > 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": {}}, "task.tasks is empty"),
+        ({"tasks": {"chain_sums": 1.0}}, "task.tasks has chain_sums: .* similar: chain_sum"),
+        ({"tasks": {"chain_sum": 0.0}}, "task.tasks.chain_sum is 0.0: give a weight above 0"),
+        ({"options": {"chain_sum": {"digits": 1}}}, "task.options.chain_sum is .*'digits'"),
+        ({"options": {"chain_sum": {"max_terms": 1}}}, "task.options.chain_sum is .*max_terms"),
+        ({"options": {"chain_sum": {"max_terms": {4}}}}, "task.options.chain_sum is .* JSON"),
+        ({"options": {"gcd": {}}}, "task.options has gcd, which is not in task.tasks"),
+        (
+            {"tasks": {"acre": 1.0}, "curriculum": CurriculumConfig(enabled=True)},
+            "task.curriculum.enabled: acre has no curriculum",
+        ),
+        (
+            {"tasks": {"survo": 1.0}, "curriculum": CurriculumConfig(enabled=True)},
+            r"task.curriculum: level \d of survo is not possible",
+        ),
+        ({"answer_pattern": "("}, r"task.answer_pattern='\(': not a regular expression"),
+        ({"num_problems": 0}, "task.num_problems=0: must be 1 to 1000000"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_field(changes: dict[str, Any], message: str) -> None:
+    task = replace(TASK, **({"options": {}} | changes))
+    assert any(re.match(message, error) for error in task.errors()), task.errors()

@@ -1,0 +1,150 @@
+"""``torchtitan-rl data preview CONFIG [options]``: the problems of a task as the policy sees them.
+
+Starts no engine. Exit codes: 0 the problems could be shown; 2 the configuration, a file or a row is
+wrong, in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.policies import find_policy
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.types import Problem
+
+_USAGE = "usage: torchtitan-rl data preview CONFIG [--count N] [--split SPLIT] [--all] [options]\n"
+_SHOWN_CHARS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig:
+    """Shows the first problems of a configuration's task."""
+
+    count: int = 3
+    """Number of problems to show."""
+    split: Split = "train"
+    """Which problems: ``train`` or ``validation``."""
+    all: bool = False
+    """Read the whole epoch: count its problems, and find every row that cannot be used."""
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl data WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: something cannot be used as it is.
+    """
+    match words:
+        case ["preview", config_file, *options] if not config_file.startswith("-"):
+            own, others = _split(options)
+            preview = parse_options(PreviewConfig, own, prog="torchtitan-rl data preview CONFIG")
+            config = load_config(Path(config_file), others)
+            try:
+                for line in _lines(config, preview):
+                    print(line)
+            except TorchtitanRLError as error:
+                raise ConfigError(str(error)) from error
+            return 0
+        case ["-h" | "--help"] | ["preview", "-h" | "--help"]:
+            print(_USAGE, end="")
+            return 0
+        case _:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+
+
+def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options of the preview, and those of the run's configuration."""
+    own: list[str] = []
+    others: list[str] = []
+    words = iter(options)
+    for word in words:
+        if word in ("--count", "--split"):
+            own += [word, next(words, "")]
+        elif word == "--all":
+            own.append(word)
+        else:
+            others.append(word)
+    return own, others
+
+
+def _lines(config: RunConfig, preview: PreviewConfig) -> Iterator[str]:
+    if errors := config.task.errors():
+        raise ConfigError(errors)
+    tokenizer = None if isinstance(config.task, AgentTask) else _tokenizer(config)
+    source = config.task.dataset(preview.split, seed=config.seed)
+    for problem in _first(source, preview.count):
+        yield f"=== {problem.problem_id}"
+        yield json.dumps(dict(problem.data), ensure_ascii=False, default=str)[:_SHOWN_CHARS]
+        if tokenizer is not None:
+            prompt = asyncio.run(_prompt(config, problem, tokenizer))
+            yield f"--- prompt, {len(prompt)} tokens"
+            yield tokenizer.decode(list(prompt))
+    if preview.all:
+        yield from _epoch(config, preview.split, tokenizer)
+
+
+def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> Iterator[str]:
+    """Number of problems, by part, and how long their prompts are."""
+    source = config.task.dataset(split, seed=config.seed)
+    parts: Counter[str] = Counter()
+    lengths: list[int] = []
+    ids: set[str] = set()
+    for problem in _first(source, None):
+        if problem.problem_id in ids:  # a set that starts again without counting epochs
+            break
+        ids.add(problem.problem_id)
+        parts[problem.task] += 1
+        if tokenizer is not None:
+            lengths.append(len(asyncio.run(_prompt(config, problem, tokenizer))))
+    named = ", ".join(f"{count} {part}" for part, count in parts.items() if part)
+    yield f"=== {len(ids)} {split} problems{f' ({named})' if named else ''}"
+    if lengths:
+        room = config.rollout.max_total_tokens
+        too_long = sum(length >= room for length in lengths)
+        yield (
+            f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median(lengths):g}; "
+            f"{too_long} leave no room in rollout.max_total_tokens ({room})"
+        )
+
+
+def _first(source: Any, count: int | None) -> Iterator[Problem]:
+    """The first problems; at most those of one epoch."""
+    given = 0
+    while count is None or given < count:
+        try:
+            problem = source.next()
+        except StopIteration:
+            return
+        if source.epoch > 0:
+            return
+        given += 1
+        yield problem
+
+
+async def _prompt(config: RunConfig, problem: Problem, tokenizer: Any) -> tuple[int, ...]:
+    env = config.task.environment(problem, tokenizer=tokenizer, limits=config.rollout)
+    try:
+        return (await env.reset()).prompt_token_ids
+    finally:
+        await env.close()
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    policy_dir, _ = find_policy(config.policy.checkpoint, is_trained=False)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(policy_dir)

@@ -1,0 +1,107 @@
+"""From the columns of a row to text: templates and conditions, with errors that name the place.
+
+A template is a text with columns in braces, in the syntax of `str.format`: ``{question}``; an item
+of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN OPERATOR VALUE``:
+``level <= 3``, ``subject == algebra``, ``answer != null``.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from torchtitan_rl.data.rows import DataError, Row
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
+
+
+def template_error(template: str) -> str | None:
+    """What is wrong with a template, or None."""
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"{error}; write {{{{ and }}}} for braces"
+    if any(not re.match(r"\w", name) for name in names):
+        return "empty braces; write the name of a column in them"
+    return None
+
+
+def fill(template: str, row: Row, place: str) -> str:
+    """The template with the row's columns.
+
+    Raises:
+        DataError: a column is missing or null.
+    """
+    for _, name, _, _ in Formatter().parse(template):
+        if name:
+            column(re.split(r"[.\[]", name, maxsplit=1)[0], row, place)
+    try:
+        return template.format_map(row)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise DataError(f"{place}: {template!r} cannot be filled ({cause})") from error
+
+
+def column(name: str, row: Row, place: str) -> Any:
+    """
+    Raises:
+        DataError: it is missing or null.
+    """
+    if name not in row:
+        raise DataError(f"{place}: no column {name!r}; it has {', '.join(row)}")
+    if row[name] is None:
+        raise DataError(f"{place}: column {name!r} is null; leave such rows out: {name} != null")
+    return row[name]
+
+
+class Condition:
+    """
+    >>> Condition("level <= 3").holds({"level": 2}, "line 1")
+    True
+
+    Raises:
+        ValueError: the text is not a condition.
+    """
+
+    def __init__(self, text: str) -> None:
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            raise ValueError(
+                f"{text!r} is not a condition; write COLUMN OPERATOR VALUE, the operator one of "
+                f"{' '.join(_OPERATORS)}"
+            )
+        self._text = text
+        self._column, sign, value = found.groups()
+        self._compare = _OPERATORS[sign]
+        try:
+            self._value = json.loads(value)
+        except ValueError:
+            self._value = value
+
+    def holds(self, row: Row, place: str) -> bool:
+        """
+        Raises:
+            DataError: there is no such column, or its values cannot be compared with this one.
+        """
+        if self._column not in row:
+            raise DataError(f"{place}: no column {self._column!r}; it has {', '.join(row)}")
+        try:
+            return bool(self._compare(row[self._column], self._value))
+        except TypeError as error:
+            raise DataError(f"{place}: {self._text!r} cannot be checked ({error})") from error
+
+
+def all_hold(conditions: Sequence[Condition], row: Row, place: str) -> bool:
+    return all(condition.holds(row, place) for condition in conditions)

@@ -1,0 +1,86 @@
+"""Pools of difficulty: problems that teach nothing now rest, and are tried again later.
+
+A problem whose rollouts nearly all solved it goes into the pool ``easy``, one that nearly none
+solved into ``hard``; both rest for some epochs. Invariants: a problem is in at most one pool; the
+pools are part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestConfig:
+    """Which problems are left out, and for how long."""
+
+    epochs: int = 0
+    """Number of epochs that a problem is left out, after the one in which its rollouts showed that
+    it is too easy or too hard; 0 leaves none out."""
+    easy_at: float = 1.0
+    """Share of solved rollouts from which a problem is too easy."""
+    hard_at: float = 0.0
+    """Share of solved rollouts up to which a problem is too hard."""
+
+
+class RestingDataset:
+    """The problems of ``source`` that do not rest; if all do, the next one all the same."""
+
+    def __init__(self, source: Dataset, config: RestConfig) -> None:
+        self._source = source
+        self._config = config
+        self._until: dict[str, dict[str, int]] = {"easy": {}, "hard": {}}
+
+    @property
+    def epoch(self) -> int:
+        return self._source.epoch
+
+    def pool_sizes(self) -> dict[str, int]:
+        """Number of problems that rest in each pool."""
+        return {pool: len(members) for pool, members in self._until.items()}
+
+    def next(self) -> Problem:
+        problem = self._source.next()
+        first = problem.problem_id
+        while self._rests(problem.problem_id):
+            problem = self._source.next()
+            if problem.problem_id == first:
+                break
+        return problem
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            for members in self._until.values():
+                members.pop(outcome.problem.problem_id, None)
+            if (pool := self._pool_of(outcome)) is not None:
+                until = self._source.epoch + 1 + self._config.epochs
+                self._until[pool][outcome.problem.problem_id] = until
+        if isinstance(self._source, AdaptiveDataset):
+            self._source.record(outcomes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"source": self._source.state_dict(), "pools": self._until}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state["source"])
+        self._until = {pool: dict(state["pools"][pool]) for pool in self._until}
+
+    def _pool_of(self, outcome: Outcome) -> str | None:
+        if outcome.solved is None:
+            return None
+        if outcome.solved >= self._config.easy_at:
+            return "easy"
+        return "hard" if outcome.solved <= self._config.hard_at else None
+
+    def _rests(self, problem_id: str) -> bool:
+        for members in self._until.values():
+            if problem_id in members:
+                if members[problem_id] > self._source.epoch:
+                    return True
+                del members[problem_id]
+        return False

@@ -1,0 +1,198 @@
+"""Questions and answers from data files as a `Task`: columns to prompts, answers to rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.data.columns import Condition, all_hold, column, fill, template_error
+from torchtitan_rl.data.resting import RestConfig, RestingDataset
+from torchtitan_rl.data.row_dataset import RowDataset
+from torchtitan_rl.data.rows import DataError, Row, open_sources
+from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.environments.checkers import run_checker, timeout_errors
+from torchtitan_rl.environments.question import QuestionEnv, as_messages
+from torchtitan_rl.environments.scoring import (
+    MATH_SCORE,
+    Comparison,
+    extract,
+    pattern_errors,
+    score_text,
+)
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.message_env import MessageTokenEnv
+from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
+from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTask(Task):
+    """Questions with one answer each, from data files::
+
+        task = DataTask(
+            train=("data/train.jsonl",),  # lines like {"question": "1 + 1?", "solution": "2"}
+            prompt="{question}\\nWrite the answer after ####.",
+            answer="{solution}",
+            answer_pattern=r"#### (.+)",
+            compare="number",
+        )
+
+    For rewards of another kind override `score`, or `environment` for several turns.
+    """
+
+    train: tuple[str, ...]
+    """Files of the training problems: ``.jsonl`` and ``.parquet`` files, patterns
+    (``data/*.jsonl``), Hugging Face datasets (``hf:NAME:CONFIG:SPLIT``; the name may be a local
+    folder)."""
+    validation: tuple[str, ...] = ()
+    """Files of the validation problems. None: ``validation_share`` of the training problems."""
+    validation_share: float = 0.1
+    """Share of the problems that are kept for validation where that has no files of its own. The
+    text of the prompt decides, so that equal prompts are in one split."""
+    prompt: str = "{question}"
+    """The user's message; ``{NAME}`` stands for a column, ``{NAME[KEY]}`` for an item of a nested
+    one."""
+    system: str = ""
+    """A system message, a template like ``prompt``; none where it is empty."""
+    messages: str = ""
+    """Column with the whole conversation (a list of ``role`` and ``content``), instead of
+    ``prompt`` and ``system``."""
+    answer: str = "{answer}"
+    """The right answer; a template like ``prompt``."""
+    right_answer_pattern: str = ""
+    """Regular expression whose last match in ``answer`` is the right answer; its first group, if it
+    has one. Empty: all of it."""
+    answer_pattern: str = ""
+    """Regular expression whose last match in a completion is its answer, like
+    ``right_answer_pattern``. A completion without a match scores 0."""
+    compare: Comparison = "exact"
+    """How answers are compared: ``exact`` as texts, ``number`` by their last number, ``math`` with
+    `math-verify`, in a process with a time limit."""
+    check_timeout_s: float = 5.0
+    """Seconds for one comparison by ``math``; an answer that takes longer scores 0."""
+    where: tuple[str, ...] = ()
+    """Conditions that rows must meet, such as ``level <= 3`` or ``answer != null``."""
+    keep: tuple[str, ...] = ()
+    """Columns that `score` needs in ``problem.data``, besides ``messages`` and ``answer``."""
+    shuffle: bool = True
+    """Whether training problems come in another order in each epoch; otherwise as in the files."""
+    rest: RestConfig = field(default_factory=RestConfig)
+    """Leave out, for some epochs, training problems that are always or never solved."""
+    renderer: RendererKind = "auto"
+    """How messages become tokens; ``auto`` goes by the model."""
+    thinking: Thinking = "off"
+    """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
+
+    async def score(self, answer: str, problem: Problem) -> float:
+        """The reward of a completion; ``answer`` is its text without the reasoning."""
+        found = extract(self.answer_pattern, answer)
+        right: str = problem.data["answer"]
+        if found is None:
+            return 0.0
+        if self.compare == "math":
+            return float(
+                await run_checker(MATH_SCORE, right, found, timeout_s=self.check_timeout_s)
+            )
+        return score_text(self.compare, right, found)
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        own = split == "validation" and self.validation
+        files = open_sources(self.validation if own else self.train)
+        conditions = [Condition(text) for text in self.where]
+        rows = RowDataset(
+            files,
+            partial(self._problem, split, conditions),
+            seed=seed,
+            shuffle=self.shuffle and split == "train",
+            chosen_by="task.where, task.prompt and task.validation_share",
+        )
+        return RestingDataset(rows, self.rest) if split == "train" and self.rest.epochs else rows
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
+        score = partial(self.score, problem=problem)
+        return MessageTokenEnv(QuestionEnv(problem.data["messages"], score), renderer)
+
+    def errors(self) -> list[str]:
+        found = [] if self.train else ["task.train is empty: give a file"]
+        for name in ("train", "validation"):
+            try:
+                open_sources(getattr(self, name))
+            except ConfigError as error:
+                found.append(f"task.{name}: {error}")
+        found += self._text_errors()
+        if not self.validation and not 0 < self.validation_share < 1:
+            found.append(
+                f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
+                "files by task.validation"
+            )
+        if self.rest.epochs < 0:
+            found.append(f"task.rest.epochs={self.rest.epochs}: must be at least 0")
+        if not self.rest.hard_at < self.rest.easy_at:
+            found.append(
+                f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "
+                f"({self.rest.easy_at})"
+            )
+        return found + timeout_errors(self.check_timeout_s)
+
+    def _text_errors(self) -> list[str]:
+        """Of templates, patterns and conditions."""
+        found = []
+        for name in ("prompt", "system", "answer"):
+            if wrong := template_error(getattr(self, name)):
+                found.append(f"task.{name}={getattr(self, name)!r}: {wrong}")
+        for name in ("answer_pattern", "right_answer_pattern"):
+            found += pattern_errors(name, getattr(self, name))
+        for condition in self.where:
+            try:
+                Condition(condition)
+            except ValueError as error:
+                found.append(f"task.where: {error}")
+        return found
+
+    def _problem(
+        self, split: Split, conditions: list[Condition], row_id: str, place: str, row: Row
+    ) -> Problem | None:
+        if not all_hold(conditions, row, f"{place}, task.where"):
+            return None
+        messages = self._messages(row, place)
+        if not self.validation:
+            text = json.dumps(messages, sort_keys=True)
+            if not in_split(split, text, self.validation_share):
+                return None
+        solution = fill(self.answer, row, f"{place}, task.answer")
+        right = extract(self.right_answer_pattern, solution)
+        if right is None:
+            raise DataError(f"{place}: no match of task.right_answer_pattern in task.answer")
+        kept = {name: _jsonable(column(name, row, f"{place}, task.keep")) for name in self.keep}
+        return Problem(problem_id=row_id, data={"messages": messages, "answer": right, **kept})
+
+    def _messages(self, row: Row, place: str) -> list[Mapping[str, Any]]:
+        if not self.messages:
+            return as_messages(
+                fill(self.system, row, f"{place}, task.system"),
+                fill(self.prompt, row, f"{place}, task.prompt"),
+            )
+        found = column(self.messages, row, f"{place}, task.messages")
+        are_messages = isinstance(found, list) and all(
+            isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in found
+        )
+        if not are_messages or not found:
+            raise DataError(
+                f"{place}, task.messages: column {self.messages!r} is not a list of messages with "
+                "role and content"
+            )
+        return [_jsonable(one) for one in found]
+
+
+def _jsonable(value: Any) -> Any:
+    """As JSON has it; dates and numbers of other types as text."""
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,97 @@
+"""Several tasks in one run, each with its weight, its environments and its rubric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.rubric import Rubric, Score, environment_score
+from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.types import Problem, Rollout
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureTask(Task):
+    """Tasks by name; each step, and the validation set, has them in proportion to their weights::
+
+        MixtureTask(
+            tasks={"words": Gsm8kTask(), "sums": ReasoningGymTask(tasks={"chain_sum": 1.0})},
+            weights={"words": 3.0},
+        )
+
+    Rewards are reported for each (``train/of_task/words/reward_mean``). Options of a part:
+    ``--task.tasks.words.compare number``.
+    """
+
+    tasks: dict[str, Task]
+    """The parts by name; names are without ``/``."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weight of each part, 1 where it is not given."""
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        parts = {name: task.dataset(split, seed=seed) for name, task in self.tasks.items()}
+        return MixtureDataset(parts, {name: self.weights.get(name, 1.0) for name in parts})
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        part = self.tasks[part_of(problem)]
+        return part.environment(split_off(problem), tokenizer=tokenizer, limits=limits)
+
+    def rubric(self) -> Rubric | None:
+        rubrics = {name: task.rubric() for name, task in self.tasks.items()}
+        if not any(rubrics.values()):
+            return None
+        if any(rubric is not None and rubric.scores_groups for rubric in rubrics.values()):
+            return _GroupRubrics(rubrics)
+        return _Rubrics(rubrics)
+
+    def success_reward(self) -> float:
+        return next(iter(self.tasks.values())).success_reward()
+
+    def errors(self) -> list[str]:
+        found = [] if self.tasks else ["task.tasks is empty: give a task with a name"]
+        for name, task in self.tasks.items():
+            if "/" in name or not name:
+                found.append(f"task.tasks has {name!r}: give a name without /")
+            found += [error.replace("task", f"task.tasks.{name}", 1) for error in task.errors()]
+            if hasattr(task, "agent"):
+                found.append(f"task.tasks.{name}: agents cannot be part of a mixture")
+        found += [
+            f"task.weights.{name} is {weight}: give a weight above 0, of a name in task.tasks"
+            for name, weight in self.weights.items()
+            if name not in self.tasks or not 0 < weight < math.inf
+        ]
+        if len({task.success_reward() for task in self.tasks.values()}) > 1:
+            found.append("task.tasks: the parts have different success_reward; make them equal")
+        return found
+
+
+class _Rubrics(Rubric):
+    """Scores a rollout by the rubric of its part, or by its environment."""
+
+    def __init__(self, rubrics: Mapping[str, Rubric | None]) -> None:
+        timeouts = [rubric.timeout_s for rubric in rubrics.values() if rubric is not None]
+        super().__init__((), timeout_s=max(timeouts))
+        self._rubrics = rubrics
+
+    async def score(self, rollout: Rollout, problem: Problem) -> Score:
+        rubric = self._rubrics[part_of(problem)]
+        if rubric is None:
+            return environment_score(rollout)
+        return await rubric.score(rollout, split_off(problem))
+
+
+class _GroupRubrics(_Rubrics):
+    """For mixtures of which a part scores whole groups."""
+
+    async def score_group(self, rollouts: Sequence[Rollout], problem: Problem) -> Sequence[Score]:
+        rubric = self._rubrics[part_of(problem)]
+        if rubric is None:
+            return [environment_score(rollout) for rollout in rollouts]
+        return await rubric.score_group(rollouts, split_off(problem))

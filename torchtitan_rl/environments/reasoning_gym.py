@@ -1,0 +1,198 @@
+"""The procedural tasks of reasoning-gym (PyPI) as a `Task`: any of them by name, or a mixture.
+
+A problem is made from its index, in this process; the answer is scored by the task's own
+``score_answer``, which may compute for long, in a process with a time limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
+from torchtitan_rl.data.mixture import MixtureDataset
+from torchtitan_rl.data.row_dataset import RowDataset
+from torchtitan_rl.data.rows import Row
+from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.environments.checkers import run_checker, timeout_errors
+from torchtitan_rl.environments.gym_datasets import (
+    GYM_SCORE,
+    GymRows,
+    MadeFrom,
+    gym_dataset,
+    gym_names,
+    max_level,
+)
+from torchtitan_rl.environments.question import QuestionEnv, as_messages
+from torchtitan_rl.environments.scoring import extract, pattern_errors
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.message_env import MessageTokenEnv
+from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
+from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+
+_MAX_SEED = 2**31
+_MAX_PROBLEMS = 1_000_000  # some tasks prepare all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGymTask(Task):
+    """Tasks of reasoning-gym with their weights::
+
+        ReasoningGymTask(
+            tasks={"chain_sum": 2.0, "spell_backward": 1.0},
+            options={"chain_sum": {"max_terms": 3, "max_digits": 2}},
+        )
+
+    ``python -m torchtitan_rl.environments.gym_datasets`` lists all names with their options.
+    """
+
+    tasks: dict[str, float]
+    """Names of the tasks, each with its weight in the mixture."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of the tasks, by name; a curriculum replaces those that it knows."""
+    num_problems: int = 10_000
+    """Problems of each task (and of each level) in an epoch, those for validation included."""
+    validation_share: float = 0.1
+    """Share of the problems that are kept for validation; the text of the question decides, so that
+    equal questions are in one split."""
+    data_seed: int = 42
+    """Seed that the problems are made with; the run's seed decides only their order."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Difficulty by the tasks' own curricula. The validation set then has all levels alike."""
+    system: str = (
+        "Think step by step, then write the final answer, and nothing else, between <answer> and "
+        "</answer>."
+    )
+    """The system message; none where it is empty."""
+    answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
+    """Regular expression whose last match in a completion is its answer; its first group, if it has
+    one. Empty: the whole completion. A completion without a match scores 0."""
+    check_timeout_s: float = 10.0
+    """Seconds for scoring one answer; one that takes longer scores 0."""
+    renderer: RendererKind = "auto"
+    """How messages become tokens; ``auto`` goes by the model."""
+    thinking: Thinking = "off"
+    """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        parts = {name: self._part(name, split, seed) for name in self.tasks}
+        return MixtureDataset(parts, self.tasks)
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
+        messages = as_messages(self.system, problem.data["question"])
+        score = partial(self.score, problem=problem)
+        level = problem.data["level"]
+        metrics = {} if level is None else {"level": float(level)}
+        return MessageTokenEnv(QuestionEnv(messages, score, metrics=metrics), renderer)
+
+    async def score(self, answer: str, problem: Problem) -> float:
+        """The task's own score of a completion."""
+        found = extract(self.answer_pattern, answer)
+        if found is None:
+            return 0.0
+        data = problem.data
+        args = (self._made(data["name"], data["level"]), data["index"], data["question"], found)
+        return float(await run_checker(GYM_SCORE, *args, timeout_s=self.check_timeout_s))
+
+    def errors(self) -> list[str]:
+        try:
+            names = gym_names()
+        except ConfigError as error:
+            return [f"task: {error}"]
+        found = [] if self.tasks else ["task.tasks is empty: give a name with a weight"]
+        for name, weight in self.tasks.items():
+            if not 0 < weight < math.inf:
+                found.append(f"task.tasks.{name} is {weight}: give a weight above 0")
+        if unknown := sorted(self.options.keys() - self.tasks.keys()):
+            found.append(f"task.options has {unknown[0]}, which is not in task.tasks")
+        found += pattern_errors("answer_pattern", self.answer_pattern)
+        if wrong := self._number_errors():
+            return found + wrong  # the datasets below are made with these numbers
+        return found + [error for name in self.tasks for error in self._name_errors(name, names)]
+
+    def _number_errors(self) -> list[str]:
+        found = []
+        if not 1 <= self.num_problems <= _MAX_PROBLEMS:
+            found.append(f"task.num_problems={self.num_problems}: must be 1 to {_MAX_PROBLEMS}")
+        if not 0 < self.validation_share < 1:
+            found.append(f"task.validation_share={self.validation_share}: must be between 0 and 1")
+        if not 0 <= self.data_seed < _MAX_SEED:
+            found.append(f"task.data_seed={self.data_seed}: must be 0 to {_MAX_SEED - 1}")
+        for name, least in (("window", 1), ("max_level", 0)):
+            if getattr(self.curriculum, name) < least:
+                value = getattr(self.curriculum, name)
+                found.append(f"task.curriculum.{name}={value}: must be at least {least}")
+        return found + timeout_errors(self.check_timeout_s)
+
+    def _name_errors(self, name: str, names: Mapping[str, bool]) -> list[str]:
+        if name not in names:
+            similar = difflib.get_close_matches(name, names) or sorted(names)
+            return [
+                f"task.tasks has {name}: reasoning-gym has no such task; similar: "
+                f"{', '.join(similar[:5])}"
+            ]
+        if self.curriculum.enabled and not names[name]:
+            return [f"task.curriculum.enabled: {name} has no curriculum; leave one out"]
+        return self._option_errors(name)
+
+    def _option_errors(self, name: str) -> list[str]:
+        levels: list[int | None] = [None]
+        if self.curriculum.enabled:
+            levels = list(range(min(max_level(name), self.curriculum.max_level) + 1))
+        for level in levels:
+            try:
+                gym_dataset(self._made(name, level))
+            except Exception as error:  # assertions, unknown options, of a hundred classes
+                cause = " ".join(f"{type(error).__name__}: {error}".split())
+                if level is None:
+                    return [f"task.options.{name} is {self.options.get(name, {})}: {cause}"]
+                return [
+                    f"task.curriculum: level {level} of {name} is not possible ({cause}); give "
+                    f"other task.options.{name} or a lower task.curriculum.max_level"
+                ]
+        return []
+
+    def _part(self, name: str, split: Split, seed: int) -> Dataset:
+        if not self.curriculum.enabled:
+            return self._level(name, split, seed, None)
+        make = partial(self._level, name, split, seed)
+        highest = min(max_level(name), self.curriculum.max_level)
+        if split == "train":
+            return LevelDataset(make, self.curriculum, max_level=highest)
+        levels = {level_name(level): make(level) for level in range(highest + 1)}
+        return MixtureDataset(levels, dict.fromkeys(levels, 1.0))
+
+    def _level(self, name: str, split: Split, seed: int, level: int | None) -> Dataset:
+        rows = GymRows(self._made(name, level), "made" if level is None else level_name(level))
+
+        def make(problem_id: str, place: str, row: Row) -> Problem | None:
+            if not in_split(split, row["question"], self.validation_share):
+                return None
+            return Problem(problem_id=problem_id, data={"name": name, "level": level, **row})
+
+        return RowDataset(
+            [rows],
+            make,
+            seed=seed,
+            shuffle=split == "train",
+            chosen_by="task.num_problems and task.validation_share",
+        )
+
+    def _made(self, name: str, level: int | None) -> MadeFrom:
+        return {
+            "name": name,
+            "level": level,
+            "options": self.options.get(name, {}),
+            "seed": self.data_seed,
+            "size": self.num_problems,
+        }

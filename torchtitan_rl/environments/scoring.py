@@ -1,0 +1,82 @@
+"""How right an answer is: exactly, as a number, or as mathematics. Pure.
+
+`extract` takes the answer out of what the policy wrote; `score_text` compares it at once, and
+`math_score`, which may compute for long, is run by `checkers.run_checker`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Literal
+
+Comparison = Literal["exact", "number", "math"]
+
+MATH_SCORE = f"{__name__}:math_score"
+_MAX_DIGITS = 4000
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def extract(pattern: str, text: str) -> str | None:
+    """The last match of ``pattern`` (its first group, if it has one); None where there is none.
+    An empty pattern takes the whole text.
+
+    >>> extract(r"#### (.+)", "3 + 4 is 7, so\\n#### 7")
+    '7'
+    """
+    if not pattern:
+        return text.strip()
+    found = None
+    for found in re.finditer(pattern, text):  # noqa: B007 - the last one is meant
+        pass
+    if found is None:
+        return None
+    return str(found.group(1 if found.re.groups else 0) or "").strip()
+
+
+def pattern_errors(field: str, pattern: str) -> list[str]:
+    """Of a task's field; a message if it is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [f"task.{field}={pattern!r}: not a regular expression ({error})"]
+    return []
+
+
+def score_text(comparison: Literal["exact", "number"], right: str, answer: str) -> float:
+    """1 if the answer is right, else 0.
+
+    ``exact`` compares texts; ``number`` the last number of each, with thousands separators:
+
+    >>> score_text("number", "1,200", "They earn 1200.00 dollars.")
+    1.0
+    """
+    if comparison == "exact":
+        return float(right.strip() == answer.strip())
+    expected = last_number(right)
+    return float(expected is not None and last_number(answer) == expected)
+
+
+def last_number(text: str) -> Fraction | None:
+    """None where there is none, or one of more digits than Python converts."""
+    numbers = _NUMBER.findall(text)
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        return None
+    return Fraction(numbers[-1].replace(",", ""))
+
+
+def math_score(right: str, answer: str) -> float:
+    """1 if `math-verify` finds the two equal: numbers, fractions, sets, expressions, LaTeX.
+
+    It may take any time and memory, for example for towers of powers.
+    """
+    from math_verify import parse, verify
+
+    expected = parse(_as_math(right), parsing_timeout=None)
+    given = parse(_as_math(answer), parsing_timeout=None)
+    return float(bool(verify(expected, given, timeout_seconds=None)))
+
+
+def _as_math(text: str) -> str:
+    r"""`math-verify` reads LaTeX only between dollars or in \boxed."""
+    return text if "$" in text or r"\boxed" in text or "\\" not in text else f"${text}$"
