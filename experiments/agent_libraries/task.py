@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -18,7 +20,6 @@ from torchtitan_rl.experiments.agent_libraries.libraries import (
 )
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
-from torchtitan_rl.rollout.calls import call
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 SIZES = ProblemSizes(two_operations=0.3, max_number=99)
@@ -67,5 +68,9 @@ class AgentLibrariesTask(AgentTask):
 async def run(library: Library, given: AgentCall) -> AgentResult:
     """Let a library's agent solve its problem, and score its last message."""
     exercise = Exercise(problem=given.problem.data)
-    answer = await call(load(library), given, exercise)
+    solve = load(library)
+    if inspect.iscoroutinefunction(solve):
+        answer = await solve(given, exercise)
+    else:
+        answer = await asyncio.to_thread(solve, given, exercise)
     return exercise.result(answer, library=library)

@@ -40,7 +40,8 @@ class SimTrainer:
     """Weights are a checksum over every batch, in order: equal only where all of them are.
 
     ``shares``: with the replicas, which have the devices at the beginning. ``complaints`` say who
-    used them out of turn. ``write_s``: how long a checkpoint is being written.
+    used them out of turn. ``write_s``: how long a checkpoint is being written. ``cuts_tokens``: the
+    run samples with a top_p.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SimTrainer:
         write_s: float = 0.0,
         timeout_s: float = 1_000.0,
         waits_alone: bool = False,
+        cuts_tokens: bool = False,
         fate: Fate | None = None,
     ) -> None:
         self._chance = chance
@@ -59,6 +61,7 @@ class SimTrainer:
         self._write_s = write_s
         self._timeout_s = timeout_s
         self._waits_alone = waits_alone
+        self._cuts_tokens = cuts_tokens
         self._fate = fate or Undisturbed()
         self._is_offloaded = shares
         self._shares = shares
@@ -110,7 +113,8 @@ class SimTrainer:
         self._uses_the_devices("stepped")
         for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
             self.weights = zlib.crc32(rows.tobytes(), self.weights)
-        require_kept_tokens(batch)
+        if self._cuts_tokens:
+            require_kept_tokens(batch)
         self.batches.append(batch)
         self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
         self.version += 1

@@ -87,6 +87,7 @@ class Simulation:
             write_s=plan.checkpoint_s,
             timeout_s=plan.trainer_timeout_s,
             waits_alone=plan.checks_idleness and plan.during_step == "aborted",
+            cuts_tokens=True,
             fate=fate,
         )
         self.replicas = [

@@ -50,7 +50,7 @@ PLAN = Plan(
     evaluation_problems=3,
     reserves=True,
     train_s=1.0,
-    chance=2,
+    chance=4,
 )
 POLICY = Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy"
 Row = dict[str, Any]
