@@ -89,5 +89,5 @@ def test_a_file_comes_before_a_ready_configuration_of_the_same_name(path, monkey
 
 
 def test_an_unknown_name_is_answered_by_the_ready_ones():
-    with pytest.raises(ConfigError, match="one of .*alphabet_sort_smollm2, alphabet_sort_tiny"):
+    with pytest.raises(ConfigError, match=r"one of .*alphabet_sort_smollm2, alphabet_sort_tiny"):
         load_config(Path("alphabet_sort"), [])
