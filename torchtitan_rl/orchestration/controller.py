@@ -112,8 +112,11 @@ class Controller:
                 await training
                 return
             self.request_stop()  # so that the current step is saved too
-            await self._wait_for_save(training)
-            raise _error_of(failed)
+            error, lost = _error_of(failed), await self._wait_for_save(training)
+            if lost is not None:  # and replicas cannot fetch its weights any more
+                self._state.recorder.say(f"{failed.get_name()}: {type(error).__name__}: {error}")
+                raise lost from error
+            raise error
         finally:
             await uninterrupted(self._close([training, *others], producer))
 
@@ -148,14 +151,19 @@ class Controller:
         if failure is not None:
             raise failure
 
-    async def _wait_for_save(self, training: asyncio.Task[None]) -> None:
-        """Another loop failed: let the trainer finish its step and save."""
+    async def _wait_for_save(self, training: asyncio.Task[None]) -> TrainerLostError | None:
+        """Another loop failed: let the trainer finish its step and save, unless it is lost."""
         timeout_s, say = 2 * self._config.trainer.step_timeout_s, self._state.recorder.say
         await asyncio.wait({training}, timeout=timeout_s)
         if not training.done():
             say(f"no checkpoint: the trainer did not end its step and save in {timeout_s:.0f} s")
-        elif (error := training.exception()) is not None and not isinstance(error, StopRequested):
+            return None
+        error = training.exception()
+        if isinstance(error, TrainerLostError):
+            return error
+        if error is not None and not isinstance(error, StopRequested):
             say(f"the trainer ended with {type(error).__name__}: {error}")
+        return None
 
     async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
         await cancel_all(tasks)
