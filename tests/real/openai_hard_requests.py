@@ -163,6 +163,8 @@ HARD_RESPONSES: list[dict[str, Any]] = [
     {"previous_response_id": "resp_unknown"},
     {"previous_input_messages": [{"role": "user", "content": "a"}]},
     {"background": True},
+    *({name: None} for name in ("background", "store", "tools", "tool_choice", "text", "metadata")),
+    *({name: None} for name in ("parallel_tool_calls", "truncation", "include", "temperature")),
     {"store": False, "include": ["reasoning.encrypted_content"]},
     {"include": ["message.output_text.logprobs"], "top_logprobs": 100},
     {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#/nowhere"}}}},

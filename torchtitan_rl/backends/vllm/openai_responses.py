@@ -66,9 +66,10 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             except RefusedError as error:
                 raise RefusedRequest(error.refusal) from error
         whole = [_with_one_text(item) for item in (*history, *items)]
-        if whole != items:
-            body = {**body, "input": whole, "previous_response_id": None}
-            request = ResponsesRequest.model_validate(body)
+        given = {name: value for name, value in body.items() if value is not None}
+        if whole != items or len(given) < len(body):  # vLLM fails at nulls in some places
+            given.pop("previous_response_id", None)
+            request = ResponsesRequest.model_validate({**given, "input": whole})
         request.request_id = f"resp_{random_uuid()}"  # no client may choose that of another
         request.turn = _Turn(items=items, previous=previous, is_stored=bool(request.store))
         request.store = False  # by vLLM
