@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
@@ -40,12 +41,19 @@ def run_command(work: Callable[[StopSignals], Coroutine[Any, Any, int]], *, log_
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Of a whole command line: errors are lines on stderr, and a signal is no traceback."""
+    """Of a whole command line: errors are lines on stderr, and neither a signal nor the end of a
+    pipe (``--help | head``) is a traceback."""
     with before_start():
         try:
-            return command()
+            try:
+                return command()
+            finally:
+                sys.stdout.flush()
         except TorchtitanRLError as error:
             return print_error(error)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+            return 128 + signal.SIGPIPE
 
 
 def print_error(error: Exception) -> int:

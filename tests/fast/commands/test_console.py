@@ -86,6 +86,16 @@ def test_a_run_says_what_runs_where_and_how_it_went_alone(
     assert (folder / "logs" / "controller.log").read_text().count(NOISE) == 4
 
 
+@pytest.mark.parametrize("words", [["train", TINY, "--help"], ["--help"]], ids=len)
+def test_a_reader_that_leaves_gets_no_traceback(words: list[str], tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-m", "torchtitan_rl.commands.cli", *words])
+    errors = tmp_path / "errors"
+    script = f"set -o pipefail; (sleep 0.3; exec {command} 2>{errors}) | exec true"
+    code = subprocess.run(["bash", "-c", script], cwd=ROOT, check=False, timeout=60).returncode
+    assert code == 128 + signal.SIGPIPE
+    assert errors.read_text() == ""
+
+
 def test_ctrl_c_while_the_configuration_is_loaded_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "slow.py"
     config.write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
