@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 
 import psutil
 import pytest
 
-from tests.real.runs import TINY, Run, options, printing_to, read_metrics
+from tests.real.runs import TINY, Run, options, printing_to, read_metrics, require_audit
+from torchtitan_rl.experiments.agent_libraries.libraries import LIBRARIES
 
 pytestmark = pytest.mark.soak
 
@@ -58,3 +60,35 @@ def test_a_run_ends_and_leaves_no_process_whatever_is_killed_whenever(tmp_path, 
         print(f"\nkilled after {delay_s:.1f} s: {killed}; exit code {code}")
     assert run.left_behind() == []
     assert code in (0, 1, -9)
+
+
+def test_agents_of_all_libraries_survive_pulls_pauses_and_a_killed_replica(tmp_path, capsys):
+    """64 sessions a step and more at once, 20 pulls, an abort pause in each step."""
+    libraries = [str(TINY.with_name("agent_libraries_tiny.py")), "--task.libraries", *LIBRARIES]
+    limits = ["--rollout.max-total-tokens", "4096", "--generator.max-model-len", "4096"]
+    run = Run(
+        [
+            *libraries,
+            *limits,
+            *("--trainer.row-len", "4096", "--rollout.max-turns", "16", "--num-steps", "20"),
+            *("--rollout.groups-per-step", "8", "--rollout.group-size", "8"),
+            *("--schedule.staleness", "1", "--schedule.in-flight", "aborted"),
+            *("--evaluation.num-problems", "0", "--metrics.progress", "plain"),
+            *("--output-dir", str(tmp_path), "--name", "run"),
+        ],
+        log=tmp_path / "log",
+    )
+    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) > 5, "five steps")
+    run.process_of("replica1-rank0").kill()
+    assert run.wait(1800.0) == 0, run.log.read_text()[-3000:]
+    require_audit(tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    endings = Counter[str]()
+    for row in rows:
+        endings.update({name: row[name] for name in row if name.startswith("train/ended_")})
+    with capsys.disabled():
+        shares = {name: number / len(rows) for name, number in (+endings).items()}
+        print(f"\nhow rollouts ended: {shares}")
+    assert not endings["train/ended_generation_error"]
+    assert not endings["train/ended_cancelled"]
