@@ -20,7 +20,7 @@ from torchtitan_rl.serving.messages import refused
 Owner = str | None  # a session
 _Key = tuple[Owner, str]
 
-_OVERHEAD = 1024  # bytes of one entry, beside its JSON
+_OVERHEAD = 1024  # bytes of one entry, in addition to its JSON
 _MAX_DROPPED = 100_000  # remembered, for a clear error
 
 

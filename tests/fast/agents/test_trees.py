@@ -19,7 +19,7 @@ from torchtitan_rl.types import Progress, RolloutGroup, RolloutStatus
 
 
 class Meeting(SeededGenerate):
-    """Answers nobody until ``size`` requests run."""
+    """Answers no request until ``size`` of them run."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class Part(Task):
 
     size: int = 2
     solved_at: float = 1.0
-    worth: float | None = None  # without a rubric, if None
+    part_reward: float | None = None  # without a rubric, if None
     is_ranked: bool = False
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
@@ -34,10 +34,10 @@ class Part(Task):
         return problem
 
     def rubric(self) -> Rubric | None:
-        if self.worth is None:
+        if self.part_reward is None:
             return None
-        worth = self.worth
-        ids = RewardFunction(name="ids", function=lambda rollout, problem: worth)
+        part_reward = self.part_reward
+        ids = RewardFunction(name="ids", function=lambda rollout, problem: part_reward)
         return Ranked([ids]) if self.is_ranked else Rubric([ids])
 
     def success_reward(self) -> float:
@@ -78,7 +78,7 @@ def test_each_problem_goes_to_its_part_as_the_part_made_it() -> None:
 
 
 def test_each_part_is_scored_by_its_own_rubric_or_environment() -> None:
-    rubric = mixture(a=Part(worth=0.5), b=Part()).rubric()
+    rubric = mixture(a=Part(part_reward=0.5), b=Part()).rubric()
     assert rubric is not None
     assert not rubric.scores_groups
     rewards = [
@@ -89,7 +89,9 @@ def test_each_part_is_scored_by_its_own_rubric_or_environment() -> None:
 
 
 def test_a_part_that_ranks_its_group_does_so_in_a_mixture() -> None:
-    rubric = mixture(a=Part(worth=1.0, is_ranked=True), b=Part(), c=Part(worth=0.5)).rubric()
+    rubric = mixture(
+        a=Part(part_reward=1.0, is_ranked=True), b=Part(), c=Part(part_reward=0.5)
+    ).rubric()
     assert rubric is not None
     assert rubric.scores_groups
     problem = Problem(problem_id="0", data={})

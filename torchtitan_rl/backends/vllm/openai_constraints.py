@@ -9,7 +9,7 @@ a grammar. `EndpointConfig.constraints` says whether it is applied:
 - ``refuse``: a request with such a field is a 400 that names it.
 
 Invariant: unless the option is ``constrained``, no request reaches an engine with a constraint,
-whoever asked for it (some tool parsers add a grammar of their own).
+wherever it came from (some tool parsers add a grammar of their own).
 """
 
 from __future__ import annotations
