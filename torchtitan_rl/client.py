@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
@@ -248,6 +248,12 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class AsyncClient:
     """`Client` for ``await``."""
@@ -314,6 +320,12 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 def _pauses(patience_s: float) -> Iterator[float]:

@@ -106,11 +106,10 @@ async def test_a_worker_leases_problems_and_their_rewards_end_the_rollouts() -> 
 
     rewards: list[int] = []
     async with served() as endpoint:
-        client = Client(endpoint.url, api_key="secret")
-        rolling = asyncio.create_task(endpoint.roll_out(size=2))
-        number = await asyncio.to_thread(client.work, solve, keeps_on=lambda: len(rewards) < 3)
-        group = await rolling
-        client.close()
+        with Client(endpoint.url, api_key="secret") as client:
+            rolling = asyncio.create_task(endpoint.roll_out(size=2))
+            number = await asyncio.to_thread(client.work, solve, keeps_on=lambda: len(rewards) < 3)
+            group = await rolling
     assert number == 3
     assert sorted(r.reward for r in group.rollouts) == sorted([0.5, rewards[-1]])
     assert sorted(r.metrics["agent/restarts"] for r in group.rollouts) == [0, 1]
@@ -125,8 +124,7 @@ async def test_the_async_client_does_the_same_and_rewards_may_come_later() -> No
         return
 
     sessions: list[str] = []
-    async with served() as endpoint:
-        client = AsyncClient(endpoint.url, api_key="secret")
+    async with served() as endpoint, AsyncClient(endpoint.url, api_key="secret") as client:
         rolling = asyncio.create_task(endpoint.roll_out(size=1))
         assert await client.work(solve, keeps_on=lambda: not sessions) == 1
         assert await client.lease(wait_s=0) is None
@@ -134,7 +132,6 @@ async def test_the_async_client_does_the_same_and_rewards_may_come_later() -> No
         (rollout,) = (await rolling).rollouts
         with pytest.raises(EndpointError) as caught:
             await client.session(sessions[0]).reward(0.75)
-        await client.aclose()
     assert rollout.reward == 0.75
     assert (caught.value.status, caught.value.code) == (400, "session_closed")
 
