@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def openai_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
         subprocess.Popen(
             [sys.executable, "-m", "tests.real.openai_scenario", str(root)],
             cwd=ROOT,
+            # A preloaded OpenMP counts its threads before Python starts.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
