@@ -68,8 +68,6 @@ def set_up(config: TrainerConfig) -> Layout:
         data_parallel_replicate_degree=config.data_parallel_replicate,
         data_parallel_shard_degree=config.data_parallel_shard,
         tensor_parallel_degree=config.tensor_parallel,
-        # One shard is the whole: gathering it again for the backward pass saves nothing.
-        fsdp_reshard_after_forward="never" if config.data_parallel_shard == 1 else "default",
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)
