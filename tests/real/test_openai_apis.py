@@ -267,14 +267,46 @@ def test_nothing_constrains_the_sampling_of_a_free_endpoint(urls, case: str, str
     assert sampled[0] == sampled[1]
 
 
-def test_a_required_call_that_is_missing_is_text_and_counted(urls) -> None:
-    def counted(event: str) -> float:
-        name = f'request_events_total{{event="{event}"}}'
-        lines = httpx.get(f"{urls['ours_free']}/metrics").text.splitlines()
-        return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+def counted(url: str, event: str) -> float:
+    name = f'request_events_total{{event="{event}"}}'
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
+
+def await_count(url: str, event: str, number: float) -> None:
+    deadline = time.monotonic() + 60
+    while counted(url, event) != number and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert counted(url, event) == number
+
+
+@pytest.mark.parametrize(
+    ("written", "is_broken"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', False),
+        ('<tool_call>{"name": "add", "arguments": 7}</tool_call>', True),
+        ('<tool_call>{"name": "add", "arguments"', True),
+        ("<tool_call>add</tool_call>", True),
+    ],
+)
+def test_a_broken_call_is_counted_in_every_api(urls, written: str, is_broken: bool) -> None:
+    url = urls["ours"]
+    server = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    forced = {"structured_outputs": {"choice": [written]}}
+    asked = {**BASE, "tools": [ADD], "extra_body": forced, "max_tokens": 128}
+    before = counted(url, "broken_calls")
+    server.chat.completions.create(**asked)
+    list(server.chat.completions.create(**asked, stream=True))
+    flat = {"type": "function", **ADD["function"]}
+    asked = {**ASKED, "tools": [flat], "extra_body": forced, "max_output_tokens": 128}
+    server.responses.create(**asked)
+    list(server.responses.create(**asked, stream=True))
+    await_count(url, "broken_calls", before + 4 * is_broken)
+
+
+def test_a_required_call_that_is_missing_is_text_and_counted(urls) -> None:
     events = ("missing_calls", "unconstrained/tool_choice", "unconstrained/tools.strict")
-    before = [counted(event) for event in events]
+    before = [counted(urls["ours_free"], event) for event in events]
     tools = {"tools": [{"type": "function", "function": {"strict": True, **ADD["function"]}}]}
     server = openai.OpenAI(base_url=f"{urls['ours_free']}/v1", api_key="none", max_retries=0)
     required = {**BASE, **tools, "tool_choice": "required"}
@@ -286,7 +318,6 @@ def test_a_required_call_that_is_missing_is_text_and_counted(urls) -> None:
     assert item.type == "message"
     asked = {**TOLD, "tools": [TOOL], "tool_choice": {"type": "any"}}
     assert messages(urls["ours_free"]).create(**asked).content[0].type == "text"
-    deadline = time.monotonic() + 60
-    while counted("missing_calls") != before[0] + 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [counted(event) for event in events] == [before[0] + 4, before[1] + 4, before[2] + 3]
+    await_count(urls["ours_free"], "missing_calls", before[0] + 4)
+    after = [counted(urls["ours_free"], event) for event in events]
+    assert after == [before[0] + 4, before[1] + 4, before[2] + 3]

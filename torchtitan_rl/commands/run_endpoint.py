@@ -97,6 +97,7 @@ def _request_totals(counts: BridgeCounts) -> dict[str, float]:
         "endpoint/completed": counts.completed,
         "endpoint/aborted": counts.aborted,
         "endpoint/missing_calls": counts.by_event["missing_calls"],
+        "endpoint/broken_calls": counts.by_event["broken_calls"],
         **{f"endpoint/refused/{code}": n for code, n in counts.by_refusal.items()},
         **{f"endpoint/{event}": n for event, n in counts.by_event.items()},
     }

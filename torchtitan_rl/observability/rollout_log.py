@@ -95,6 +95,8 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
     return {
         "text": turn.text,
         "reward": turn.reward,
+        "branch_reward": turn.branch_reward,
+        "is_seen": turn.is_seen,
         "prompt_token_ids": list(turn.prompt_token_ids),
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),

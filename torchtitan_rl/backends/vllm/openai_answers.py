@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
 
@@ -88,6 +90,19 @@ class _Versions:
         return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+class _Texts:
+    """The texts that the choices of one answer were parsed from."""
+
+    def __init__(self) -> None:
+        self.of_choice: defaultdict[int, str] = defaultdict(str)
+
+    async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        async for result in outputs:
+            for output in result.outputs:
+                self.of_choice[output.index] += output.text
+            yield result
+
+
 class RefusalErrors:
     """Mixin for vLLM's serving classes: errors of a stream that has begun."""
 
@@ -114,8 +129,13 @@ class Chat(RefusalErrors, OpenAIServingChat):
             request, versions.noted(outputs), *args, **options
         )
         for choice in getattr(answer, "choices", ()):  # an error has none
-            has_call = bool(choice.message.tool_calls)
-            self.engine_client.constraints.note_answer(request, has_call=has_call)
+            message = choice.message
+            self.engine_client.constraints.note_answer(
+                request,
+                arguments=[call.function.arguments for call in message.tool_calls or ()],
+                text=message.content or "",
+                mark=call_mark(self.parser_cls),
+            )
         if request.return_token_ids and hasattr(answer, "choices"):
             versions.add_to(answer.choices)
         return answer
@@ -124,21 +144,32 @@ class Chat(RefusalErrors, OpenAIServingChat):
         self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
     ) -> AnswerStream:
         stream, versions = AnswerStream(outputs), _Versions()
-        chunks = super().chat_completion_stream_generator(
-            request, versions.noted(stream.outputs()), *args, **options
-        )
-        if request.requires_call:
-            chunks = self._noted_calls(request, chunks)
+        noted, texts = versions.noted(stream.outputs()), _Texts()
+        if request.tools:
+            noted = texts.noted(noted)
+        chunks = super().chat_completion_stream_generator(request, noted, *args, **options)
+        if request.tools:
+            chunks = self._noted_calls(request, chunks, texts)
         stream.chunks = versions.added(chunks) if request.return_token_ids else chunks
         return stream
 
     async def _noted_calls(
-        self, request: Any, chunks: AsyncIterator[str]
+        self, request: Any, chunks: AsyncIterator[str], texts: _Texts
     ) -> AsyncGenerator[str, None]:
+        calls: defaultdict[int, defaultdict[int, str]] = defaultdict(lambda: defaultdict(str))
         async for chunk in chunks:
-            if _LAST_OF_CHOICE in chunk:
-                has_call = f'{_LAST_OF_CHOICE}tool_calls"' in chunk
-                self.engine_client.constraints.note_answer(request, has_call=has_call)
+            if '"tool_calls":[' in chunk or _LAST_OF_CHOICE in chunk:
+                for choice in json.loads(chunk.removeprefix("data: "))["choices"]:
+                    arguments = calls[choice["index"]]
+                    for call in choice["delta"].get("tool_calls") or ():
+                        arguments[call["index"]] += call["function"].get("arguments") or ""
+                    if choice.get("finish_reason"):
+                        self.engine_client.constraints.note_answer(
+                            request,
+                            arguments=list(arguments.values()),
+                            text=texts.of_choice[choice["index"]],
+                            mark=call_mark(self.parser_cls),
+                        )
             yield chunk
 
 

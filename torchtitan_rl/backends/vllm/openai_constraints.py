@@ -14,7 +14,8 @@ wherever it came from (some tool parsers add a grammar of their own).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -23,6 +24,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from torchtitan_rl.serving.config import Constraints
 
 MISSING_CALLS = "missing_calls"  # answers without a tool call where one was required
+BROKEN_CALLS = "broken_calls"  # answers with a call whose arguments are no JSON object
 
 _SAMPLING_FIELDS = (
     "structured_outputs",
@@ -72,10 +74,36 @@ class ConstraintPolicy:
             for name in _SAMPLING_FIELDS:
                 setattr(params, name, getattr(_DEFAULTS, name))
 
-    def note_answer(self, request: Any, *, has_call: bool) -> None:
-        """Count the answer to an admitted request where it lacks the call that was required."""
-        if request.requires_call and not has_call:
+    def note_answer(
+        self, request: Any, *, arguments: Sequence[str], text: str = "", mark: str | None = None
+    ) -> None:
+        """Count the answer to an admitted request where a required call is missing, or a call is
+        broken, whatever the option.
+
+        Args:
+            arguments: of the calls that the tool parser found.
+            text: the rest of the answer, or all of it.
+            mark: what begins a call in the text; the parser leaves what it cannot read.
+        """
+        if request.requires_call and not arguments:
             self._count(MISSING_CALLS)
+        if request.tools:
+            has_unread = mark is not None and text.count(mark) > len(arguments)
+            if has_unread or not all(map(is_json_object, arguments)):
+                self._count(BROKEN_CALLS)
+
+
+def is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def call_mark(parser: Any) -> str | None:
+    """What begins a tool call in the texts that a class of parsers reads, where it says so."""
+    mark = getattr(getattr(parser, "tool_parser_cls", None), "tool_call_start_token", None)
+    return mark if isinstance(mark, str) else None
 
 
 def constraining_fields(request: Any) -> Iterator[str]:

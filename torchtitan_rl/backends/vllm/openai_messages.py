@@ -24,6 +24,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
 
 from torchtitan_rl.backends.vllm.openai_answers import Chat
+from torchtitan_rl.backends.vllm.openai_constraints import is_json_object
 from torchtitan_rl.serving.anthropic_errors import anthropic_error
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -52,9 +53,9 @@ class Messages(Chat, AnthropicServingMessages):
         one, and blocks of this API cannot have it."""
         message = answer.choices[0].message
         calls = message.tool_calls or []
-        message.tool_calls = [call for call in calls if _has_object(call)]
+        message.tool_calls = [call for call in calls if is_json_object(call.function.arguments)]
         if len(message.tool_calls) < len(calls):
-            broken = [call.function.arguments for call in calls if not _has_object(call)]
+            broken = [call.function.arguments for call in calls if call not in message.tool_calls]
             message.content = "".join([message.content or "", *broken])
         return super().messages_full_converter(answer)
 
@@ -77,13 +78,6 @@ class Messages(Chat, AnthropicServingMessages):
         if error:
             found = json.loads(error)["error"]
             yield f"event: error\ndata: {json.dumps(anthropic_error(found, 500))}\n\n"
-
-
-def _has_object(call: Any) -> bool:
-    try:
-        return isinstance(json.loads(call.function.arguments), dict)
-    except ValueError:
-        return False
 
 
 def messages_routes(messages: Messages) -> APIRouter:

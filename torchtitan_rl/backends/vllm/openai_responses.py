@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 
 from torchtitan_rl.backends.vllm.openai_answers import AnswerStream, RefusalErrors
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.messages import RefusedError
@@ -82,8 +83,19 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         if isinstance(answer, ResponsesResponse):
             turn = request.turn
             answer.previous_response_id = turn.previous
-            has_call = any(item.type.endswith("_call") for item in answer.output)
-            self.engine_client.constraints.note_answer(request, has_call=has_call)
+            items = answer.output
+            self.engine_client.constraints.note_answer(
+                request,
+                arguments=[item.arguments for item in items if item.type == "function_call"],
+                text="".join(
+                    part.text
+                    for item in items
+                    if item.type == "message"
+                    for part in item.content
+                    if part.type == "output_text"
+                ),
+                mark=call_mark(self.parser),
+            )
             if turn.is_stored:
                 response = answer.model_dump(mode="json", by_alias=True)
                 self.store.keep(session_id.get(), response, turn.items, turn.previous)
