@@ -20,6 +20,8 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl serve --help                         list its options
        torchtitan-rl generate [options]                   complete a file of prompts
        torchtitan-rl generate --help                      list its options
+       torchtitan-rl eval MODEL... --config CONFIG        evaluate models, side by side
+       torchtitan-rl eval --help                          list its options
        torchtitan-rl data preview CONFIG [options]        show the problems of a task
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
 """
@@ -47,6 +49,10 @@ def _run(words: list[str]) -> int:
             from torchtitan_rl.commands.serve import main as serve
 
             return serve(rest)
+        case ["eval", *rest]:
+            from torchtitan_rl.commands.evaluate import main as evaluate
+
+            return evaluate(rest)
         case ["data", *rest]:
             from torchtitan_rl.commands.data import main as data
 
