@@ -23,6 +23,7 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl eval MODEL... --config CONFIG        evaluate models, side by side
        torchtitan-rl eval --help                          list its options
        torchtitan-rl data preview CONFIG [options]        show the problems of a task
+       torchtitan-rl env check CONFIG [options]           find mistakes of an environment
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
 """
 
@@ -57,6 +58,10 @@ def _run(words: list[str]) -> int:
             from torchtitan_rl.commands.data import main as data
 
             return data(rest)
+        case ["env", *rest]:
+            from torchtitan_rl.commands.env import main as env
+
+            return env(rest)
         case ["audit", *rest]:
             from torchtitan_rl.audit.command import main as audit
 
