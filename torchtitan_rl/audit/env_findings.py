@@ -146,10 +146,10 @@ def describe_rollout(
 ) -> list[str]:
     """The rollout turn by turn. What is not new in a prompt is left out."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
-    episodes = len(turns_by_episode(rollout))
+    turns, episodes = len(rollout.turns), len(turns_by_episode(rollout))
     lines = [
         f"=== {rollout.rollout_id}: {rollout.status.value}, reward {reward}, "
-        f"{len(rollout.turns)} turns, {episodes} episode{'' if episodes == 1 else 's'}"
+        f"{turns} turn{'' if turns == 1 else 's'}, {episodes} episode{'' if episodes == 1 else 's'}"
     ]
     if watched is not None:
         times = [f"{method} {_took(watched, method)}" for method in ("creation", "reset", "close")]

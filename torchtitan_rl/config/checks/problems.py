@@ -32,7 +32,7 @@ def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple
     if not wanted:
         return ()
     dataset = _of_task(split, lambda: config.task.dataset(split, seed=0))
-    problems = [problem for problem, _ in _first(dataset, wanted, split)]
+    problems = [problem for problem, epoch in _first(dataset, wanted, split) if epoch == 0]
     ids = [problem.problem_id for problem in problems]
     size = len(set(ids))
     if size == wanted:
