@@ -32,7 +32,7 @@ from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.address import Keys
 
-IDENTITY_FILE = "evaluation.json"
+IDENTITY_FILE = "settings.json"
 _COMPARED = (
     TASK,
     "rollout.max_turns",
