@@ -30,6 +30,7 @@ from torchtitan_rl.config.evaluate import (
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.run_lock import hold_run, unwritable
+from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability import evaluation_picture
 from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
@@ -114,6 +115,8 @@ async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
             evaluated = [
                 await _evaluate(prepared, cell, replicas, state, progress) for cell in cells
             ]
+        progress.close()
+        return _report(prepared, evaluated)
     except asyncio.CancelledError:
         if not signals.received:
             raise
@@ -126,7 +129,6 @@ async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
     finally:
         if progress is not None:
             progress.close()
-    return _report(prepared, evaluated)
 
 
 def _cells(prepared: PreparedEvaluation) -> list[_Cell]:
@@ -239,15 +241,17 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
         "models": {model.name: str(model.path) for model in prepared.models},
         "results": rows,
     }
-    _write(folder / "results.json", document)
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     console.print(result_table(rows))
+    picture = folder / "results.png" if evaluation_picture.can_draw() else None
+    try:
+        _write(folder / "results.json", document)
+        if picture is not None:
+            evaluation_picture.draw(picture, rows)
+    except OSError as error:
+        raise OutputError(f"{folder}: {error}") from error
     print(f"results:  {folder / 'results.json'}")
-    if evaluation_picture.can_draw():
-        evaluation_picture.draw(folder / "results.png", rows)
-        print(f"picture:  {folder / 'results.png'}")
-    else:
-        print(evaluation_picture.MISSING)
+    print(evaluation_picture.MISSING if picture is None else f"picture:  {picture}")
     print(f"rollouts: {folder}/*/rollouts.jsonl")
     failed = [one for of_one in evaluated for one in of_one.rollouts if one.status.is_failure]
     if not failed:

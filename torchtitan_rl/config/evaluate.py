@@ -227,12 +227,15 @@ def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
         return [f"--output is {folder}: {cause}; give another"]
     saved = read_identity(folder)
     fix = f"{folder} has rollouts of another evaluation; give another --output"
-    return [
-        f"{name} is {now}, and was {before}: {fix}"
-        for kind, is_shown in (("fields", True), ("models", False))
-        for name, value in prepared.identity[kind].items()
-        if name in saved[kind] and saved[kind][name] != value
-        for now, before in [(value, saved[kind][name]) if is_shown else ("one model", "another")]
+    changed = [
+        f"{name} is {value}, and was {saved['fields'][name]}: {fix}"
+        for name, value in prepared.identity["fields"].items()
+        if saved["fields"].get(name, value) != value
+    ]
+    return changed + [
+        f"MODEL_OR_RUN: {name} was another model: {fix}"
+        for name, fingerprint in prepared.identity["models"].items()
+        if saved["models"].get(name, fingerprint) != fingerprint
     ]
 
 

@@ -141,7 +141,7 @@ def test_a_folder_is_not_continued_as_another_evaluation(tmp_path: Path) -> None
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     (message,) = errors(tmp_path, str(model))
-    assert message.startswith("model is one model, and was another")
+    assert message.startswith("MODEL_OR_RUN: model was another model")
 
 
 def test_the_command_shows_its_plan_and_takes_options_of_the_configuration(
