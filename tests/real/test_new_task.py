@@ -1,5 +1,5 @@
-"""A task of one's own, outside of the repository: from `torchtitan-rl new task` to the evaluation of
-its checkpoints."""
+"""A task of one's own, outside of the repository: from `torchtitan-rl new task` to the evaluation
+of its checkpoints."""
 
 from __future__ import annotations
 

@@ -58,8 +58,9 @@ class ScriptedPolicy:
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
     ) -> Completion:
         turn, sampling = int(request.request_id.rsplit("/t", 1)[1]), request.sampling
-        stop = sampling.stop_token_ids[:1] or (() if self._eos is None else (self._eos,))
-        whole = self._texts[turn % len(self._texts)] + stop
+        ends = sampling.stop_token_ids or (() if self._eos is None else (self._eos,))
+        end = (self._eos,) if self._eos in ends else ends[:1]
+        whole = self._texts[turn % len(self._texts)] + end
         tokens = whole[: sampling.max_tokens]
         return Completion(
             request_id=request.request_id,
