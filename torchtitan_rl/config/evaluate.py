@@ -169,6 +169,8 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
     groups_at_once = max(1, at_once // samples)
     run = prepare_generation(config, num_rollouts=groups_at_once * samples)
     models = find_models(options.models, run.policy_dir)
+    if errors := _model_errors(models, run):
+        raise ConfigError(errors)
     try:
         problems = evaluation_problems(config, options.split)
     except ProblemsError as error:
@@ -201,6 +203,18 @@ def _option_errors(options: EvalConfig) -> list[str]:
     ]
     if len(set(options.temperatures)) < len(options.temperatures):
         errors.append("--temperatures: one is given twice; give each one once")
+    return errors
+
+
+def _model_errors(models: tuple[EvalModel, ...], run: PreparedRun) -> list[str]:
+    """Whether the replicas can serve models that are not the configuration's own."""
+    errors = []
+    for model in models:
+        if not model.is_checkpoint and model.path != run.policy_dir:
+            _, facts = find_policy(str(model.path), field="MODEL_OR_RUN")
+            is_on_cpu = run.plan.device == "cpu"
+            found = generator_errors(run.config.generator, facts, is_on_cpu=is_on_cpu)
+            errors += [f"MODEL_OR_RUN {model.name}: {error}" for error in found]
     return errors
 
 

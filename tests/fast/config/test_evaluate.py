@@ -126,6 +126,15 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, object], mes
     assert error.startswith(message)
 
 
+def test_each_model_must_fit_the_replicas(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(POLICY_DIR, model)
+    facts = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (model / "config.json").write_text(json.dumps(facts))
+    (message,) = errors(tmp_path, str(model))
+    assert message.startswith("MODEL_OR_RUN model: generator.max_model_len is 256")
+
+
 def test_a_folder_is_not_continued_as_another_evaluation(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(POLICY_DIR, model)
