@@ -23,6 +23,7 @@ PAGES = (
             "architecture",
             "training",
             "tasks",
+            "evaluation",
             "endpoint",
             "debugging",
         )

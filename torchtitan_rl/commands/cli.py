@@ -1,8 +1,8 @@
-"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate``, ``data preview CONFIG`` and
-``audit RUN_DIR``.
+"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate``, ``eval MODEL --config CONFIG``,
+``data preview CONFIG``, ``new task NAME``, ``env check CONFIG`` and ``audit RUN_DIR``.
 
-Exit codes: 0 done; 1 the run failed, or the audit found violations; 2 the configuration is wrong,
-or there is no run to audit; 128 + n: ended by signal n.
+Exit codes: 0 done; 1 the run failed, or a check found something; 2 the configuration is wrong, or
+there is no run to audit; 128 + n: ended by signal n.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl serve --help                         list its options
        torchtitan-rl generate [options]                   complete a file of prompts
        torchtitan-rl generate --help                      list its options
+       torchtitan-rl eval MODEL... --config CONFIG        evaluate models, side by side
+       torchtitan-rl eval --help                          list its options
        torchtitan-rl data preview CONFIG [options]        show the problems of a task
+       torchtitan-rl new task NAME                        write a task to start from
+       torchtitan-rl env check CONFIG [options]           find mistakes of an environment
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
 """
 
@@ -47,10 +51,22 @@ def _run(words: list[str]) -> int:
             from torchtitan_rl.commands.serve import main as serve
 
             return serve(rest)
+        case ["eval", *rest]:
+            from torchtitan_rl.commands.evaluate import main as evaluate
+
+            return evaluate(rest)
         case ["data", *rest]:
             from torchtitan_rl.commands.data import main as data
 
             return data(rest)
+        case ["new", *rest]:
+            from torchtitan_rl.commands.new import main as new
+
+            return new(rest)
+        case ["env", *rest]:
+            from torchtitan_rl.commands.env import main as env
+
+            return env(rest)
         case ["audit", *rest]:
             from torchtitan_rl.audit.command import main as audit
 

@@ -71,6 +71,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
 
     async with AsyncExitStack() as stack:
         processes = await stack.enter_async_context(serve_processes(prepared))
+        assert processes.endpoint is not None  # it is in the plan
         router = GeneratorRouter(
             processes.replicas,
             request_timeout_s=config.generator.request_timeout_s or _REQUEST_TIMEOUT_S,

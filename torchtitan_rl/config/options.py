@@ -36,6 +36,22 @@ def parse_options(
     raise ConfigError(f"{_first_section(errors.getvalue())}; see {prog} --help")
 
 
+def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own options, and those of a run's configuration: these have a dot in their names.
+
+    >>> split_options(["model", "--samples", "4", "--generator.replicas", "2"])
+    (['model', '--samples', '4'], ['--generator.replicas', '2'])
+    """
+    own: list[str] = []
+    others: list[str] = []
+    part = own
+    for word in words:
+        if word.startswith("--"):
+            part = others if "." in word.partition("=")[0] else own
+        part.append(word)
+    return own, others
+
+
 def _first_section(box: str) -> str:
     """The message at the top of tyro's box, in one line, with the options that it suggests."""
     sections: list[list[str]] = [[]]

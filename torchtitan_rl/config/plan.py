@@ -143,14 +143,18 @@ def plan_processes(
 
 
 def plan_serving(
-    generator: GeneratorConfig, endpoint: EndpointConfig, *, devices: Sequence[str] = (), seed: int
+    generator: GeneratorConfig,
+    endpoint: EndpointConfig | None,
+    *,
+    devices: Sequence[str] = (),
+    seed: int,
 ) -> ProcessPlan:
-    """Replicas on the first devices; without CUDA all share the CPU."""
+    """Replicas, and an endpoint or none, on the first devices; without CUDA all share the CPU."""
     free = _Free(devices=list(devices), cores=[])
     return ProcessPlan(
         device="cuda" if devices else "cpu",
         replicas=free.replicas(generator, seed),
-        endpoint=_endpoint_group(endpoint),
+        endpoint=None if endpoint is None else _endpoint_group(endpoint),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, pvariance, stdev
 
 from torchtitan_rl.types import RolloutGroup
 
@@ -69,30 +69,78 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
+def share_interval(values: Sequence[float], *, size: int, confidence: float = 0.95) -> Interval:
+    """The mean of shares between 0 and 1, one a problem, with Wilson's score interval (Wilson,
+    "Probable Inference, the Law of Succession, and Statistical Inference", 1927).
+
+    Wilson's interval is for n throws of a coin. Here n is the effective sample size (Kish, "Survey
+    Sampling", 1965): the number of throws whose mean would vary as much as that of these values, at
+    most ``size``, the number of all samples. So the interval stays between 0 and 1, has a width
+    where all problems are solved or none is, is Wilson's own for one sample a problem, and becomes
+    narrower with more.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("no values")
+    mean, number = fmean(values), float(len(values))
+    variance = pvariance(values, mean) / number
+    if 0.0 < mean < 1.0:
+        number = min(mean * (1 - mean) / variance, size) if variance else size
+    z2 = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2
+    middle = (mean + z2 / (2 * number)) / (1 + z2 / number)
+    spread = mean * (1 - mean) / number + z2 / (4 * number**2)
+    half = math.sqrt(z2 * spread) / (1 + z2 / number)
+    # Rounding must not leave the mean outside where it is 0 or 1.
+    low, high = min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half))
+    return Interval(mean=mean, low=low, high=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemScores:
+    """What came of one problem. A failed rollout has no reward: it is left out of ``reward``, None
+    where all failed, but counts as a sample that did not solve the problem."""
+
+    problem_id: str
+    reward: float | None
+    num_samples: int
+    num_solved: int
+
+
+def problem_scores(groups: Sequence[RolloutGroup], *, success_reward: float) -> list[ProblemScores]:
+    """One for each group with a rollout."""
+    scores = []
+    for group in groups:
+        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        if group.rollouts:
+            scores.append(
+                ProblemScores(
+                    problem_id=group.problem.problem_id,
+                    reward=fmean(rewards) if rewards else None,
+                    num_samples=len(group.rollouts),
+                    num_solved=sum(reward >= success_reward for reward in rewards),
+                )
+            )
+    return scores
+
+
 def evaluation_statistics(
     groups: Sequence[RolloutGroup], *, success_reward: float
 ) -> dict[str, float]:
-    """Of one evaluation; without the prefix ``evaluation/``.
-
-    A failed rollout has no reward: it is left out of its problem's mean, but counts as a sample
-    that did not solve it. pass@k is given for the powers of two up to the smallest number of
-    samples of a problem, and for that number.
-    """
-    rewards = [[r.reward for r in group.rollouts if r.reward is not None] for group in groups]
+    """Of one evaluation; without the prefix ``evaluation/``. pass@k is given for `powers`."""
+    scores = problem_scores(groups, success_reward=success_reward)
     metrics: dict[str, float] = {}
-    interval = mean_interval([fmean(of_problem) for of_problem in rewards if of_problem])
+    interval = mean_interval([one.reward for one in scores if one.reward is not None])
     if interval is not None:
         metrics = {"reward_ci95_low": interval.low, "reward_ci95_high": interval.high}
-    counts = [
-        (len(group.rollouts), sum(reward >= success_reward for reward in of_problem))
-        for group, of_problem in zip(groups, rewards, strict=True)
-        if group.rollouts
-    ]
-    for k in _ks(min((samples for samples, _ in counts), default=0)):
-        metrics[f"pass_at_k/{k}"] = fmean(pass_at_k(n, solved, k) for n, solved in counts)
+    for k in powers(min((one.num_samples for one in scores), default=0)):
+        metrics[f"pass_at_k/{k}"] = fmean(pass_at_k(n.num_samples, n.num_solved, k) for n in scores)
     return metrics
 
 
-def _ks(most: int) -> list[int]:
-    powers = [1 << i for i in range(most.bit_length())]
-    return sorted({*powers, most}) if most else []
+def powers(most: int) -> list[int]:
+    """For which k pass@k is given: the powers of two up to the smallest number of samples of a
+    problem, and that number."""
+    found = [1 << i for i in range(most.bit_length())]
+    return sorted({*found, most}) if most else []

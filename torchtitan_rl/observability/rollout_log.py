@@ -13,7 +13,15 @@ from typing import Any
 
 from torchtitan_rl.observability.jsonl import JsonLines
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.types import Rollout, RolloutGroup, Turn
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
 
 
 class RolloutLog:
@@ -104,3 +112,42 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "replica": completion.replica,
     }
+
+
+def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
+    """What `rollout_to_json` was given, without the timings of its completions.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is another object.
+    """
+    name = row["rollout_id"]
+    return Rollout(
+        rollout_id=name,
+        group_id=row["group_id"],
+        problem_id=row["problem_id"],
+        turns=tuple(_turn_from_json(f"{name}/t{n}", turn) for n, turn in enumerate(row["turns"])),
+        status=RolloutStatus(row["status"]),
+        reward=row["reward"],
+        cause=row["cause"],
+        messages=tuple(row["messages"]),
+        metrics=row["metrics"],
+    )
+
+
+def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
+    versions = turn["versions"]
+    runs = [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
+    completion = Completion(
+        request_id=request_id,
+        token_ids=tuple(turn["token_ids"]),
+        logprobs=tuple(turn["logprobs"]),
+        version_runs=tuple(VersionRun(*run) for run in runs),
+        finish_reason=FinishReason(turn["finish_reason"]),
+        replica=turn["replica"],
+    )
+    return Turn(
+        prompt_token_ids=tuple(turn["prompt_token_ids"]),
+        completion=completion,
+        reward=turn["reward"],
+        text=turn["text"],
+    )

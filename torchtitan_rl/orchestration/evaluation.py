@@ -7,13 +7,13 @@ one, as long as one holds the same version; else it is left out, with a line on 
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.rollout.problem_set import roll_out_problems
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.tasks import BackgroundTask
@@ -108,19 +108,13 @@ class Evaluator:
         return sum(state is ReplicaState.DEAD for state in states)
 
     async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    self._state.parts.rollouter.run_group(
-                        f"validation/{problem.problem_id}",
-                        problem,
-                        size=self._config.evaluation.samples_per_problem,
-                        seed=self._config.seed,
-                        temperature=self._config.evaluation.temperature,
-                        generate=pin.generate,
-                        active_time=pin.active_time,
-                    )
-                )
-                for problem in self._problems
-            ]
-        return tuple(task.result() for task in running)
+        evaluation = self._config.evaluation
+        return await roll_out_problems(
+            self._state.parts.rollouter,
+            self._problems,
+            samples=evaluation.samples_per_problem,
+            seed=self._config.seed,
+            temperature=evaluation.temperature,
+            generate=pin.generate,
+            active_time=pin.active_time,
+        )

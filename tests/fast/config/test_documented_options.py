@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
+from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
+from torchtitan_rl.commands.new import NewTaskConfig
+from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import ServeConfig
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
     *("README.md", "CONTRIBUTING.md"),
-    *(f"docs/{name}.md" for name in ("architecture", "training", "endpoint", "debugging")),
+    *(
+        f"docs/{name}.md"
+        for name in ("architecture", "training", "endpoint", "debugging", "evaluation")
+    ),
 )
 FLAGS = {"--dry-run", "--help", "--no-pin-cores"}
 NOT_OURS = re.compile(r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m")
@@ -35,7 +41,8 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 
 
 def known() -> frozenset[str]:
-    return fields(RunConfig) | fields(ServeConfig) | fields(GenerateOptions)
+    commands = (ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig)
+    return fields(RunConfig).union(*(fields(kind) for kind in commands))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +31,10 @@ class RunProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeProcesses:
+    """``endpoint`` is None where the plan has none."""
+
     replicas: tuple[MonarchReplica, ...]
-    endpoint: MonarchEndpoint
+    endpoint: MonarchEndpoint | None
 
 
 @asynccontextmanager
@@ -74,24 +76,35 @@ async def run_processes(
 
 
 @asynccontextmanager
-async def serve_processes(prepared: PreparedServe) -> AsyncIterator[ServeProcesses]:
-    """Endpoint and replicas, ready to be called; gone when the context is left.
+async def serve_processes(
+    prepared: PreparedRun | PreparedServe, *, model: Path | None = None
+) -> AsyncIterator[ServeProcesses]:
+    """Replicas, and the plan's endpoint, ready to be called; gone when the context is left.
+
+    ``model`` replaces the directory of the policy.
 
     Raises:
         EndpointLostError, ReplicaError, DeadlineError: one did not start; the others are ended.
     """
     plan = prepared.plan
-    assert plan.endpoint is not None
+    if model is not None:
+        prepared = replace(prepared, policy_dir=model)
     supervise()
-    endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
     replicas: list[MonarchReplica] = []
+    endpoint: MonarchEndpoint | None = None
     try:
+        if plan.endpoint is not None:
+            endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         for group in plan.replicas:
             replicas.append(await spawn_replica(group, _generator_spec(prepared, group)))
-        await all_of(endpoint.start(), *(replica.peer.start() for replica in replicas))
+        starts = [] if endpoint is None else [endpoint.start()]
+        await all_of(*starts, *(replica.peer.start() for replica in replicas))
         yield ServeProcesses(endpoint=endpoint, replicas=tuple(replicas))
     finally:
-        await asyncio.gather(endpoint.close(), *(replica.close() for replica in replicas))
+        closes = [replica.close() for replica in replicas]
+        if endpoint is not None:
+            closes.append(endpoint.close())
+        await asyncio.gather(*closes)
 
 
 async def _start(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.rollout.task import Dataset
+from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
 
 _MAX_LOOKED_AT = 256  # of the training problems; the rest is found out when it comes
@@ -22,7 +22,7 @@ class ProblemsError(Exception):
     """A task's dataset cannot be used; the message says why."""
 
 
-def evaluation_problems(config: RunConfig) -> tuple[Problem, ...]:
+def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple[Problem, ...]:
     """The same problems at each evaluation, and for each seed, so that runs compare.
 
     Raises:
@@ -31,20 +31,20 @@ def evaluation_problems(config: RunConfig) -> tuple[Problem, ...]:
     wanted = config.evaluation.num_problems
     if not wanted:
         return ()
-    dataset = _of_task("validation", lambda: config.task.dataset("validation", seed=0))
-    problems = [problem for problem, _ in _first(dataset, wanted, "validation")]
+    dataset = _of_task(split, lambda: config.task.dataset(split, seed=0))
+    problems = [problem for problem, epoch in _first(dataset, wanted, split) if epoch == 0]
     ids = [problem.problem_id for problem in problems]
     size = len(set(ids))
     if size == wanted:
         return tuple(problems)
     if len(ids) < wanted or ids[size] == ids[0]:  # it has ended, or starts again
         raise ProblemsError(
-            f"evaluation.num_problems is {wanted}: the validation set has {size} problems; give at "
+            f"evaluation.num_problems is {wanted}: the {split} set has {size} problems; give at "
             "most that"
         )
     raise ProblemsError(
         f"evaluation.num_problems is {wanted}: problem {_most_common(ids)} comes twice in the "
-        "validation set; give each problem an id of its own"
+        f"{split} set; give each problem an id of its own"
     )
 
 

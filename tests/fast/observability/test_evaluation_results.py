@@ -1,0 +1,149 @@
+"""The numbers, the table and the picture of ``torchtitan-rl eval``."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.fast.observability.test_evaluation import SOLVED, group
+from torchtitan_rl.errors import OutputError
+from torchtitan_rl.observability import evaluation_picture
+from torchtitan_rl.observability.evaluation import share_interval
+from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
+from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
+from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
+from torchtitan_rl.types import Problem, RolloutGroup
+
+
+def named(groups: list[RolloutGroup], task: str = "") -> tuple[RolloutGroup, ...]:
+    """Each of another problem."""
+    return tuple(
+        replace(one, problem=Problem(problem_id=f"p{number}", data={}, task=task))
+        for number, one in enumerate(groups)
+    )
+
+
+BEFORE = Evaluated(
+    model="base", temperature=1.0, groups=named([group(1.0, 0.0), group(0.0, 0.0), group(0.5, 1.0)])
+)
+AFTER = Evaluated(
+    model="run/step-000010",
+    temperature=1.0,
+    groups=named([group(1.0, 1.0), group(0.0, 1.0), group(1.0, None)], task="sums"),
+)
+ROWS = results([BEFORE, AFTER], success_reward=SOLVED)
+
+
+def test_one_sample_a_problem_gives_wilsons_interval() -> None:
+    # 15 of 20: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), by hand
+    interval = share_interval([1.0] * 15 + [0.0] * 5, size=20)
+    assert (interval.low, interval.high) == pytest.approx((0.5313, 0.8881), abs=1e-4)
+
+
+def test_where_all_problems_are_solved_the_interval_still_has_a_width() -> None:
+    # Wilson for n of n: n / (n + z²)
+    interval = share_interval([1.0] * 10, size=40)
+    assert (interval.low, interval.high) == pytest.approx((10 / (10 + 3.8415), 1.0), abs=1e-4)
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=60))
+def test_a_share_is_within_its_interval_and_that_between_0_and_1(solved: list[int]) -> None:
+    interval = share_interval([number / 8 for number in solved], size=8 * len(solved))
+    assert 0.0 <= interval.low <= interval.mean <= interval.high <= 1.0
+    assert interval.low < interval.high
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(500):
+        rates = [rng.choice([0.1, 0.9]) for _ in range(40)]
+        shares = [sum(rng.random() < rate for _ in range(4)) / 4 for rate in rates]
+        interval = share_interval(shares, size=160)
+        covered += interval.low <= 0.5 <= interval.high
+    assert 0.92 <= covered / 500 <= 0.98
+
+
+def test_failed_rollouts_solve_nothing_and_have_no_reward() -> None:
+    (_, after) = ROWS
+    assert after["failed"] == {"env_error": 1}
+    assert after["reward"]["mean"] == pytest.approx((1.0 + 0.5 + 1.0) / 3)
+    assert after["avg_at_k"]["mean"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+    assert {k: v["mean"] for k, v in after["pass_at_k"].items()} == {"1": 2 / 3, "2": 1.0}
+
+
+def test_differences_are_those_of_the_same_problems() -> None:
+    assert "difference_to_first" not in ROWS[0]
+    changes = [1.0 - 0.5, 0.5 - 0.0, 1.0 - 0.75]
+    assert ROWS[1]["difference_to_first"]["mean"] == pytest.approx(sum(changes) / 3)
+
+
+def test_each_part_of_a_mixture_has_its_own_row() -> None:
+    assert ROWS[0]["of_task"] == {}
+    assert ROWS[1]["of_task"]["sums"]["problems"] == 3
+
+
+def test_results_are_json_and_a_table_of_all_models() -> None:
+    json.dumps(ROWS)
+    text = io.StringIO()
+    Console(file=text, width=160).print(result_table(ROWS))
+    for word in ("base", "run/step-000010", "avg@2", "pass@2", "difference", "failed", "0.417 ["):
+        assert word in text.getvalue()
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    evaluation_picture.draw(tmp_path / "results.png", ROWS)
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_evaluation_finds_its_finished_rollouts_again(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "rollouts.jsonl"
+    (good, bad) = AFTER.groups[2].rollouts
+    problem = AFTER.groups[2].problem
+    bad = replace(bad, rollout_id="bad")
+    for rollout in (good, bad):
+        log = EvaluationLog(path, step=10)
+        log.write(problem, rollout, version=0)
+        log.close()
+    with path.open("a") as file:
+        file.write('{"torn')
+    assert read_finished(path) == {good.rollout_id: good}
+    log = EvaluationLog(path, step=10)
+    log.write(problem, replace(bad, status=good.status, reward=0.25, cause=None), version=0)
+    log.close()
+    assert {name: one.reward for name, one in read_finished(path).items()} == {
+        good.rollout_id: good.reward,
+        "bad": 0.25,
+    }
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(OutputError, match="line 1: not a rollout"):
+        read_finished(path)
+
+
+def test_progress_estimates_from_new_rollouts_and_says_each_tenth() -> None:
+    now = 0.0
+    state = EvaluationState(20, kept=10, clock=lambda: now)
+    text = io.StringIO()
+    progress = EvaluationProgress(state, "plain", text)
+    now = 100.0  # engines start
+    state.begin("base, temperature 1")
+    (rollout, *_) = AFTER.groups[0].rollouts
+    for _ in range(5):
+        now += 2.0
+        state.end_rollout(rollout)
+        progress.update()
+    assert state.eta_s == pytest.approx(10.0)
+    state.pause("loads another")
+    now += 50.0
+    assert state.eta_s == pytest.approx(10.0)
+    lines = text.getvalue().splitlines()
+    assert [line.partition("/")[0].rpartition(" ")[2] for line in lines] == ["12", "14"]
+    assert "ETA 0:12" in lines[1]

@@ -1,0 +1,66 @@
+"""Fixed problems: the same rollouts however many run at a time, and nothing twice after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.rollouts import SCRIPT, CountingEnv, Factory, ScriptedGenerate, make_rollouter
+from torchtitan_rl.observability.rollout_log import rollout_from_json, rollout_to_json
+from torchtitan_rl.rollout.problem_set import roll_out_problems
+from torchtitan_rl.types import Problem, Rollout, RolloutGroup
+
+PROBLEMS = [Problem(problem_id=f"p{number}", data={}) for number in range(4)]
+SAMPLES = 3
+
+
+def evaluate(
+    *, kept: dict[str, Rollout] | None = None, groups_at_once: int | None = None
+) -> tuple[tuple[RolloutGroup, ...], list[Rollout], ScriptedGenerate]:
+    """The groups, the rollouts that were reported, and the generator."""
+    generate = ScriptedGenerate(SCRIPT)
+    reported: list[Rollout] = []
+    groups = asyncio.run(
+        roll_out_problems(
+            make_rollouter(Factory(CountingEnv), generate=generate),
+            PROBLEMS,
+            samples=SAMPLES,
+            seed=3,
+            temperature=1.0,
+            groups_at_once=groups_at_once,
+            kept=kept,
+            on_rollout=reported.append,
+        )
+    )
+    return groups, reported, generate
+
+
+WHOLE, ALL, _ = evaluate()
+
+
+def test_ids_and_order_are_those_of_the_problems() -> None:
+    assert [group.problem for group in WHOLE] == PROBLEMS
+    assert [one.rollout_id for one in WHOLE[2].rollouts] == [
+        f"validation/p2/r{number}" for number in range(SAMPLES)
+    ]
+
+
+def test_how_many_run_at_a_time_changes_nothing() -> None:
+    assert evaluate(groups_at_once=1)[0] == WHOLE
+
+
+@given(st.sets(st.sampled_from([one.rollout_id for one in ALL])))
+def test_finished_rollouts_are_kept_and_not_run_again(names: set[str]) -> None:
+    kept = {one.rollout_id: one for one in ALL if one.rollout_id in names}
+    groups, reported, generate = evaluate(kept=kept)
+    assert groups == WHOLE
+    assert {one.rollout_id for one in reported} == {one.rollout_id for one in ALL} - names
+    assert not names & {one.session_id for one in generate.requests}
+
+
+def test_a_rollout_that_was_written_is_read_as_it_was() -> None:
+    for group in WHOLE:
+        for rollout in group.rollouts:
+            assert rollout_from_json(rollout_to_json(group, rollout)) == rollout

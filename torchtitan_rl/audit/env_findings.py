@@ -1,0 +1,192 @@
+"""The usual mistakes of environments: what each looks like in a rollout, and its mend. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from textwrap import indent
+
+from torchtitan_rl.audit.env_probe import Watched
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.episodes import turns_by_episode
+from torchtitan_rl.types import Rollout, RolloutStatus
+
+_MS = 1000.0
+_CONTEXT_TOKENS = 12
+
+
+class Mistake(StrEnum):
+    """Kinds of findings; ``--allow`` takes their names."""
+
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"
+    REWARD = "reward"
+    NEVER_ENDS = "never-ends"
+    HISTORY = "history"
+    BLOCKING = "blocking"
+    STATE = "state"
+    PROMPT_LENGTH = "prompt-length"
+    GENERATION = "generation"
+
+
+_MENDS = {
+    Mistake.EXCEPTION: "correct the environment: each such rollout has no reward and is not "
+    "trained on",
+    Mistake.TIMEOUT: "give what it waits for a time limit of its own, or raise "
+    "rollout.step_timeout_s",
+    Mistake.REWARD: "return Terminal(reward=...) with a finite number, or give the task a rubric; "
+    "guard divisions and logarithms",
+    Mistake.NEVER_ENDS: "return a Terminal from step when the problem is solved or lost; if the "
+    "limits are the end, --allow never-ends",
+    Mistake.HISTORY: "each turn is trained on as an episode of its own, with its whole prompt: "
+    "return only the new messages (MessageObservation.messages), not replace_messages, or, as a "
+    "TokenEnv, the previous prompt and completion followed by what is new; a template that "
+    "changes earlier turns needs another renderer",
+    Mistake.BLOCKING: "it stops all rollouts meanwhile: wrap environments with plain methods in "
+    "threaded(...), await asyncio.sleep instead of time.sleep, and move slow set-up from the "
+    "creation to reset",
+    Mistake.STATE: "save in state_dict all that step depends on, as JSON, and restore all of it in "
+    "load_state_dict; or remove both, and rollouts start again when a run is resumed",
+    Mistake.PROMPT_LENGTH: "shorten the prompt, leave such problems out, or raise "
+    "rollout.max_total_tokens with generator.max_model_len and trainer.row_len",
+    Mistake.GENERATION: "see the cause; stop strings and token ids must be of the policy",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """``what`` was seen in which rollout."""
+
+    mistake: Mistake
+    rollout_id: str
+    what: str
+
+    @property
+    def mend(self) -> str:
+        return _MENDS[self.mistake]
+
+
+_FAILURES = {
+    RolloutStatus.ENV_ERROR: Mistake.EXCEPTION,
+    RolloutStatus.STEP_TIMEOUT: Mistake.TIMEOUT,
+    RolloutStatus.ROLLOUT_TIMEOUT: Mistake.TIMEOUT,
+    RolloutStatus.REWARD_ERROR: Mistake.REWARD,
+    RolloutStatus.GENERATION_ERROR: Mistake.GENERATION,
+}
+
+
+def rollout_findings(
+    rollout: Rollout,
+    watched: Watched | None,
+    limits: RolloutConfig,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Finding]:
+    """What is wrong with one rollout, except that it may never end."""
+    found = []
+
+    def note(mistake: Mistake, what: str) -> None:
+        found.append(Finding(mistake=mistake, rollout_id=rollout.rollout_id, what=what))
+
+    cause = rollout.cause or ""
+    if cause.startswith("state_dict"):
+        note(Mistake.STATE, cause)
+    elif cause:
+        note(_FAILURES.get(rollout.status, Mistake.EXCEPTION), cause)
+    if rollout.status is RolloutStatus.MAX_TOKENS and not rollout.turns:
+        first = watched.answers[0] if watched is not None else None
+        tokens = len(first.prompt_token_ids) if isinstance(first, Observation) else "too many"
+        note(
+            Mistake.PROMPT_LENGTH,
+            f"the first prompt of {tokens} tokens leaves no room in rollout.max_total_tokens "
+            f"({limits.max_total_tokens})",
+        )
+    for number, turn in enumerate(rollout.turns, start=1):
+        if turn.reward is not None and not math.isfinite(turn.reward):
+            note(Mistake.REWARD, f"the reward of turn {number} is {turn.reward}")
+    if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
+        note(Mistake.HISTORY, _divergence(rollout, decode))
+    return found
+
+
+def _divergence(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
+    """Where the second prompt leaves the first prompt and completion."""
+    first, second = rollout.turns[:2]
+    before = first.prompt_token_ids + first.completion.token_ids
+    after = second.prompt_token_ids
+    pairs = enumerate(zip(before, after, strict=False))
+    at = next((n for n, (old, new) in pairs if old != new), min(len(before), len(after)))
+    old, new = (decode(tokens[at : at + _CONTEXT_TOKENS]) for tokens in (before, after))
+    return (
+        f"the prompt of turn 2 does not extend turn 1: at token {at} it has {new!r} where the "
+        f"policy saw {old!r}"
+    )
+
+
+def blocking_findings(watched: Watched, rollout_id: str, *, max_block_s: float) -> list[Finding]:
+    """Calls that kept the event loop to themselves for longer."""
+    longest: dict[str, float] = {}
+    for call in watched.calls:
+        longest[call.method] = max(call.blocked_s, longest.get(call.method, 0.0))
+    return [
+        Finding(
+            mistake=Mistake.BLOCKING,
+            rollout_id=rollout_id,
+            what=f"{method} blocks the event loop for {_MS * seconds:.0f} ms",
+        )
+        for method, seconds in longest.items()
+        if seconds > max_block_s
+    ]
+
+
+def describe_rollout(
+    rollout: Rollout, watched: Watched | None, decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """The rollout turn by turn. What is not new in a prompt is left out."""
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    turns, episodes = len(rollout.turns), len(turns_by_episode(rollout))
+    lines = [
+        f"=== {rollout.rollout_id}: {rollout.status.value}, reward {reward}, "
+        f"{turns} turn{'' if turns == 1 else 's'}, {episodes} episode{'' if episodes == 1 else 's'}"
+    ]
+    if watched is not None:
+        times = [f"{method} {_took(watched, method)}" for method in ("creation", "reset", "close")]
+        lines.append(f"    {', '.join(times)}")
+    before: tuple[int, ...] = ()
+    for number, turn in enumerate(rollout.turns):
+        prompt, completion = turn.prompt_token_ids, turn.completion
+        extends = bool(before) and prompt[: len(before)] == before
+        new = prompt[len(before) :] if extends else prompt
+        facts = [f"prompt {len(prompt)} tokens"]
+        if number:
+            facts[0] += f" ({len(new)} new)" if extends else f" (does not extend turn {number})"
+        facts.append(f"completion {len(completion.token_ids)} ({completion.finish_reason.value})")
+        if completion.metrics is not None:
+            facts.append(f"decoding {_MS * completion.metrics.decode_s:.0f} ms")
+        if watched is not None:
+            facts.append(f"step {_took(watched, 'step', number)}")
+        if turn.reward is not None:
+            facts.append(f"reward {turn.reward:g}")
+        lines.append(f"--- turn {number + 1}: {', '.join(facts)}")
+        lines += [
+            _text("prompt", decode(new)),
+            _text("policy", decode(completion.token_ids)),
+        ]
+        before = prompt + completion.token_ids
+    if rollout.metrics:
+        values = ", ".join(f"{name} {value:g}" for name, value in sorted(rollout.metrics.items()))
+        lines.append(f"    metrics: {values}")
+    return lines
+
+
+def _took(watched: Watched, method: str, index: int = 0) -> str:
+    seconds = watched.seconds(method)
+    return f"{_MS * seconds[index]:.1f} ms" if index < len(seconds) else "-"
+
+
+def _text(who: str, text: str, most: int = 800) -> str:
+    if len(text) > most:
+        text = f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    return f"{who}>\n{indent(text.strip(), '    ')}"

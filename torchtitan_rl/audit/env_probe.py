@@ -1,0 +1,147 @@
+"""Watches an environment from outside: what each call answered, how long it took, and for how long
+it blocked the event loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torchtitan_rl.rollout.env import (
+    Conversation,
+    Observation,
+    Terminal,
+    is_stateful,
+    require_async,
+    require_stateful,
+)
+from torchtitan_rl.rollout.group_settings import EnvironmentFactory
+from torchtitan_rl.rollout.turn_tree import RolloutEnv, is_tree_env
+from torchtitan_rl.types import Completion, Problem, RolloutStatus
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvCall:
+    """``blocked_s`` is the longest time in which nothing else on the event loop could run."""
+
+    method: str
+    seconds: float
+    blocked_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """All calls of one environment; ``answers[n]`` and ``states[n]``, as JSON, are those after n
+    turns."""
+
+    problem: Problem
+    calls: list[EnvCall] = field(default_factory=list)
+    answers: list[Observation | Terminal] = field(default_factory=list)
+    states: list[str | None] = field(default_factory=list)
+    is_stateful: bool = False
+    replays: bool = False
+
+    def seconds(self, method: str) -> list[float]:
+        return [call.seconds for call in self.calls if call.method == method]
+
+
+def watching(environment: EnvironmentFactory, found: list[Watched]) -> EnvironmentFactory:
+    """Makes environments that are watched, and adds what is seen of each to ``found``; agents' are
+    left as they are."""
+
+    def make(problem: Problem) -> RolloutEnv:
+        watched = Watched(problem=problem)
+        found.append(watched)
+        start_s = time.perf_counter()
+        env = environment(problem)
+        took_s = time.perf_counter() - start_s
+        require_async(env)
+        if is_tree_env(env):
+            found.remove(watched)
+            return env
+        watched.calls.append(EnvCall(method="creation", seconds=took_s, blocked_s=took_s))
+        return _WatchedEnv(env, watched)
+
+    return make
+
+
+class _WatchedEnv:
+    """Has the protocols of the environment that it wraps."""
+
+    def __init__(self, env: Any, watched: Watched) -> None:  # a TokenEnv
+        self._env = env
+        self._watched = watched
+        self.wraps_stateful = watched.is_stateful = is_stateful(env)
+        self.replays = watched.replays = bool(getattr(env, "replays", False))
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        return self._env.messages if isinstance(self._env, Conversation) else ()
+
+    async def reset(self) -> Observation:
+        answer: Observation = await self._timed("reset", self._env.reset())
+        self._watched.answers.append(answer)
+        return answer
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        answer: Observation | Terminal = await self._timed("step", self._env.step(completion))
+        self._watched.answers.append(answer)
+        return answer
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return await self._timed("finish", self._env.finish(status))
+
+    async def close(self) -> None:
+        await self._timed("close", self._env.close())
+
+    async def state_dict(self) -> Any:
+        """None if the environment has no state."""
+        if not self.wraps_stateful:
+            return None
+        state = await self._timed("state_dict", require_stateful(self._env).state_dict())
+        self._watched.states.append(None if state is None else json.dumps(state))
+        return state
+
+    async def load_state_dict(self, state: Any) -> None:
+        loading = require_stateful(self._env).load_state_dict(state)
+        await self._timed("load_state_dict", loading)
+
+    async def _timed(self, method: str, work: Coroutine[Any, Any, _T]) -> _T:
+        watch = _Stopwatch(work)
+        start_s = time.perf_counter()
+        try:
+            return await watch
+        finally:
+            took_s = time.perf_counter() - start_s
+            self._watched.calls.append(
+                EnvCall(method=method, seconds=took_s, blocked_s=watch.longest_s)
+            )
+
+
+class _Stopwatch(Awaitable[_T], Generic[_T]):
+    """Awaits a coroutine and measures its longest stretch between two waits."""
+
+    def __init__(self, work: Coroutine[Any, Any, _T]) -> None:
+        self._work = work
+        self.longest_s = 0.0
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        go_on: Callable[[Any], Any] = self._work.send
+        value: Any = None
+        while True:
+            start_s = time.perf_counter()
+            try:
+                waits_for = go_on(value)
+            except StopIteration as end:
+                result: _T = end.value
+                return result
+            finally:
+                self.longest_s = max(self.longest_s, time.perf_counter() - start_s)
+            try:
+                go_on, value = self._work.send, (yield waits_for)
+            except BaseException as error:  # a cancellation, too, is the coroutine's to handle
+                go_on, value = self._work.throw, error

@@ -1,0 +1,206 @@
+"""``torchtitan-rl env check CONFIG [options]``: a few rollouts of a task, shown turn by turn, and
+what is wrong with its environment.
+
+Exit codes: 0 nothing was found; 1 something was, with its mend; 2 the configuration is wrong; 128 +
+n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import EnumChoicesFromValues, Positional, arg
+
+from torchtitan_rl.agents.task import AgentTask, environment_factory
+from torchtitan_rl.audit.env_check import EnvChecker, ScriptedPolicy
+from torchtitan_rl.audit.env_findings import Finding, Mistake, describe_rollout
+from torchtitan_rl.audit.env_probe import Watched
+from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.replicas import Replicas
+from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
+from torchtitan_rl.config.evaluate import prepare_generation
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.options import parse_options, split_options
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.types import Problem
+
+_USAGE = "usage: torchtitan-rl env check CONFIG [options]    --help lists them\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvCheckConfig:
+    """Roll out a few problems of a configuration's task, show them turn by turn, and name the usual
+    mistakes with their mends. Options with a dot (``--task.digits 3``) change the configuration."""
+
+    config: Annotated[Positional[str], arg(metavar="CONFIG")]
+    """A configuration file, or the name of a ready configuration."""
+    policy: Literal["scripted", "real"] = "scripted"
+    """``scripted`` says ``say`` and starts no process; ``real`` is the configuration's policy on a
+    replica."""
+    say: tuple[str, ...] = ("I do not know.",)
+    """What the scripted policy answers, one text for each turn, again from the first after the
+    last."""
+    problems: int = 3
+    """Number of problems, the first ones of the split; each is rolled out twice."""
+    split: Split = "train"
+    """Which problems: ``train`` or ``validation``."""
+    max_block_ms: float = 250.0
+    """How long a call of the environment may keep the event loop to itself."""
+    allow: EnumChoicesFromValues[tuple[Mistake, ...]] = ()
+    """Findings that are meant so and do not count."""
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl env WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: it cannot start as it is configured.
+    """
+    match words:
+        case ["check", *rest]:
+            own, others = split_options(rest)
+            options = parse_options(EnvCheckConfig, own, prog="torchtitan-rl env check")
+            return _check(options, load_config(Path(options.config), others))
+        case ["-h" | "--help"]:
+            print(_USAGE, end="")
+            return 0
+        case _:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+
+
+def _check(options: EnvCheckConfig, config: RunConfig) -> int:
+    is_scripted = options.policy == "scripted"
+    if is_scripted and isinstance(config.task, AgentTask):
+        raise ConfigError("--policy is scripted: agents ask an endpoint; give --policy real")
+    if not options.say:
+        raise ConfigError("--say is empty: give a text")
+    evaluation = replace(config.evaluation, num_problems=options.problems)
+    config = replace(
+        config,
+        evaluation=evaluation,
+        generator=replace(config.generator, replicas=1),
+        output_dir=Path("outputs/env_check"),
+    )
+    prepared = prepare_generation(config, num_rollouts=2)
+    try:
+        problems = evaluation_problems(config, options.split)
+    except ProblemsError as error:
+        raise ConfigError(str(error).replace("evaluation.num_problems", "--problems")) from error
+    if is_scripted:
+        return asyncio.run(_with_script(options, prepared, problems))
+    config.log_dir.mkdir(parents=True, exist_ok=True)
+    return run_command(partial(_with_replica, options, prepared, problems), log_dir=config.log_dir)
+
+
+async def _with_script(
+    options: EnvCheckConfig, prepared: PreparedRun, problems: Sequence[Problem]
+) -> int:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepared.policy_dir)
+    config = prepared.config
+    scripted = ScriptedPolicy(tokenizer, options.say)
+    checker = EnvChecker(
+        environment=environment_factory(
+            config.task, tokenizer=tokenizer, limits=config.rollout, host=None
+        ),
+        limits=config.rollout,
+        rubric=config.task.rubric(),
+        generate=scripted,
+        scripted=scripted,
+        decode=_decoder(tokenizer),
+        seed=config.seed,
+        max_block_s=options.max_block_ms / 1000,
+    )
+    return await _show(checker, problems, options)
+
+
+async def _with_replica(
+    options: EnvCheckConfig,
+    prepared: PreparedRun,
+    problems: Sequence[Problem],
+    signals: StopSignals,
+) -> int:
+    config = prepared.config
+    try:
+        async with Replicas(prepared) as replicas:
+            generation = await replicas.use(prepared.policy_dir)
+            checker = EnvChecker(
+                environment=generation.environment(),
+                limits=config.rollout,
+                rubric=config.task.rubric(),
+                generate=generation.router.generate,
+                scripted=ScriptedPolicy(generation.tokenizer, options.say),
+                decode=_decoder(generation.tokenizer),
+                seed=config.seed,
+                max_block_s=options.max_block_ms / 1000,
+            )
+            return await generation.run(_show(checker, problems, options))
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+        return signals.exit_code
+    except Exception as error:
+        return print_error(error)
+
+
+async def _show(checker: EnvChecker, problems: Sequence[Problem], options: EnvCheckConfig) -> int:
+    findings: list[Finding] = []
+    watched: Watched | None = None
+    for number, problem in enumerate(problems):
+        checked = await checker.check(problem, is_first=number == 0)
+        watched = checked.watched
+        for line in describe_rollout(checked.rollout, watched, checker.decode):
+            print(line, flush=True)
+        findings += checked.findings
+        if any(one.mistake is Mistake.TIMEOUT for one in findings):
+            break  # others would take as long
+    if watched is not None:
+        print(_resumes(watched))
+    return _conclude(findings, options.allow)
+
+
+def _resumes(watched: Watched) -> str:
+    if watched.is_stateful:
+        return "resumed runs: rollouts continue from their saved states"
+    if watched.replays:
+        return "resumed runs: rollouts are replayed"
+    return (
+        "resumed runs: rollouts start again; with state_dict and load_state_dict, or replays = "
+        "True, they continue"
+    )
+
+
+def _conclude(findings: Sequence[Finding], allowed: Sequence[Mistake]) -> int:
+    """Each kind of mistake once, with its first finding; returns the exit code."""
+    kinds: dict[Mistake, list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault(finding.mistake, []).append(finding)
+    for mistake, found in kinds.items():
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        if mistake in allowed:
+            print(f"allowed: {mistake.value}: {found[0].what}{more}")
+            continue
+        print(
+            f"error: {mistake.value}: {found[0].rollout_id}: {found[0].what}{more}", file=sys.stderr
+        )
+        print(f"  mend: {found[0].mend}", file=sys.stderr)
+    if kinds.keys() <= set(allowed):
+        print("nothing wrong was found")
+        return 0
+    return 1
+
+
+def _decoder(tokenizer: Any) -> Any:
+    return lambda tokens: tokenizer.decode(list(tokens))

@@ -1,0 +1,270 @@
+"""``torchtitan-rl eval MODEL_OR_RUN... --config CONFIG [options]``: models side by side on a task.
+
+Each rollout is written as it ends, so the same command continues after a kill; only those that
+failed run again. Exit codes: 0 done; 1 it failed, or some rollouts did; 2 the configuration is
+wrong; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.replicas import Generation, Replicas
+from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.eval_models import EvalModel
+from torchtitan_rl.config.evaluate import (
+    EvalConfig,
+    PreparedEvaluation,
+    prepare_evaluation,
+    write_identity,
+)
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.options import parse_options, split_options
+from torchtitan_rl.config.run_lock import hold_run, unwritable
+from torchtitan_rl.errors import OutputError
+from torchtitan_rl.observability import evaluation_picture
+from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
+from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
+from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
+from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
+from torchtitan_rl.training.checkpoint_files import MARKER
+from torchtitan_rl.types import Rollout, RolloutGroup
+
+_PROG = "torchtitan-rl eval"
+_TABLE_WIDTH = 160  # where it goes to a file
+
+
+def main(words: Sequence[str]) -> int:
+    """Run with these command-line options; returns the exit code.
+
+    Raises:
+        ConfigError: it cannot start as it is configured.
+    """
+    own, others = split_options([word for word in words if word != "--dry-run"])
+    options = parse_options(EvalConfig, own, prog=_PROG)
+    prepared = prepare_evaluation(options, load_config(Path(options.config), others))
+    if "--dry-run" in words:
+        print(_describe(prepared))
+        return 0
+    with hold_run(prepared.folder):
+        log_dir = prepared.run.config.log_dir
+        try:
+            log_dir.mkdir(exist_ok=True)
+            write_identity(prepared)
+        except OSError as error:
+            raise unwritable(prepared.folder, error) from error
+        return run_command(partial(_run, prepared), log_dir=log_dir)
+
+
+def _describe(prepared: PreparedEvaluation) -> str:
+    """What ``--dry-run`` prints."""
+    number = len(prepared.run.evaluation_problems)
+    temperatures = ", ".join(f"{one:g}" for one in prepared.temperatures)
+    return "\n".join(
+        [
+            *(f"model {model.name}: {model.path}" for model in prepared.models),
+            f"temperatures: {temperatures}",
+            f"rollouts: {prepared.samples} of each of {number} {prepared.options.split} problems, "
+            f"{prepared.groups_at_once * prepared.samples} at a time",
+            f"outputs: {prepared.folder}",
+            prepared.run.plan.describe(),
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cell:
+    """One model at one temperature; ``kept`` are its rollouts of an earlier call, by id, and
+    ``groups`` those of them that this call asks for."""
+
+    model: EvalModel
+    temperature: float
+    file: Path
+    kept: Mapping[str, Rollout]
+    groups: tuple[RolloutGroup, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, temperature {self.temperature:g}"
+
+    @property
+    def num_kept(self) -> int:
+        return sum(len(group.rollouts) for group in self.groups)
+
+
+async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
+    progress: EvaluationProgress | None = None
+    try:
+        cells = await asyncio.to_thread(_cells, prepared)
+        kept = sum(cell.num_kept for cell in cells)
+        total = len(cells) * len(prepared.run.evaluation_problems) * prepared.samples
+        state = EvaluationState(total, kept=kept)
+        progress = EvaluationProgress(state, prepared.options.progress)
+        if kept:
+            progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
+        async with Replicas(prepared.run) as replicas:
+            evaluated = [
+                await _evaluate(prepared, cell, replicas, state, progress) for cell in cells
+            ]
+        progress.close()
+        return _report(prepared, evaluated)
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+        print(f"stopped by {signals.name}; the same command continues", file=sys.stderr)
+        return signals.exit_code
+    except Exception as error:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        return print_error(error)
+    finally:
+        if progress is not None:
+            progress.close()
+
+
+def _cells(prepared: PreparedEvaluation) -> list[_Cell]:
+    return [
+        _cell(prepared, model, temperature)
+        for model in prepared.models
+        for temperature in prepared.temperatures
+    ]
+
+
+def _cell(prepared: PreparedEvaluation, model: EvalModel, temperature: float) -> _Cell:
+    file = prepared.rollouts_file(model, temperature)
+    kept, split = read_finished(file), prepared.options.split
+    return _Cell(
+        model=model,
+        temperature=temperature,
+        file=file,
+        kept=kept,
+        groups=tuple(
+            finished_group(problem, kept, split=split, samples=prepared.samples)
+            for problem in prepared.run.evaluation_problems
+        ),
+    )
+
+
+async def _evaluate(
+    prepared: PreparedEvaluation,
+    cell: _Cell,
+    replicas: Replicas,
+    state: EvaluationState,
+    progress: EvaluationProgress,
+) -> Evaluated:
+    groups = cell.groups
+    if cell.num_kept < prepared.samples * len(groups):
+        state.pause(f"loads {cell.model.name}")
+        progress.update()
+        await asyncio.to_thread(_export, prepared, cell.model)
+        generation = await replicas.use(prepared.directory(cell.model))
+        state.begin(cell.name)
+        groups = await generation.run(_roll_out(prepared, cell, generation, state, progress))
+    return Evaluated(model=cell.model.name, temperature=cell.temperature, groups=groups)
+
+
+def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
+    """Make a Hugging Face directory of a run's checkpoint, unless there is one that is newer. Its
+    type is the one that the engines compute in, so that they have the trainer's weights."""
+    if not model.is_checkpoint:
+        return
+    target = prepared.directory(model)
+    made = target / "config.json"
+    if made.is_file() and made.stat().st_mtime >= (model.path / MARKER).stat().st_mtime:
+        return
+    from torchtitan_rl.backends.titan.hf_export import export_checkpoint  # seconds
+
+    is_on_cpu = prepared.run.plan.device == "cpu"
+    export_checkpoint(
+        model.path,
+        target,
+        source=prepared.run.policy_dir,
+        dtype="float32" if is_on_cpu else prepared.run.config.policy.dtype,
+    )
+
+
+async def _roll_out(
+    prepared: PreparedEvaluation,
+    cell: _Cell,
+    generation: Generation,
+    state: EvaluationState,
+    progress: EvaluationProgress,
+) -> tuple[RolloutGroup, ...]:
+    problems = prepared.run.evaluation_problems
+    by_id = {problem.problem_id: problem for problem in problems}
+    log = EvaluationLog(cell.file, step=cell.model.step)
+
+    def note(rollout: Rollout) -> None:
+        version = generation.router.newest_version
+        log.write(by_id[rollout.problem_id], rollout, version=version)
+        state.end_rollout(rollout)
+        progress.update()
+
+    try:
+        return await roll_out_problems(
+            generation.rollouter(),
+            problems,
+            split=prepared.options.split,
+            samples=prepared.samples,
+            seed=prepared.run.config.seed,
+            temperature=cell.temperature,
+            groups_at_once=prepared.groups_at_once,
+            kept=cell.kept,
+            on_rollout=note,
+        )
+    finally:
+        log.close()
+
+
+def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int:
+    """Write and print the results; returns the exit code."""
+    from rich.console import Console
+
+    task = prepared.run.config.task
+    rows = results(evaluated, success_reward=task.success_reward())
+    folder = prepared.folder
+    document = {
+        "config": prepared.options.config,
+        "task": type(task).__name__,
+        "split": prepared.options.split,
+        "seed": prepared.run.config.seed,
+        "success_reward": task.success_reward(),
+        "models": {model.name: str(model.path) for model in prepared.models},
+        "results": rows,
+    }
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    console.print(result_table(rows))
+    picture = folder / "results.png" if evaluation_picture.can_draw() else None
+    try:
+        _write(folder / "results.json", document)
+        if picture is not None:
+            evaluation_picture.draw(picture, rows)
+    except OSError as error:
+        raise OutputError(f"{folder}: {error}") from error
+    print(f"results:  {folder / 'results.json'}")
+    print(evaluation_picture.MISSING if picture is None else f"picture:  {picture}")
+    print(f"rollouts: {folder}/*/rollouts.jsonl")
+    failed = [one for of_one in evaluated for one in of_one.rollouts if one.status.is_failure]
+    if not failed:
+        return 0
+    print(
+        f"error: {len(failed)} rollouts failed; the same command runs them again. The first one: "
+        f"{failed[0].rollout_id}: {failed[0].status.value}: {failed[0].cause}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,139 @@
+"""``torchtitan-rl new task NAME [--folder DIR]``: writes a task that trains at once, with its
+configuration and a test, as a start for one's own.
+
+Exit codes: 0 it was written; 2 it cannot be.
+"""
+
+from __future__ import annotations
+
+import keyword
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.errors import ConfigError
+
+_USAGE = "usage: torchtitan-rl new task NAME [--folder DIR]\n"
+
+_TASK = '''\
+"""{title}: questions with one answer each."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torchtitan_rl import Dataset, MessageTokenEnv, Problem, QuestionEnv, Split, Task, make_renderer
+from torchtitan_rl.experiments.procedural import ProceduralDataset
+
+
+def make_problem(split: Split, index: int) -> Problem:
+    """No problem of one split is in the other, and no id comes twice in one."""
+    b, a = divmod(2 * index + (split == "validation"), 10)
+    question = f"State the final answer to the following arithmetic problem: {{a}} + {{b}} ="
+    data = {{"question": question, "answer": str(a + b)}}
+    return Problem(problem_id=f"{{split}}/{{index}}", data=data)
+
+
+async def score(answer: str, *, right: str) -> float:
+    """The reward of an answer."""
+    return float(answer.strip() == right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class {title}Task(Task):
+    """Its fields are options of the command line: ``--task.num-problems 20``."""
+
+    num_problems: int = 64
+    """Problems of each split."""
+
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        number = self.num_problems
+        return ProceduralDataset(split, seed=seed, num_problems=number, make=make_problem)
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: Any) -> MessageTokenEnv:
+        messages = [{{"role": "user", "content": problem.data["question"]}}]
+        env = QuestionEnv(messages, partial(score, right=problem.data["answer"]))
+        return MessageTokenEnv(env, make_renderer(tokenizer))
+'''
+
+_CONFIG = """\
+from {name}_task import {title}Task
+from torchtitan_rl import GeneratorConfig, PolicyConfig, RolloutConfig, RunConfig, SamplingConfig
+from torchtitan_rl.experiments.reasoning_gym.task import POLICY_DIR  # or a model of your own
+
+sampling = SamplingConfig(max_tokens_per_turn=8)
+config = RunConfig(
+    name="{name}",
+    policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
+    task={title}Task(),
+    rollout=RolloutConfig(max_turns=1, max_total_tokens=64, sampling=sampling),
+    generator=GeneratorConfig(replicas=1, max_model_len=64),
+)
+"""
+
+_TEST = """\
+from pathlib import Path
+
+from torchtitan_rl.commands.cli import main
+
+
+def test_the_environment_makes_no_usual_mistake():
+    assert main(["env", "check", str(Path(__file__).with_name("{name}.py"))]) == 0
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTaskConfig:
+    """Write a task that trains at once, with its configuration and a test, as a start for one's
+    own."""
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """Name of the task: lower-case letters, digits and underscores."""
+    folder: Path | None = None
+    """Where to write it; it must not exist. None: a folder of that name."""
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl new WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: the name is none, or the folder exists or cannot be written.
+    """
+    match words:
+        case ["task", *rest]:
+            options = parse_options(NewTaskConfig, rest, prog="torchtitan-rl new task")
+            _write(options.name, options.folder or Path(options.name))
+            return 0
+        case ["-h" | "--help"]:
+            print(_USAGE, end="")
+            return 0
+        case _:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+
+
+def _write(name: str, folder: Path) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise ConfigError(
+            f"NAME is {name!r}: give lower-case letters, digits and underscores, a letter first"
+        )
+    names = {"name": name, "title": "".join(part.capitalize() for part in name.split("_"))}
+    files = {f"{name}_task.py": _TASK, f"{name}.py": _CONFIG, f"test_{name}.py": _TEST}
+    try:
+        folder.mkdir(parents=True)
+        for file, template in files.items():
+            (folder / file).write_text(template.format(**names))
+    except FileExistsError as error:
+        raise ConfigError(f"--folder is {folder}: it exists; give another") from error
+    except OSError as error:
+        raise ConfigError(f"--folder is {folder}: it cannot be written ({error})") from error
+    config = folder / f"{name}.py"
+    print(f"{', '.join(files)} are in {folder}; next:")
+    print(f"  torchtitan-rl env check {config}    what the policy sees, and what is wrong")
+    print(f"  python -m pytest {folder}")
+    print(f"  torchtitan-rl train {config}")

@@ -1,0 +1,154 @@
+"""Replicas without a trainer, for commands that only roll out: ``eval`` and ``env check``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchtitan_rl.agents.task import environment_factory
+from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.observability.background import first_of
+from torchtitan_rl.rollout.group_settings import EnvironmentFactory
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.weight_loading import WeightLoader
+
+_T = TypeVar("_T")
+
+_SAME_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Replicas that serve the model in ``directory``."""
+
+    config: RunConfig
+    directory: Path
+    router: GeneratorRouter
+    loader: WeightLoader
+    tokenizer: Any
+    endpoint: RunEndpoint | None
+
+    def environment(self) -> EnvironmentFactory:
+        return environment_factory(
+            self.config.task,
+            tokenizer=self.tokenizer,
+            limits=self.config.rollout,
+            host=None if self.endpoint is None else self.endpoint.host,
+        )
+
+    def rollouter(self) -> Rollouter:
+        return Rollouter(
+            generate=self.router.generate,
+            environment=self.environment(),
+            config=self.config.rollout,
+            rubric=self.config.task.rubric(),
+            active_time=self.router.active_time,
+            num_replicas=self.config.generator.replicas,
+        )
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The result of ``work``, which needs the replicas.
+
+        Raises:
+            GenerationError: none is left; ``work`` was cancelled.
+            EndpointLostError: likewise, of the endpoint.
+        """
+        needed = first_of(work, self.router.wait_until_lost())
+        result: _T = await (needed if self.endpoint is None else self.endpoint.background(needed))
+        return result
+
+
+class Replicas:
+    """Serves one model at a time: `use`, any number of times, while the ``async with`` is open."""
+
+    def __init__(self, prepared: PreparedRun) -> None:
+        self._prepared = prepared
+        self._stack = AsyncExitStack()
+        self._current: Generation | None = None
+        self._serving: Path | None = None
+
+    async def __aenter__(self) -> Replicas:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.aclose()
+
+    async def use(self, directory: Path) -> Generation:
+        """Serve a model. One that differs from the model before in its weights alone is loaded into
+        the same engines; for others the processes start anew.
+
+        Raises:
+            EndpointLostError, ReplicaError, DeadlineError: they did not start.
+        """
+        current = self._current
+        if current is not None and directory == self._serving:
+            return current
+        if current is not None and _same_files(current.directory, directory):
+            try:
+                await current.loader.load(str(directory))
+            except RefusedError:  # of another shape; or the replicas could not take it
+                pass
+            else:
+                self._serving = directory
+                return current
+        await self._stack.aclose()
+        self._current = await self._stack.enter_async_context(
+            _generation(self._prepared, directory)
+        )
+        self._serving = directory
+        return self._current
+
+
+@asynccontextmanager
+async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[Generation]:
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
+    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+    config = prepared.config
+    tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)
+    async with AsyncExitStack() as stack:
+        processes = await stack.enter_async_context(serve_processes(prepared, model=directory))
+        router = GeneratorRouter(
+            processes.replicas,
+            request_timeout_s=config.request_timeout_s,
+            sync_timeout_s=config.weight_sync.timeout_s,
+        )
+        publisher = SharedMemoryPublisher(config.name, config.log_dir.absolute())
+        stack.callback(publisher.close)
+        endpoint = None
+        if processes.endpoint is not None:
+            endpoint = await stack.enter_async_context(
+                run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
+            )
+        yield Generation(
+            config=config,
+            directory=directory,
+            router=router,
+            loader=WeightLoader(router, publisher, directory),
+            tokenizer=tokenizer,
+            endpoint=endpoint,
+        )
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether tokenizer and defaults of sampling are equal."""
+
+    def content(path: Path) -> bytes | None:
+        return path.read_bytes() if path.is_file() else None
+
+    return all(content(one / name) == content(other / name) for name in _SAME_FILES)

@@ -1,0 +1,275 @@
+"""The options of ``torchtitan-rl eval``, their checks and its plan. Starts nothing.
+
+The task, the limits of rollouts and the replicas are those of a run's configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from torchtitan_rl.agents.task import AgentTask, agent_errors
+from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.generator import generator_errors
+from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
+from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
+from torchtitan_rl.config.checks.resume import TASK, run_identity
+from torchtitan_rl.config.checks.rules import Bounds
+from torchtitan_rl.config.eval_models import EvalModel, find_models
+from torchtitan_rl.config.plan import plan_serving
+from torchtitan_rl.config.policies import find_policy
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.serving.address import Keys
+
+IDENTITY_FILE = "settings.json"
+_COMPARED = (
+    TASK,
+    "rollout.max_turns",
+    "rollout.max_total_tokens",
+    "rollout.sampling.max_tokens_per_turn",
+    "seed",
+)
+_MAX_COUNT = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluate models on the task of a configuration. Further options with a dot, such as
+    ``--generator.replicas 2`` or ``--task.digits 3``, change the configuration; ``torchtitan-rl
+    train CONFIG --help`` lists them. The same command again continues where it was ended."""
+
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL_OR_RUN...")]
+    """Directories in Hugging Face format, ``package:NAME``, folders of runs (all checkpoints that
+    they keep), or single checkpoints (``outputs/NAME/checkpoints/step-000010``). The first one is
+    what the others are compared with."""
+    config: str
+    """A configuration file, or the name of a ready configuration, with the task."""
+    samples: int | None = None
+    """Rollouts of each problem, the k of avg@k and the largest one of pass@k. None:
+    ``evaluation.samples_per_problem``."""
+    problems: int | None = None
+    """Number of problems, the first ones of the split. None: ``evaluation.num_problems``."""
+    split: Split = "validation"
+    """Which problems: ``validation`` or ``train``."""
+    temperatures: tuple[float, ...] = ()
+    """Sampling temperatures; 0 is greedy. None: ``evaluation.temperature``."""
+    output: Path | None = None
+    """Folder for the results. None: ``outputs/eval/NAME``, by the name of the configuration."""
+    max_rollouts: int | None = None
+    """Rollouts that run at a time. None: twice as many as the replicas decode at a time."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
+
+
+_BOUNDS = {
+    "samples": Bounds(least=1, most=_MAX_COUNT),
+    "problems": Bounds(least=1, most=_MAX_COUNT),
+    "max_rollouts": Bounds(least=1, most=_MAX_COUNT),
+    "temperatures": Bounds(least=0.0, most=MAX_TEMPERATURE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEvaluation:
+    """``run`` has the plan of the processes, and as its policy the one that runs began with."""
+
+    options: EvalConfig
+    run: PreparedRun
+    models: tuple[EvalModel, ...]
+    temperatures: tuple[float, ...]
+    groups_at_once: int
+    identity: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.run.config.run_dir
+
+    @property
+    def samples(self) -> int:
+        return self.run.config.evaluation.samples_per_problem
+
+    def rollouts_file(self, model: EvalModel, temperature: float) -> Path:
+        return self.folder / model.name / f"temperature-{temperature:g}" / "rollouts.jsonl"
+
+    def directory(self, model: EvalModel) -> Path:
+        """The model in Hugging Face format."""
+        return self.folder / model.name / "model" if model.is_checkpoint else model.path
+
+
+def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
+    """A run's replicas, and the endpoint where it has agents, without a trainer.
+
+    Raises:
+        ConfigError: with all errors.
+    """
+    machine, keys = machine_facts(), Keys.of()
+    wrong = field_errors(config)
+    if {"policy", "policy.checkpoint", "task"} & wrong.keys():
+        raise ConfigError(list(wrong.values()))
+    policy_dir, policy = find_policy(config.policy.checkpoint)
+    sound = with_defaults_for(config, wrong)
+    found = [
+        *generator_errors(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
+        *serving_errors(sound.generator, policy, machine),
+        *agent_errors(sound.task, sound.endpoint, num_rollouts=num_rollouts),
+    ]
+    total = sound.rollout.max_total_tokens
+    if total > sound.generator.max_model_len:
+        found.append(
+            f"rollout.max_total_tokens is {total}: give at most generator.max_model_len "
+            f"({sound.generator.max_model_len})"
+        )
+    if not any(name.startswith("task.") for name in wrong):
+        found += config.task.errors()
+    if errors := [*wrong.values(), *but_about(wrong, found)]:
+        raise ConfigError(errors)
+    plan = plan_serving(
+        config.generator,
+        config.endpoint if isinstance(config.task, AgentTask) else None,
+        devices=machine.cuda_devices,
+        seed=config.seed,
+    )
+    return PreparedRun(config=config, policy_dir=policy_dir, plan=plan, keys=keys)
+
+
+def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvaluation:
+    """
+    Raises:
+        ConfigError: with all errors.
+    """
+    if errors := _option_errors(options):
+        raise ConfigError(errors)
+    folder = (options.output or Path("outputs/eval") / config.name).absolute()
+    config = replace(
+        config,
+        output_dir=folder.parent,
+        name=folder.name,
+        rollout=replace(config.rollout, group_size=max(2, options.samples or 0)),
+        evaluation=replace(
+            config.evaluation,
+            num_problems=options.problems or config.evaluation.num_problems,
+            samples_per_problem=options.samples or config.evaluation.samples_per_problem,
+        ),
+    )
+    samples, generator = config.evaluation.samples_per_problem, config.generator
+    at_once = options.max_rollouts or 2 * generator.replicas * generator.max_running_requests
+    if isinstance(config.task, AgentTask) and options.max_rollouts is None:
+        at_once = min(at_once, config.endpoint.max_concurrent_requests)
+    groups_at_once = max(1, at_once // samples)
+    run = prepare_generation(config, num_rollouts=groups_at_once * samples)
+    models = find_models(options.models, run.policy_dir)
+    if errors := _model_errors(models, run):
+        raise ConfigError(errors)
+    try:
+        problems = evaluation_problems(config, options.split)
+    except ProblemsError as error:
+        raise ConfigError(str(error).replace("evaluation.num_problems", "--problems")) from error
+    if not problems:
+        raise ConfigError("evaluation.num_problems is 0: give --problems")
+    prepared = PreparedEvaluation(
+        options=options,
+        run=replace(run, evaluation_problems=problems),
+        models=models,
+        temperatures=options.temperatures or (config.evaluation.temperature,),
+        groups_at_once=groups_at_once,
+        identity=_identity(config, run.policy_dir, models, options.split),
+    )
+    if errors := _folder_errors(prepared):
+        raise ConfigError(errors)
+    return prepared
+
+
+def _option_errors(options: EvalConfig) -> list[str]:
+    errors = [
+        error.replace(name, f"--{name.replace('_', '-')}", 1)
+        for name, error in field_errors(options, rules={EvalConfig: _BOUNDS}).items()
+    ]
+    if not options.models:
+        errors.append("MODEL_OR_RUN: give at least one")
+    cold = [one for one in options.temperatures if 0 < one < MIN_TEMPERATURE]
+    errors += [
+        f"--temperatures has {t}: give 0 (greedy) or {MIN_TEMPERATURE} or more" for t in cold
+    ]
+    if len(set(options.temperatures)) < len(options.temperatures):
+        errors.append("--temperatures: one is given twice; give each one once")
+    return errors
+
+
+def _model_errors(models: tuple[EvalModel, ...], run: PreparedRun) -> list[str]:
+    """Whether the replicas can serve models that are not the configuration's own."""
+    errors = []
+    for model in models:
+        if not model.is_checkpoint and model.path != run.policy_dir:
+            _, facts = find_policy(str(model.path), field="MODEL_OR_RUN")
+            is_on_cpu = run.plan.device == "cpu"
+            found = generator_errors(run.config.generator, facts, is_on_cpu=is_on_cpu)
+            errors += [f"MODEL_OR_RUN {model.name}: {error}" for error in found]
+    return errors
+
+
+def _identity(
+    config: RunConfig, policy_dir: Path, models: tuple[EvalModel, ...], split: Split
+) -> dict[str, Any]:
+    """What the rollouts in a folder depend on, besides the model, temperature and problem."""
+    fields = run_identity(config, policy_dir)
+    compared = {
+        name: value
+        for name, value in fields.items()
+        if name in _COMPARED or name.startswith(f"{TASK}.")
+    }
+    return {
+        "fields": compared | {"--split": split},
+        "models": {model.name: model.fingerprint for model in models},
+    }
+
+
+def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
+    """Whether the folder can be written to, and what it holds is of this evaluation."""
+    folder = prepared.folder
+    if cause := cannot_write(folder):
+        return [f"--output is {folder}: {cause}; give another"]
+    saved = read_identity(folder)
+    fix = f"{folder} has rollouts of another evaluation; give another --output"
+    changed = [
+        f"{name} is {value}, and was {saved['fields'][name]}: {fix}"
+        for name, value in prepared.identity["fields"].items()
+        if saved["fields"].get(name, value) != value
+    ]
+    return changed + [
+        f"MODEL_OR_RUN: {name} was another model: {fix}"
+        for name, fingerprint in prepared.identity["models"].items()
+        if saved["models"].get(name, fingerprint) != fingerprint
+    ]
+
+
+def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `write_identity` wrote; empty where there is nothing."""
+    try:
+        saved: dict[str, dict[str, Any]] = json.loads((folder / IDENTITY_FILE).read_text())
+    except (OSError, ValueError):
+        return {"fields": {}, "models": {}}
+    return saved
+
+
+def write_identity(prepared: PreparedEvaluation) -> None:
+    """Add this evaluation to what the folder holds, all or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    saved = read_identity(prepared.folder)
+    merged = {kind: saved[kind] | prepared.identity[kind] for kind in saved}
+    temporary = prepared.folder / f"{IDENTITY_FILE}.tmp"
+    temporary.write_text(json.dumps(merged, indent=2) + "\n")
+    os.replace(temporary, prepared.folder / IDENTITY_FILE)

@@ -1,0 +1,123 @@
+"""What the console shows during an evaluation: a live line on a terminal, elsewhere a line for each
+tenth of its rollouts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TextIO
+
+from torchtitan_rl.observability.progress import format_seconds
+from torchtitan_rl.types import Rollout
+
+_LINES = 10
+
+
+class EvaluationState:
+    """Counts rollouts: ``kept`` of the ``total`` were finished before."""
+
+    def __init__(
+        self, total: int, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total = total
+        self.done = kept
+        self._clock = clock
+        self._new = 0
+        self._tokens = 0
+        self._rewards: list[float] = []
+        self._running_s = 0.0
+        self._began: float | None = None
+        self.what = "start"
+
+    def begin(self, what: str) -> None:
+        """Rollouts of ``what`` run now."""
+        self.what, self._began, self._rewards = what, self._clock(), []
+
+    def pause(self, what: str) -> None:
+        """None runs; this time does not count in the estimate."""
+        self._running_s, self.what, self._began = self._elapsed_s(), what, None
+
+    def end_rollout(self, rollout: Rollout) -> None:
+        self.done += 1
+        self._new += 1
+        self._tokens += rollout.num_sampled_tokens
+        if rollout.reward is not None:
+            self._rewards.append(rollout.reward)
+
+    @property
+    def eta_s(self) -> float | None:
+        """From the mean time of the rollouts so far, each kind alike."""
+        if not self._new:
+            return None
+        return self._elapsed_s() * (self.total - self.done) / self._new
+
+    def describe(self) -> str:
+        """``rollouts 128/512  reward 0.610  1,840 tok/s  ETA 3:10``"""
+        parts = [f"rollouts {self.done}/{self.total}"]
+        if self._rewards:
+            parts.append(f"reward {sum(self._rewards) / len(self._rewards):.3f}")
+        if self._tokens and (elapsed_s := self._elapsed_s()) > 0:
+            parts.append(f"{self._tokens / elapsed_s:,.0f} tok/s")
+        if (eta_s := self.eta_s) is not None:
+            parts.append(f"ETA {format_seconds(eta_s)}")
+        return "  ".join(parts)
+
+    def _elapsed_s(self) -> float:
+        return self._running_s + (0.0 if self._began is None else self._clock() - self._began)
+
+
+class EvaluationProgress:
+    """Shows the state; call `update` whenever it changed."""
+
+    def __init__(
+        self,
+        state: EvaluationState,
+        choice: Literal["auto", "rich", "plain", "none"],
+        stream: TextIO | None = None,
+    ) -> None:
+        self._state = state
+        self._stream = stream or sys.stdout
+        self._is_silent = choice == "none"
+        self._shown = self._tenths()
+        self._bar: Any = None
+        if choice == "rich" or (choice == "auto" and self._stream.isatty()):
+            self._bar = _bar(state, self._stream)
+
+    def update(self) -> None:
+        state = self._state
+        if self._bar is not None:
+            self._bar.update(0, completed=state.done, what=state.what, facts=state.describe())
+        elif self._tenths() > self._shown:
+            self._shown = self._tenths()
+            self.say(f"{state.what}: {state.describe()}")
+
+    def say(self, message: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False)
+        elif not self._is_silent:
+            print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _tenths(self) -> int:
+        return _LINES * self._state.done // max(1, self._state.total)
+
+
+def _bar(state: EvaluationState, stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[what]}", style="cyan"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[facts]}"),
+        console=Console(file=stream),
+        refresh_per_second=4,
+    )
+    bar.add_task("eval", total=state.total, completed=state.done, what=state.what, facts="")
+    bar.start()
+    return bar

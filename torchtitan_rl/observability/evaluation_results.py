@@ -1,0 +1,153 @@
+"""The results of an evaluation: what is in ``results.json``, and the table of it. Pure.
+
+All intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
+shares (see `observability/evaluation.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.observability.evaluation import (
+    Interval,
+    ProblemScores,
+    mean_interval,
+    pass_at_k,
+    powers,
+    problem_scores,
+    share_interval,
+)
+from torchtitan_rl.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One model at one temperature."""
+
+    model: str
+    temperature: float
+    groups: tuple[RolloutGroup, ...]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
+    """One object for each model and temperature; differences are to the first one."""
+    scores = [problem_scores(one.groups, success_reward=success_reward) for one in evaluated]
+    return [
+        _result(one, of_one, difference_to=scores[0] if of_one is not scores[0] else None)
+        for one, of_one in zip(evaluated, scores, strict=True)
+    ]
+
+
+def _result(
+    evaluated: Evaluated,
+    scores: Sequence[ProblemScores],
+    *,
+    difference_to: Sequence[ProblemScores] | None,
+) -> Json:
+    rollouts = evaluated.rollouts
+    failed = Counter(one.status.value for one in rollouts if one.status.is_failure)
+    samples = min((one.num_samples for one in scores), default=0)
+    result: Json = {
+        "model": evaluated.model,
+        "temperature": evaluated.temperature,
+        "problems": len(scores),
+        "samples_per_problem": samples,
+        "rollouts": len(rollouts),
+        "failed": dict(failed),
+        "reward": _rewards([one.reward for one in scores if one.reward is not None]),
+        "avg_at_k": _shares(scores, 1),
+        "pass_at_k": {str(k): _shares(scores, k) for k in powers(samples)},
+        "tokens_mean": fmean(one.num_sampled_tokens for one in rollouts) if rollouts else None,
+        "turns_mean": fmean(len(one.turns) for one in rollouts) if rollouts else None,
+        "of_task": _parts(evaluated.groups, scores),
+    }
+    if difference_to is not None:
+        result["difference_to_first"] = _rewards(_differences(difference_to, scores))
+    return result
+
+
+def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]) -> list[float]:
+    """Of the mean rewards of the problems that have one in both."""
+    before = {one.problem_id: one.reward for one in first}
+    pairs = ((before.get(one.problem_id), one.reward) for one in second)
+    return [new - old for old, new in pairs if old is not None and new is not None]
+
+
+def _rewards(values: Sequence[float]) -> Json | None:
+    if not values:
+        return None
+    interval = mean_interval(values)
+    return {"mean": fmean(values)} if interval is None else _as_json(interval)
+
+
+def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
+    """pass@k. That of one sample is avg@k: the mean share of solved samples."""
+    if not scores:
+        return None
+    shares = [pass_at_k(one.num_samples, one.num_solved, k) for one in scores]
+    return _as_json(share_interval(shares, size=sum(one.num_samples for one in scores)))
+
+
+def _as_json(interval: Interval) -> Json:
+    return {"mean": interval.mean, "ci95_low": interval.low, "ci95_high": interval.high}
+
+
+def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> Json:
+    """Of each part of a mixture."""
+    parts = {group.problem.problem_id: group.problem.task for group in groups}
+    found: Json = {}
+    for part in sorted({part for part in parts.values() if part}):
+        own = [one for one in scores if parts[one.problem_id] == part]
+        found[part] = {
+            "problems": len(own),
+            "reward": _rewards([one.reward for one in own if one.reward is not None]),
+            "avg_at_k": _shares(own, 1),
+        }
+    return found
+
+
+def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """For a terminal: a row for each of `results`."""
+    from rich.table import Table
+
+    table = Table(caption="95 % intervals over problems", caption_justify="left")
+    ks = sorted({int(k) for row in rows for k in row["pass_at_k"]} - {1})
+    samples = max((row["samples_per_problem"] for row in rows), default=0)
+    optional = {"difference": len(rows) > 1, "failed": any(row["failed"] for row in rows)}
+    names = ["model", "temperature", "reward", f"avg@{samples}", *(f"pass@{k}" for k in ks)]
+    for name in (*names, *(name for name, is_shown in optional.items() if is_shown)):
+        is_text = name == "model"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in rows:
+        cells = [row["model"], f"{row['temperature']:g}", _cell(row["reward"])]
+        cells.append(_cell(row["avg_at_k"]))
+        cells += [_cell(row["pass_at_k"].get(str(k))) for k in ks]
+        if optional["difference"]:
+            cells.append(_cell(row.get("difference_to_first"), sign="+"))
+        if optional["failed"]:
+            cells.append(str(sum(row["failed"].values())))
+        table.add_row(*cells)
+    return table
+
+
+def _cell(value: Mapping[str, float] | None, *, sign: str = "") -> str:
+    """``0.518 [0.431, 0.604]``"""
+    if value is None:
+        return "-"
+    text = f"{value['mean']:{sign}.3f}"
+    if "ci95_low" in value:
+        text += rf" \[{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
+    return text
