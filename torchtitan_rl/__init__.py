@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.judge.config import JudgeConfig
+    from torchtitan_rl.environments.judge.judge import Judge
+    from torchtitan_rl.environments.judge.task import JudgedTask
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
@@ -101,6 +104,9 @@ __all__ = [
     "EvaluationConfig",
     "FinishReason",
     "GeneratorConfig",
+    "Judge",
+    "JudgeConfig",
+    "JudgedTask",
     "LossConfig",
     "Message",
     "MessageEnv",
@@ -168,6 +174,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.data_task",
     "environments.reasoning_gym",
     "environments.mixture",
+    "environments.judge.config",
+    "environments.judge.judge",
+    "environments.judge.task",
     "agents.agent",
     "agents.host",
     "agents.env",
