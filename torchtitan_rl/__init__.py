@@ -64,7 +64,14 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.message_env import MessageEnv, MessageObservation, MessageTokenEnv
     from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
-    from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, Split, Task
+    from torchtitan_rl.rollout.task import (
+        AdaptiveDataset,
+        Dataset,
+        MeasuredDataset,
+        Outcome,
+        Split,
+        Task,
+    )
     from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
@@ -108,6 +115,7 @@ __all__ = [
     "JudgeConfig",
     "JudgedTask",
     "LossConfig",
+    "MeasuredDataset",
     "Message",
     "MessageEnv",
     "MessageObservation",
