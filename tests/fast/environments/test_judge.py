@@ -101,11 +101,11 @@ CLOSED, BUSY = Reply(status=0), Reply(status=429, headers={"retry-after": "0.01"
     [
         [CLOSED],
         [BUSY, Reply(status=503), Reply(status=408)],
-        [Reply(body="<html>")],
-        [Reply(body={"choices": []})],
+        [Reply(body="<html>"), Reply(body="[]"), Reply(body="null")],
+        [Reply(body={"choices": [], "usage": {}}), Reply(body={"choices": [{}]})],
         [says("No idea."), says(None), says("Score: 11")],
     ],
-    ids=["connection", "busy", "not JSON", "no choices", "no score"],
+    ids=["connection", "busy", "not JSON", "no message", "no score"],
 )
 @on_event_loop
 async def test_what_may_be_mended_by_asking_again_is_asked_again(first: list[Reply]) -> None:

@@ -36,9 +36,8 @@ class Cost:
     last: str = "it waited for its turn"
 
     def add(self, usage: Any) -> None:
-        if usage is not None:
-            self.prompt_tokens += usage.prompt_tokens
-            self.completion_tokens += usage.completion_tokens
+        self.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
+        self.completion_tokens += getattr(usage, "completion_tokens", None) or 0
 
 
 class RateLimit:
@@ -119,11 +118,10 @@ class JudgeClient:
         except (OpenAIError, ValueError) as error:  # an answer that is not of the API
             cost.last = f"{type(error).__name__}: {error}"
             return None, 0.0
-        cost.add(response.usage)
-        if not response.choices:
-            cost.last = "its answer has no choices"
-            return None, 0.0
-        return response.choices[0].message.content or "", 0.0
+        # The client does not check what the endpoint answers: every part may be missing.
+        cost.add(getattr(response, "usage", None))
+        choice = next(iter(getattr(response, "choices", None) or ()), None)
+        return str(getattr(getattr(choice, "message", None), "content", None) or ""), 0.0
 
     def _backoff_s(self, attempt: int) -> float:
         longest = min(self._config.backoff_s * 2.0**attempt, _MAX_BACKOFF_S)

@@ -72,7 +72,7 @@ class JudgedTask(Task):
             if not math.isfinite(getattr(self, name)):
                 found.append(f"task.{name}={getattr(self, name)}: must be finite")
         if hasattr(self.task, "agent"):
-            found.append("task.task: agents cannot be judged by JudgedTask; use Judge in the agent")
+            found.append("task.task: agents cannot be judged so; give them a rubric with a Judge")
         rubric = None if found else self.task.rubric()
         if rubric is not None and rubric.scores_groups:
             found.append("task.task: its rubric scores whole groups, which cannot be combined")
