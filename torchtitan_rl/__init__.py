@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.judge.config import JudgeConfig
+    from torchtitan_rl.environments.judge.judge import Judge
+    from torchtitan_rl.environments.judge.task import JudgedTask
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
@@ -61,7 +64,14 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.message_env import MessageEnv, MessageObservation, MessageTokenEnv
     from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
-    from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, Split, Task
+    from torchtitan_rl.rollout.task import (
+        AdaptiveDataset,
+        Dataset,
+        MeasuredDataset,
+        Outcome,
+        Split,
+        Task,
+    )
     from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
@@ -101,7 +111,11 @@ __all__ = [
     "EvaluationConfig",
     "FinishReason",
     "GeneratorConfig",
+    "Judge",
+    "JudgeConfig",
+    "JudgedTask",
     "LossConfig",
+    "MeasuredDataset",
     "Message",
     "MessageEnv",
     "MessageObservation",
@@ -168,6 +182,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.data_task",
     "environments.reasoning_gym",
     "environments.mixture",
+    "environments.judge.config",
+    "environments.judge.judge",
+    "environments.judge.task",
     "agents.agent",
     "agents.host",
     "agents.env",

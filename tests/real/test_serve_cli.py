@@ -21,10 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.real.runs import ROOT, Run
 from tests.real.served import Served, serve
+from torchtitan_rl import Judge, JudgeConfig, Problem, Rollout, RolloutStatus, Score
 
 POLICY = ROOT / "experiments" / "alphabet_sort" / "policy"
 PROMPTS = [[7 + index, 20, 31 + index, 44, 5, 60 + index] for index in range(12)]
 LONG = 700  # tokens
+PROBLEM = Problem(problem_id="p", data={})
+TENTHS = [number / 10 for number in range(10)]
 # vLLM's guide for CPUs preloads OpenMP, which then counts its threads before Python starts. Engines
 # of another number of threads than the shell's have died of it.
 OPENMP = list((Path(torch.__file__).parent / "lib").glob("libgomp*"))
@@ -52,6 +55,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def client_of(server: Served, key: str = "any") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=300)
+
+
+def rollout_of(completion: str) -> Rollout:
+    return Rollout(
+        rollout_id="g/r0",
+        group_id="g",
+        problem_id="p",
+        turns=(),
+        status=RolloutStatus.COMPLETED,
+        reward=None,
+        messages=({"role": "assistant", "content": completion},),
+    )
 
 
 def await_idle(server: Served) -> None:
@@ -115,6 +130,32 @@ def test_trap_35_a_prompt_longer_than_the_context_is_a_400_and_disturbs_no_other
         client_of(server).completions.create(model="policy", prompt=[5] * 2000, max_tokens=4)
     answer = client_of(server).completions.create(**greedy(PROMPTS[0], 8))
     assert len(answer.choices[0].token_ids) == 8
+
+
+def test_a_judge_scores_rollouts_with_a_model_at_this_endpoint(server: Served) -> None:
+    """Ten rollouts, two of which say the same."""
+    config = JudgeConfig(
+        base_url=f"{server.url}/v1",
+        prompt="Score this: {completion}",
+        options={"max_tokens": 16, "structured_outputs": {"regex": "Score: [0-9]"}},
+        max_concurrent=4,
+    )
+    said = [f"name {number % 9}" for number in range(10)]
+
+    async def judged() -> list[Score]:
+        judge = Judge(config)
+        try:
+            return await asyncio.gather(*(judge.score(rollout_of(t), PROBLEM) for t in said))
+        finally:
+            await judge.close()
+
+    scores = asyncio.run(judged())
+    assert [score.reward for score in scores if score.reward not in TENTHS] == []
+    assert scores[9].reward == scores[0].reward
+    assert sum(score.components["requests"] for score in scores) == 9
+    asked = [score for score in scores if score.components["requests"]]
+    assert all(score.components["prompt_tokens"] > 10 for score in asked)
+    assert all(1 < score.components["completion_tokens"] <= 16 for score in asked)
 
 
 def test_a_client_that_leaves_has_its_requests_aborted_on_the_engines(server: Served) -> None:

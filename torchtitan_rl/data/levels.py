@@ -7,7 +7,7 @@ count and the position in each level that was used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -63,6 +63,9 @@ class LevelDataset:
             if outcome.solved is not None and outcome.problem.task == level_name(self._level):
                 self._recent.append(outcome.solved)
                 self._move()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"level": float(self._level)}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.types import Problem
 
 
@@ -51,6 +51,14 @@ class MixtureDataset:
             if isinstance(part, AdaptiveDataset):
                 own = [one for one in outcomes if part_of(one.problem) == name]
                 part.record([replace(one, problem=split_off(one.problem)) for one in own])
+
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the parts, each below the part's name."""
+        return {
+            f"{name}/{metric}": value
+            for name, part in self._parts.items()
+            for metric, value in metrics_of(part).items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -7,11 +7,11 @@ pools are part of the state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.types import Problem
 
 
@@ -40,9 +40,13 @@ class RestingDataset:
     def epoch(self) -> int:
         return self._source.epoch
 
-    def pool_sizes(self) -> dict[str, int]:
-        """Number of problems that rest in each pool."""
-        return {pool: len(members) for pool, members in self._until.items()}
+    def metrics(self) -> Mapping[str, float]:
+        """``resting/easy`` and ``resting/hard``: how many problems rest in each pool."""
+        own = {
+            f"resting/{pool}": float(sum(until > self._source.epoch for until in members.values()))
+            for pool, members in self._until.items()
+        }
+        return {**own, **metrics_of(self._source)}
 
     def next(self) -> Problem:
         problem = self._source.next()

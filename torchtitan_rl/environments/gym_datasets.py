@@ -55,9 +55,9 @@ class GymRows:
         return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
 
 
-def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float:
-    """Run in a process of its own. 0 for an answer that ``score_answer`` cannot read and raises an
-    error for, as some do.
+def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float | None:
+    """Run in a process of its own. None for an answer that ``score_answer`` raises an error for, as
+    some do if they cannot read it.
 
     Raises:
         ValueError: this process makes another problem than the one that was asked.
@@ -69,7 +69,7 @@ def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float:
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:
-        return 0.0
+        return None
 
 
 def gym_dataset(made: MadeFrom) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan_rl.environments.checkers import CheckTimeoutError
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
@@ -15,11 +16,15 @@ ScoreFunction = Callable[[str], Awaitable[float]]
 """The reward of an answer; the text is without the policy's reasoning."""
 
 
+class UnscoredAnswerError(TorchtitanRLError):
+    """What scores answers failed on this one."""
+
+
 class QuestionEnv:
     """A `MessageEnv` of one turn.
 
-    A score that is not found in time is 0, and counted by the metric ``check_timeouts``.
-    ``metrics`` are reported with each rollout.
+    A score that is not found in time is 0, and counted by the metric ``check_timeouts``; so is that
+    of an `UnscoredAnswerError`, by ``check_errors``. ``metrics`` are reported with each rollout.
     """
 
     replays = True  # it depends only on the problem and the completion
@@ -39,11 +44,15 @@ class QuestionEnv:
         return MessageObservation(messages=self._messages)
 
     async def step(self, message: Mapping[str, Any]) -> Terminal:
+        reward, failed = 0.0, ""
         try:
-            reward, timeouts = await self._score(message.get("content") or ""), 0.0
+            reward = await self._score(message.get("content") or "")
         except CheckTimeoutError:
-            reward, timeouts = 0.0, 1.0
-        return Terminal(reward=reward, metrics={**self._metrics, "check_timeouts": timeouts})
+            failed = "check_timeouts"
+        except UnscoredAnswerError:
+            failed = "check_errors"
+        counts = {name: float(name == failed) for name in ("check_timeouts", "check_errors")}
+        return Terminal(reward=reward, metrics={**self._metrics, **counts})
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         return Terminal(reward=0.0, metrics=self._metrics)

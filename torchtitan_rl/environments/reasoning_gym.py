@@ -27,7 +27,7 @@ from torchtitan_rl.environments.gym_datasets import (
     gym_names,
     max_level,
 )
-from torchtitan_rl.environments.question import QuestionEnv, as_messages
+from torchtitan_rl.environments.question import QuestionEnv, UnscoredAnswerError, as_messages
 from torchtitan_rl.environments.scoring import extract, pattern_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
@@ -96,13 +96,20 @@ class ReasoningGymTask(Task):
         return MessageTokenEnv(QuestionEnv(messages, score, metrics=metrics), renderer)
 
     async def score(self, answer: str, problem: Problem) -> float:
-        """The task's own score of a completion."""
+        """The task's own score of a completion.
+
+        Raises:
+            UnscoredAnswerError: the task's scorer raised an error.
+        """
         found = extract(self.answer_pattern, answer)
         if found is None:
             return 0.0
         data = problem.data
         args = (self._made(data["name"], data["level"]), data["index"], data["question"], found)
-        return float(await run_checker(GYM_SCORE, *args, timeout_s=self.check_timeout_s))
+        score = await run_checker(GYM_SCORE, *args, timeout_s=self.check_timeout_s)
+        if score is None:
+            raise UnscoredAnswerError(f"{data['name']}: its scorer failed on {found[:80]!r}")
+        return float(score)
 
     def errors(self) -> list[str]:
         try:

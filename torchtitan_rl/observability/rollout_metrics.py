@@ -123,14 +123,19 @@ def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:
     return {name: sum(cached for cached, _ in timed) / num_tokens} if num_tokens else {}
 
 
-def _part_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Of each part of a mixture: its share, rewards and lengths."""
+def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+    """The groups of each part of a mixture, sorted by its name; nothing of other tasks."""
     by_part: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         if group.problem.task:
             by_part[group.problem.task].append(group)
+    return dict(sorted(by_part.items()))
+
+
+def _part_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Of each part of a mixture: its share, rewards and lengths."""
     metrics: dict[str, float] = {}
-    for part, of_part in sorted(by_part.items()):
+    for part, of_part in groups_by_part(groups).items():
         rollouts = [rollout for group in of_part for rollout in group.rollouts]
         values = {
             "groups": float(len(of_part)),

@@ -9,7 +9,11 @@ from statistics import fmean
 from torchtitan_rl.observability.asynchrony import TRAINER_IDLE, idle_share
 from torchtitan_rl.observability.evaluation import evaluation_statistics
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.rollout_metrics import rollout_metrics, staleness_metrics
+from torchtitan_rl.observability.rollout_metrics import (
+    groups_by_part,
+    rollout_metrics,
+    staleness_metrics,
+)
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
     BufferStates,
@@ -39,6 +43,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= buffer_metrics(record.buffer) | overtaken_metrics(
             record.groups, record.overtaken
         )
+    metrics |= {f"dataset/{name}": value for name, value in record.dataset.items()}
     if record.totals is not None:
         metrics |= total_metrics(record.totals)
     return metrics | {
@@ -52,9 +57,13 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_metrics(record: EvaluationRecord) -> dict[str, float]:
-    statistics = evaluation_statistics(record.groups, success_reward=record.success_reward)
     metrics = rollout_metrics(record.groups, Split.EVALUATION)
-    metrics |= {f"{Split.EVALUATION.value}/{name}": value for name, value in statistics.items()}
+    parts = {f"of_task/{part}/": of_part for part, of_part in groups_by_part(record.groups).items()}
+    for prefix, groups in {"": record.groups, **parts}.items():
+        statistics = evaluation_statistics(groups, success_reward=record.success_reward)
+        metrics |= {
+            f"{Split.EVALUATION.value}/{prefix}{name}": value for name, value in statistics.items()
+        }
     return metrics | {
         "time/evaluation_s": record.seconds,
         "policy/version": float(record.version),

@@ -198,6 +198,7 @@ class Consumer:
                 overtaken=overtaken,
                 totals=state.ledger.totals(),
                 switch_s=self._devices.take_switch_s(),
+                dataset=state.dataset_metrics,
             )
         )
         state.record_outcomes(groups)  # the user's code: what it raises finds all else done

@@ -91,6 +91,7 @@ class Controller:
                 handle = await self._parts.trainer.publish()
                 self._devices.release()
                 await self._feed.resume(handle)
+        self._state.measure_dataset()
         producer = Producer(self._config, self._state, recorded=recorded, surplus=self._surplus)
         try:
             await self._run_loops(producer)

@@ -63,6 +63,7 @@ class StepRecord:
     waiting for the batch, ``train_s`` of training, ``publish_s`` of publishing the weights of the
     step before, ``trainer_busy_s`` of training, publishing and saving. ``syncs`` ended in that
     time. ``overtaken``: ids of the groups in the batch that younger ones were trained before.
+    ``dataset``: its metrics after the outcomes of the step before.
     """
 
     step: int
@@ -80,6 +81,7 @@ class StepRecord:
     overtaken: frozenset[str] = frozenset()
     totals: LedgerTotals | None = None
     switch_s: float = 0.0
+    dataset: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
@@ -60,6 +60,7 @@ class RunState:
         self.version = 0
         self.evaluated_step: int | None = None
         self.is_stopping = False
+        self.dataset_metrics: Mapping[str, float] = {}  # as of the newest step
         self.skipped: list[Outcome] = []  # since the newest step; the dataset has not seen them
         self.num_changes = 0
         self._changed = asyncio.Event()
@@ -79,6 +80,11 @@ class RunState:
         self.skipped.clear()
         if isinstance(self.parts.dataset, AdaptiveDataset):
             self.parts.dataset.record([*map(self.outcome, trained), *skipped])
+        self.measure_dataset()
+
+    def measure_dataset(self) -> None:
+        """For the next step's record."""
+        self.dataset_metrics = dict(metrics_of(self.parts.dataset))
 
     def notify(self) -> None:
         """Something changed: every loop in `wait_until` checks its condition again."""

@@ -14,23 +14,6 @@ from dataclasses import dataclass, field, replace
 from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, in_thread, within
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
-RewardCallable = Callable[[Rollout, Problem], float | Awaitable[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFunction:
-    """One component of a reward, also the metric ``reward/<name>``.
-
-    The function gets the finished rollout, whose ``reward`` is the environment's (or None), and its
-    problem. It may be async. A plain function runs on the event loop, or in a thread if it is
-    ``blocking`` (it waits, or computes for long). With ``weight`` 0 it is only a metric.
-    """
-
-    name: str
-    function: RewardCallable
-    weight: float = 1.0
-    blocking: bool = False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
@@ -39,6 +22,25 @@ class Score:
     reward: float | None
     components: Mapping[str, float] = field(default_factory=dict)
     cause: str | None = None
+
+
+RewardCallable = Callable[[Rollout, Problem], float | Score | Awaitable[float | Score]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    """One component of a reward, also the metric ``reward/<name>``.
+
+    The function gets the finished rollout, whose ``reward`` is the environment's (or None), and its
+    problem. It may be async. A plain function runs on the event loop, or in a thread if it is
+    ``blocking`` (it waits, or computes for long). With ``weight`` 0 it is only a metric. A function
+    that returns a `Score` reports its components, too, as ``reward/<name>/<component>``.
+    """
+
+    name: str
+    function: RewardCallable
+    weight: float = 1.0
+    blocking: bool = False
 
 
 class Rubric:
@@ -71,13 +73,16 @@ class Rubric:
         results = await asyncio.gather(
             *(self._evaluate(function, rollout, problem) for function in self._functions)
         )
-        components, causes, total = {}, [], 0.0
+        components: dict[str, float] = {}
+        causes, total = [], 0.0
         for function, result in zip(self._functions, results, strict=True):
-            if isinstance(result, str):
-                causes.append(f"reward {function.name}: {result}")
+            name = function.name
+            components |= {f"{name}/{part}": value for part, value in result.components.items()}
+            if result.reward is None:
+                causes.append(f"reward {name}: {result.cause}")
             else:
-                components[function.name] = result
-                total += function.weight * result
+                components[name] = result.reward
+                total += function.weight * result.reward
         if not causes and not math.isfinite(total):
             causes.append(f"the weighted sum is {total}")
         if causes:
@@ -90,24 +95,27 @@ class Rubric:
 
     async def _evaluate(
         self, function: RewardFunction, rollout: Rollout, problem: Problem
-    ) -> float | str:
-        """The function's value, or what went wrong."""
+    ) -> Score:
+        """What the function gives, or why there is nothing."""
         try:
             name = f"reward {function.name}"
-            value = await within(self.timeout_s, _value, function, rollout, problem, name=name)
+            score = await within(self.timeout_s, _score, function, rollout, problem, name=name)
         except CallTimeoutError:
-            return f"no value after {self.timeout_s} s"
+            return Score(reward=None, cause=f"no value after {self.timeout_s} s")
         except CallFailedError as error:
-            return str(error)
-        return value if math.isfinite(value) else f"returned {value}"
+            return Score(reward=None, cause=str(error))
+        if score.reward is None or math.isfinite(score.reward):
+            return score
+        return replace(score, reward=None, cause=f"returned {score.reward}")
 
 
-async def _value(function: RewardFunction, rollout: Rollout, problem: Problem) -> float:
+async def _score(function: RewardFunction, rollout: Rollout, problem: Problem) -> Score:
     if function.blocking:
         result = await in_thread(function.function, rollout, problem)
     else:
         result = function.function(rollout, problem)
-    return float(await result if isinstance(result, Awaitable) else result)
+    value = await result if isinstance(result, Awaitable) else result
+    return value if isinstance(value, Score) else Score(reward=float(value))
 
 
 async def score_whole_group(

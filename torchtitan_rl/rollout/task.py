@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -80,6 +80,20 @@ class AdaptiveDataset(Dataset, Protocol):
         """Called once a step, with the groups that were trained on and those that were skipped
         since the step before; in the same order in every run with the same results."""
         ...
+
+
+@runtime_checkable
+class MeasuredDataset(Dataset, Protocol):
+    """A dataset with metrics, which each step's row has as ``dataset/*``."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """What it chooses by: of all outcomes that it was told."""
+        ...
+
+
+def metrics_of(dataset: Dataset) -> Mapping[str, float]:
+    """None where it has none."""
+    return dataset.metrics() if isinstance(dataset, MeasuredDataset) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

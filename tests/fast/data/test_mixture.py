@@ -178,8 +178,21 @@ def test_a_problem_is_in_the_pool_of_its_newest_outcome() -> None:
     sizes = []
     for solved in (1.0, 0.0, None, 0.5):
         resting.record([outcome(problem, solved)])
-        sizes.append(resting.pool_sizes())
-    assert [tuple(size.values()) for size in sizes] == [(1, 0), (0, 1), (0, 0), (0, 0)]
+        sizes.append(dict(resting.metrics()))
+    names = ("resting/easy", "resting/hard")
+    assert sizes == [dict(zip(names, n, strict=True)) for n in ((1, 0), (0, 1), (0, 0), (0, 0))]
+
+
+def test_metrics_of_parts_have_their_names_and_problems_that_came_back_do_not_rest() -> None:
+    levels = LevelDataset(lambda level: Numbers(2), CurriculumConfig(window=1), max_level=3)
+    resting = RestingDataset(levels, RestConfig(epochs=1))
+    both = MixtureDataset({"a": resting, "b": Numbers(2)}, {"a": 1.0, "b": 1.0})
+    assert both.metrics() == {"a/resting/easy": 0, "a/resting/hard": 0, "a/level": 0}
+    both.record([outcome(both.next(), 1.0)])
+    assert both.metrics() == {"a/resting/easy": 1, "a/resting/hard": 0, "a/level": 1}
+    while resting.epoch < 2:
+        both.next()
+    assert both.metrics()["a/resting/easy"] == 0
 
 
 def test_where_all_rest_problems_come_all_the_same() -> None:

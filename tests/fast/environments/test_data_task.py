@@ -132,7 +132,10 @@ def test_an_answer_that_takes_too_long_to_compare_scores_0_and_is_counted(task: 
         return await env.step({"role": "assistant", "content": "$9^{9^{9^{9^{9}}}}$"})
 
     terminal = asyncio.run(rewarded())
-    assert (terminal.reward, terminal.metrics) == (0.0, {"check_timeouts": 1.0})
+    assert (terminal.reward, terminal.metrics) == (
+        0.0,
+        {"check_timeouts": 1.0, "check_errors": 0.0},
+    )
 
 
 @pytest.mark.parametrize(

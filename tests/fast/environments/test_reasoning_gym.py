@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchtitan_rl.environments.gym_datasets import (
     gym_score,
     max_level,
 )
+from torchtitan_rl.environments.question import QuestionEnv
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
 from torchtitan_rl.types import Problem
@@ -86,16 +88,19 @@ def test_a_completion_is_scored_by_the_task(answer: str, reward: float) -> None:
     assert scored == pytest.approx(reward, abs=0.02)
 
 
-def test_an_answer_that_the_task_cannot_read_scores_0() -> None:
-    made: MadeFrom = {
-        "name": "prime_factorization",
-        "level": None,
-        "options": {},
-        "seed": 1,
-        "size": 9,
-    }
+def test_an_answer_that_the_task_s_scorer_fails_on_scores_0_and_is_counted() -> None:
+    task = ReasoningGymTask(tasks={"prime_factorization": 1.0}, answer_pattern="")
+    problem = task.dataset("train", seed=0).next()
+    env = QuestionEnv([], partial(task.score, problem=problem))
+    wrong, unreadable = (asyncio.run(env.step({"content": text})) for text in ("7", "x"))
+    assert (wrong.reward < 0.1, wrong.metrics["check_errors"]) == (True, 0.0)
+    assert unreadable.reward == 0.0
+    assert unreadable.metrics == {"check_timeouts": 0.0, "check_errors": 1.0}
+
+
+def test_another_problem_than_the_one_that_was_asked_is_an_error() -> None:
+    made: MadeFrom = {"name": "chain_sum", "level": None, "options": {}, "seed": 1, "size": 9}
     question = gym_dataset(made)[0]["question"]
-    assert gym_score(made, 0, question, "x") == 0.0
     with pytest.raises(ValueError, match="makes problem 1 differently"):
         gym_score(made, 1, question, "x")
 

@@ -134,6 +134,31 @@ def test_a_evaluation_says_how_sure_its_reward_is_and_how_often_it_solves_a_prob
     assert easy["evaluation/pass_at_k/1"] == 1.0
 
 
+def test_an_evaluation_of_a_mixture_has_the_same_of_each_part() -> None:
+    sums, words = (
+        [
+            replace(group, problem=replace(group.problem, task=part))
+            for group in (make_group(make_rollout(first)), make_group(make_rollout(second)))
+        ]
+        for part, first, second in (("sums", 1.0, 1.0), ("gym/words", 1.0, 0.0))
+    )
+    record = EvaluationRecord(
+        step=8, version=8, groups=(*sums, *words), seconds=2.0, success_reward=1.0
+    )
+    metrics = evaluation_metrics(record)
+    check_names(metrics)
+    assert metrics["evaluation/pass_at_k/1"] == 0.75
+    assert metrics["evaluation/of_task/sums/pass_at_k/1"] == 1.0
+    assert metrics["evaluation/of_task/gym/words/pass_at_k/1"] == 0.5
+    assert metrics["evaluation/of_task/gym/words/reward_ci95_high"] > 0.5
+
+
+def test_a_step_has_the_metrics_of_its_dataset() -> None:
+    metrics = step_metrics(replace(make_record({}), dataset={"words/resting/easy": 3.0}))
+    check_names(metrics)
+    assert metrics["dataset/words/resting/easy"] == 3.0
+
+
 def test_generated_tokens_are_trained_or_discarded_by_a_named_cause() -> None:
     metrics = step_metrics(make_record({}))
     assert metrics["tokens/generated"] == metrics["tokens/trained"] + metrics["tokens/discarded"]

@@ -40,6 +40,7 @@ def adapt(simulation: Simulation) -> None:
     dataset.record, dataset.next = record, next_problem
     dataset.state_dict = lambda: json.loads(json.dumps({**state_dict(), "told": dataset.told}))
     dataset.load_state_dict = load
+    dataset.metrics = lambda: {"told": float(len(dataset.told))}
     assert isinstance(dataset, AdaptiveDataset)
 
 
@@ -78,6 +79,9 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_did(
     told(PLAN, tmp_path / "killed", kill_after=kill_after)
     found, resumed = told(PLAN, tmp_path / "killed", resume=True)
     assert found == expected
+    measured = {record.step: record.dataset for record in whole.recorder.steps}
+    for record in resumed.recorder.steps:
+        assert record.dataset == measured[record.step]
     assert resumed.trainer.weights == whole.trainer.weights
 
 

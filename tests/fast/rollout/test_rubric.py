@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.rollouts import PROBLEM
 from torchtitan_rl.rollout.abandoned import abandoned
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, with_score
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score, with_score
 from torchtitan_rl.types import Rollout, RolloutStatus
 
 ROLLOUT = Rollout(
@@ -53,6 +53,18 @@ def test_components_become_metrics_next_to_the_environments():
     scored = with_score(ROLLOUT, score(constant("a", 2.0)))
     assert (scored.reward, scored.status) == (2.0, RolloutStatus.MAX_TURNS)
     assert scored.metrics == {"steps": 2.0, "reward/a": 2.0}
+
+
+def test_a_function_may_return_a_score_with_components_or_why_there_is_none():
+    def gives(reward, cause=None):
+        given = Score(reward=reward, components={"tokens": 7.0}, cause=cause)
+        return RewardFunction(name="judge", function=lambda rollout, problem: given)
+
+    assert score(gives(0.5)) == Score(reward=0.5, components={"judge": 0.5, "judge/tokens": 7.0})
+    failed = score(gives(None, "it is busy"))
+    assert failed.cause == "reward judge: it is busy"
+    assert failed.components == {"judge/tokens": 7.0}
+    assert score(gives(math.inf)).cause == "reward judge: returned inf"
 
 
 def test_blocking_functions_run_in_threads_of_their_own():

@@ -1,0 +1,258 @@
+"""An LLM judge: what it asks, how it reads the answer, and what it does when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fast.environments.test_mixture_task import Part
+from tests.support.async_tests import on_event_loop, on_virtual_clock
+from tests.support.scripted_http import Reply, ScriptedHttp, scripted_http
+from torchtitan_rl.environments.judge.cache import ScoreCache
+from torchtitan_rl.environments.judge.config import JudgeConfig
+from torchtitan_rl.environments.judge.judge import Judge
+from torchtitan_rl.environments.judge.requests import RateLimit
+from torchtitan_rl.environments.judge.task import JudgedTask
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.types import Problem, Rollout, RolloutStatus
+
+PROBLEM = Problem(problem_id="p", data={"answer": "blue"})
+
+
+def rollout(completion: str = "It is blue.") -> Rollout:
+    return Rollout(
+        rollout_id="g/r0",
+        group_id="g",
+        problem_id="p",
+        turns=(),
+        status=RolloutStatus.COMPLETED,
+        reward=0.5,
+        messages=(
+            {"role": "user", "content": "Which colour?"},
+            {"role": "assistant", "content": completion},
+        ),
+    )
+
+
+def says(text: str | None, **usage: int) -> Reply:
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+    counts = {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34} | usage
+    return Reply(body={"id": "c", "model": "m", "choices": [choice], "usage": counts})
+
+
+@asynccontextmanager
+async def judging(
+    *script: Reply | None, **fields: Any
+) -> AsyncIterator[tuple[Judge, ScriptedHttp]]:
+    async with scripted_http(*script) as server:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        judge = Judge(replace(JudgeConfig(base_url=url, backoff_s=0.0), **fields))
+        try:
+            yield judge, server
+        finally:
+            await judge.close()
+
+
+@on_event_loop
+async def test_the_score_is_that_of_the_judges_answer_from_0_to_1_and_has_its_cost() -> None:
+    async with judging(
+        says("It has colour. Score: 3 at first, but then\nscore 7.5"),
+        prompt="{prompt} {completion} Right is {answer}.",
+        system="Be strict.",
+        model="m",
+        price_per_million_prompt_tokens=1e6,
+        price_per_million_completion_tokens=2e6,
+    ) as (judge, server):
+        score = await judge.score(rollout("Score: 10 {answer}"), PROBLEM)
+    assert score.reward == 0.75
+    assert score.components == {
+        "requests": 1,
+        "prompt_tokens": 30,
+        "completion_tokens": 4,
+        "cached": 0,
+        "failures": 0,
+        "cost": 38,
+    }
+    (request,) = server.received
+    assert request == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "Which colour? Score: 10 {answer} Right is blue."},
+        ],
+        "temperature": 0.0,
+        "max_tokens": 512,
+    }
+
+
+CLOSED, BUSY = Reply(status=0), Reply(status=429, headers={"retry-after": "0.01"})
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        [CLOSED],
+        [BUSY, Reply(status=503), Reply(status=408)],
+        [Reply(body="<html>"), Reply(body="[]"), Reply(body="null")],
+        [Reply(body={"choices": [], "usage": {}}), Reply(body={"choices": [{}]})],
+        [says("No idea."), says(None), says("Score: 11")],
+    ],
+    ids=["connection", "busy", "not JSON", "no message", "no score"],
+)
+@on_event_loop
+async def test_what_may_be_mended_by_asking_again_is_asked_again(first: list[Reply]) -> None:
+    async with judging(*first, says("Score: 5")) as (judge, server):
+        score = await judge.score(rollout(), PROBLEM)
+    assert score.reward == 0.5
+    assert score.components["requests"] == len(server.received) == len(first) + 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "requests", "cause"),
+    [
+        (Reply(status=401, body={"error": {"message": "bad key"}}), 1, "HTTP 401: .*bad key"),
+        (Reply(status=500), 3, "3 requests gave no score; the last: HTTP 500"),
+        (CLOSED, 3, "the last: APIConnectionError: Server disconnected"),
+        (says("Fine."), 3, "its answer has no score: 'Fine.'"),
+        (None, 1, "no score after 0.3 s; the last: it waited for the endpoint"),
+    ],
+)
+@on_event_loop
+async def test_without_a_score_it_is_an_error_or_the_default_score_and_counted_either_way(
+    reply: Reply | None, requests: int, cause: str
+) -> None:
+    limits: dict[str, Any] = {"attempts": 3, "deadline_s": 0.3 if reply is None else 300.0}
+    async with judging(reply, **limits) as (judge, _):
+        failed = await judge.score(rollout(), PROBLEM)
+    assert failed.reward is None
+    assert re.search(cause, failed.cause)
+    assert failed.components["failures"] == 1
+    assert failed.components["requests"] == requests
+    async with judging(reply, on_failure="default", default_score=0.25, **limits) as (judge, _):
+        given = await judge.score(rollout(), PROBLEM)
+    assert given.reward == 0.25
+    assert given.components == failed.components
+
+
+@on_event_loop
+async def test_the_same_question_is_asked_once_also_at_the_same_time() -> None:
+    async with judging(says("Score: 5"), says("Score: 6")) as (judge, server):
+        scores = await asyncio.gather(*(judge.score(rollout(), PROBLEM) for _ in range(8)))
+        other = await judge.score(rollout("It is red."), PROBLEM)
+    assert [score.reward for score in scores] == [0.5] * 8
+    assert sum(score.components["cached"] for score in scores) == 7
+    assert other.reward == 0.6
+    assert len(server.received) == 2
+
+
+@on_event_loop
+async def test_a_caller_that_is_cancelled_leaves_the_question_to_the_next_one() -> None:
+    async with judging(None, says("Score: 5")) as (judge, server):
+        first = asyncio.create_task(judge.score(rollout(), PROBLEM))
+        while not server.received:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(judge.score(rollout(), PROBLEM))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await second).reward == 0.5
+
+
+@on_event_loop
+async def test_no_more_requests_than_configured_run_at_once() -> None:
+    async with judging(says("Score: 5"), max_concurrent=3) as (judge, server):
+        server.hold = asyncio.Event()
+        asked = [asyncio.create_task(judge.score(rollout(str(i)), PROBLEM)) for i in range(9)]
+        while server.most_at_once < 3:
+            await asyncio.sleep(0.001)
+        server.hold.set()
+        await asyncio.gather(*asked)
+    assert server.most_at_once == 3
+    assert len(server.received) == 9
+
+
+@on_virtual_clock
+async def test_within_any_minute_no_more_requests_begin_than_configured() -> None:
+    limit, begun = RateLimit(3), []
+
+    async def ask(number: int) -> None:
+        await asyncio.sleep(5.0 * number)
+        await limit.wait()
+        begun.append((asyncio.get_running_loop().time(), number))
+
+    await asyncio.gather(*(ask(number) for number in range(8)))
+    assert [number for _, number in begun] == list(range(8))
+    assert [time for time, _ in begun] == [0, 5, 10, 60, 65, 70, 120, 125]
+
+
+def test_the_cache_keeps_the_newest_scores_in_a_file_that_others_share(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "scores"
+    one, other = ScoreCache(3, path), ScoreCache(3, path)
+    for number in range(5):
+        (one if number % 2 else other).put(str(number), number / 10)
+    assert [one.get(str(number)) for number in range(5)] == [None, None, 0.2, 0.3, 0.4]
+    one.close()
+    other.close()
+    assert ScoreCache(3, path).get("4") == 0.4
+
+
+def test_a_cache_file_that_is_something_else_is_a_configuration_error(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    path.write_text("Dear diary, " * 100)
+    with pytest.raises(ConfigError, match=r"the judge's cache_file .*scores: file is not a datab"):
+        ScoreCache(3, path)
+
+
+@on_event_loop
+async def test_a_cache_that_cannot_be_read_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    async with judging(says("Score: 5"), cache_file=path) as (judge, _):
+        with sqlite3.connect(path) as db:
+            db.execute("DROP TABLE scores")
+        score = await judge.score(rollout(), PROBLEM)
+    assert score.cause == f"the judge's cache_file {path}: no such table: scores"
+
+
+@on_event_loop
+async def test_a_judged_task_adds_the_judges_score_to_the_tasks_own_reward() -> None:
+    async with scripted_http(says("Score: 8")) as server:
+        config = JudgeConfig(base_url=f"http://127.0.0.1:{server.port}/v1")
+        for part, own in ((Part(), 0.5), (Part(part_reward=0.25), 0.25)):
+            task = JudgedTask(task=part, judge=config, judge_weight=0.5, task_weight=2.0)
+            score = await task.rubric().score(rollout(), PROBLEM)
+            assert score.reward == pytest.approx(0.5 * 0.8 + 2.0 * own)
+            assert score.components["judge"] == 0.8
+            assert score.components["task"] == own
+            assert score.components["judge/requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"base_url": "localhost:8000"}, "base_url='localhost:8000': must begin with http://"),
+        ({"model": ""}, "model is empty: give the name"),
+        ({"prompt": "{"}, "prompt='{': "),
+        ({"score_pattern": "("}, r"score_pattern='\(': not a regular expression"),
+        ({"lowest": 10.0}, r"lowest=10.0: must be below highest \(10.0\)"),
+        ({"default_score": 5.0}, "default_score=5.0: must be 0 to 1"),
+        ({"attempts": 0}, "attempts=0: must be at least 1"),
+        ({"deadline_s": 0.0}, "deadline_s=0.0: must be above 0"),
+    ],
+)
+def test_a_wrong_field_is_one_error_that_names_it(fields: dict[str, Any], error: str) -> None:
+    (found,) = JudgedTask(task=Part(), judge=JudgeConfig(**fields)).errors()
+    assert re.match(f"task.judge.{error}", found)
+
+
+def test_errors_of_the_judged_task_name_its_section() -> None:
+    found = JudgedTask(task=Part(size=0), judge_weight=float("inf")).errors()
+    assert found == ["task.task.size=0: must be above 0", "task.judge_weight=inf: must be finite"]
+    (ranked,) = JudgedTask(task=Part(part_reward=1.0, is_ranked=True)).errors()
+    assert "scores whole groups" in ranked
