@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.game_task import GameTask
+    from torchtitan_rl.environments.games import Game, InvalidActionError, Move
+    from torchtitan_rl.environments.gymnasium_task import GymnasiumTask
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
@@ -100,7 +103,11 @@ __all__ = [
     "Episode",
     "EvaluationConfig",
     "FinishReason",
+    "Game",
+    "GameTask",
     "GeneratorConfig",
+    "GymnasiumTask",
+    "InvalidActionError",
     "LossConfig",
     "Message",
     "MessageEnv",
@@ -108,6 +115,7 @@ __all__ = [
     "MessageTokenEnv",
     "MetricsConfig",
     "MixtureTask",
+    "Move",
     "Observation",
     "OptimizerConfig",
     "Outcome",
@@ -168,6 +176,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.data_task",
     "environments.reasoning_gym",
     "environments.mixture",
+    "environments.games",
+    "environments.game_task",
+    "environments.gymnasium_task",
     "agents.agent",
     "agents.host",
     "agents.env",
