@@ -47,9 +47,12 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.game_task import GameTask
     from torchtitan_rl.environments.games import Game, InvalidActionError, Move
     from torchtitan_rl.environments.gymnasium_task import GymnasiumTask
+    from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
+    from torchtitan_rl.environments.mcp_task import McpTask, McpTools
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+    from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -109,6 +112,10 @@ __all__ = [
     "GymnasiumTask",
     "InvalidActionError",
     "LossConfig",
+    "McpServer",
+    "McpServerError",
+    "McpTask",
+    "McpTools",
     "Message",
     "MessageEnv",
     "MessageObservation",
@@ -146,6 +153,9 @@ __all__ = [
     "Terminal",
     "Thinking",
     "TokenEnv",
+    "ToolAnswer",
+    "ToolEnv",
+    "Tools",
     "TorchtitanRLError",
     "TrainerConfig",
     "TreeEnv",
@@ -179,6 +189,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.games",
     "environments.game_task",
     "environments.gymnasium_task",
+    "environments.tool_env",
+    "environments.mcp_session",
+    "environments.mcp_task",
     "agents.agent",
     "agents.host",
     "agents.env",
