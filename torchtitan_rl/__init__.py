@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
     from torchtitan_rl.environments.mcp_task import McpTask, McpTools
     from torchtitan_rl.environments.mixture import MixtureTask
+    from torchtitan_rl.environments.open_env_client import OpenEnvError
+    from torchtitan_rl.environments.open_env_task import OpenEnvTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
     from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
@@ -124,6 +126,8 @@ __all__ = [
     "MixtureTask",
     "Move",
     "Observation",
+    "OpenEnvError",
+    "OpenEnvTask",
     "OptimizerConfig",
     "Outcome",
     "OverlongConfig",
@@ -189,6 +193,8 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.games",
     "environments.game_task",
     "environments.gymnasium_task",
+    "environments.open_env_client",
+    "environments.open_env_task",
     "environments.tool_env",
     "environments.mcp_session",
     "environments.mcp_task",

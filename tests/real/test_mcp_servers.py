@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.servers import ROOT, served
 from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
 from torchtitan_rl.environments.mcp_task import McpTools
 from torchtitan_rl.environments.tool_env import ToolAnswer
@@ -20,22 +18,13 @@ from torchtitan_rl.environments.tool_env import ToolAnswer
 pytest.importorskip("mcp")
 
 COMMAND = (sys.executable, "-m", "tests.support.mcp_server")
-ROOT = str(Path(__file__).parents[2])
 STDIO = McpServer(command=COMMAND, env={"PYTHONPATH": ROOT}, start_timeout_s=120)
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[McpServer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([*COMMAND, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+    with served("tests.support.mcp_server") as port:
         yield McpServer(url=f"http://127.0.0.1:{port}/mcp", headers={"X-Token": "$HOME"})
-        process.kill()
 
 
 def with_tools(
