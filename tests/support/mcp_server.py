@@ -9,16 +9,23 @@ import time
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
+from torchtitan_rl.experiments.calculator_agent.calculator import (
+    CalculatorError,
+    as_text,
+    calculate,
+)
+
 server = MCPServer("tests", log_level="ERROR")
 _notes: list[str] = []
 
 
 @server.tool()
-def calculate(expression: str) -> str:
-    """Evaluates arithmetic."""
-    if set(expression) - set("0123456789+-*/(). "):
-        raise ToolError(f"not arithmetic: {expression}")
-    return str(eval(expression))
+def calculator(expression: str) -> str:
+    """arithmetic"""
+    try:
+        return as_text(calculate(expression))
+    except CalculatorError as error:
+        raise ToolError(str(error)) from error
 
 
 @server.tool()

@@ -181,7 +181,9 @@ class McpSession:
             yield stdio_client(parameters, errlog=self._words)
 
     def _lost(self, cause: str) -> McpServerError:
+        """Ends the session."""
         self.is_lost = True
+        self._may_end.set()
         where = self._server.url or " ".join(self._server.command)
         return McpServerError(f"MCP server {self._name} ({where}): {cause}{self._last_words()}")
 

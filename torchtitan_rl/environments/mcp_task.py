@@ -99,6 +99,9 @@ class McpTask(DataTask):
 
     servers: dict[str, McpServer] = field(default_factory=dict)
     """The servers, each under a name for error messages."""
+    shows_tools: bool = True
+    """Whether the chat format puts the tools' schemas into the prompt. Off where ``system``
+    describes them in fewer tokens, or the policy knows them."""
     replays: bool = False
     """Whether the tools answer the same again and change nothing outside of a rollout, so that a
     resumed run can make its calls again; otherwise it starts such rollouts again."""
@@ -111,8 +114,13 @@ class McpTask(DataTask):
                 "as Qwen3), or task.renderer qwen3"
             )
         score = partial(self.score, problem=problem)
-        tools = McpTools(self.servers)
-        env = ToolEnv(problem.data["messages"], tools, score, replays=self.replays)
+        env = ToolEnv(
+            problem.data["messages"],
+            McpTools(self.servers),
+            score,
+            replays=self.replays,
+            shows_tools=self.shows_tools,
+        )
         return MessageTokenEnv(env, renderer)
 
     def errors(self) -> list[str]:

@@ -52,6 +52,7 @@ class ToolEnv:
     """A `MessageEnv`: messages with calls are answered by the tools, one without is the answer.
 
     ``replays``: the tools give the same answers again, and change nothing outside of the rollout.
+    ``shows_tools``: their schemas are put into the prompt, by the chat format.
     """
 
     def __init__(
@@ -61,16 +62,19 @@ class ToolEnv:
         score: ScoreFunction,
         *,
         replays: bool = False,
+        shows_tools: bool = True,
     ) -> None:
         self._question = QuestionEnv(messages, score)
         self._tools = tools
+        self._shows_tools = shows_tools
         self.replays = replays
         self._num_calls = self._num_failed = 0
 
     async def reset(self) -> MessageObservation:
         schemas = await self._tools.open()
         question = await self._question.reset()
-        return MessageObservation(messages=question.messages, tools=schemas)
+        shown = schemas if self._shows_tools else ()
+        return MessageObservation(messages=question.messages, tools=shown)
 
     async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
         answers = [await self._call(call["function"]) for call in message.get("tool_calls", ())]
