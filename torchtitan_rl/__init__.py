@@ -44,12 +44,20 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.game_task import GameTask
+    from torchtitan_rl.environments.games import Game, InvalidActionError, Move
+    from torchtitan_rl.environments.gymnasium_task import GymnasiumTask
     from torchtitan_rl.environments.judge.config import JudgeConfig
     from torchtitan_rl.environments.judge.judge import Judge
     from torchtitan_rl.environments.judge.task import JudgedTask
+    from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
+    from torchtitan_rl.environments.mcp_task import McpTask, McpTools
     from torchtitan_rl.environments.mixture import MixtureTask
+    from torchtitan_rl.environments.open_env_client import OpenEnvError
+    from torchtitan_rl.environments.open_env_task import OpenEnvTask
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+    from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -110,11 +118,19 @@ __all__ = [
     "Episode",
     "EvaluationConfig",
     "FinishReason",
+    "Game",
+    "GameTask",
     "GeneratorConfig",
+    "GymnasiumTask",
+    "InvalidActionError",
     "Judge",
     "JudgeConfig",
     "JudgedTask",
     "LossConfig",
+    "McpServer",
+    "McpServerError",
+    "McpTask",
+    "McpTools",
     "MeasuredDataset",
     "Message",
     "MessageEnv",
@@ -122,7 +138,10 @@ __all__ = [
     "MessageTokenEnv",
     "MetricsConfig",
     "MixtureTask",
+    "Move",
     "Observation",
+    "OpenEnvError",
+    "OpenEnvTask",
     "OptimizerConfig",
     "Outcome",
     "OverlongConfig",
@@ -152,6 +171,9 @@ __all__ = [
     "Terminal",
     "Thinking",
     "TokenEnv",
+    "ToolAnswer",
+    "ToolEnv",
+    "Tools",
     "TorchtitanRLError",
     "TrainerConfig",
     "TreeEnv",
@@ -185,6 +207,14 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.judge.config",
     "environments.judge.judge",
     "environments.judge.task",
+    "environments.games",
+    "environments.game_task",
+    "environments.gymnasium_task",
+    "environments.open_env_client",
+    "environments.open_env_task",
+    "environments.tool_env",
+    "environments.mcp_session",
+    "environments.mcp_task",
     "agents.agent",
     "agents.host",
     "agents.env",

@@ -1,0 +1,154 @@
+"""Questions that are answered with tools: calls, their errors, and the tokens of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.mcp_session import McpServer
+from torchtitan_rl.environments.mcp_task import McpTask
+from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
+from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
+from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.message_env import MessageTokenEnv
+from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.types import Completion, FinishReason, RolloutStatus, VersionRun
+
+
+class Doubling:
+    """One tool, which doubles numbers and fails for others."""
+
+    schema: Mapping[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": "double",
+            "description": "Doubles.",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+        },
+    }
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def open(self) -> Sequence[Mapping[str, Any]]:
+        return [self.schema]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        if name != "double":
+            return ToolAnswer(text=f"error: no tool {name}", failed=True)
+        return ToolAnswer(text=str(2 * arguments["number"]))
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def is_eight(answer: str) -> float:
+    return float(answer == "8")
+
+
+def make_env() -> ToolEnv:
+    return ToolEnv([{"role": "user", "content": "4 * 2?"}], Doubling(), is_eight)
+
+
+def calls(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+    functions = [{"name": name, "arguments": arguments} for name, arguments in pairs]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def test_calls_are_answered_in_their_order_and_errors_are_told() -> None:
+    async def rollout() -> None:
+        env = make_env()
+        assert (await env.reset()).tools == [Doubling.schema]
+        answer = await env.step(
+            {
+                "content": "",
+                "tool_calls": calls(
+                    ("double", {"number": 4}),
+                    ("double", '{"number": 3}'),
+                    ("halve", {}),
+                    ("double", "7"),
+                    ("double", "{"),
+                ),
+                "invalid_tool_calls": ["{nonsense"],
+            }
+        )
+        assert not isinstance(answer, Terminal)
+        assert [message["role"] for message in answer.messages] == ["tool"] * 6
+        assert [message["content"] for message in answer.messages] == [
+            "8",
+            "6",
+            "error: no tool halve",
+            "error: the arguments are not a JSON object",
+            "error: the arguments are not a JSON object",
+            "error: not a call with a name and arguments in JSON: {nonsense",
+        ]
+        end = await env.step({"content": "8"})
+        assert isinstance(end, Terminal)
+        assert end.reward == 1.0
+        assert end.metrics == {"tool_calls": 6, "failed_tool_calls": 4, "check_timeouts": 0}
+
+    asyncio.run(rollout())
+
+
+def test_a_rollout_without_an_answer_has_no_reward() -> None:
+    end = asyncio.run(make_env().finish(RolloutStatus.MAX_TURNS))
+    assert (end.reward, end.metrics["tool_calls"]) == (0.0, 0.0)
+
+
+def test_the_tokens_of_a_conversation_with_calls_only_grow() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY_DIR)
+
+    def complete(text: str) -> Completion:
+        ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+        return Completion(
+            request_id="r",
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            version_runs=(VersionRun(0, 0),),
+            finish_reason=FinishReason.STOP,
+        )
+
+    async def rollout() -> None:
+        env = MessageTokenEnv(make_env(), make_renderer(tokenizer))
+        first = await env.reset()
+        assert "double" in tokenizer.decode(first.prompt_token_ids)
+        call = complete(
+            '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+            '<tool_call>{"name": double}</tool_call>'
+        )
+        second = await env.step(call)
+        assert isinstance(second, Observation)
+        sampled = (*first.prompt_token_ids, *call.token_ids)
+        assert second.prompt_token_ids[: len(sampled)] == sampled
+        assert "8" in tokenizer.decode(second.prompt_token_ids[len(sampled) :])
+        end = await env.step(complete("8"))
+        assert isinstance(end, Terminal)
+        assert end.reward == 1.0
+
+    asyncio.run(rollout())
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (McpServer(), "task.servers.s: give either command or url"),
+        (McpServer(command=("a",), url="http://b"), "task.servers.s: give either command or url"),
+        (McpServer(url="b:80"), "task.servers.s.url='b:80': must begin with http:// or https://"),
+        (
+            McpServer(url="http://b", call_timeout_s=0),
+            "task.servers.s.call_timeout_s=0: must be above 0, and below a million",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_said(server: McpServer, message: str) -> None:
+    files = DataTask(train=(str(POLICY_DIR / "config.json"),))
+    task = McpTask(train=files.train, servers={"s": server})
+    assert task.errors() == [message]
+    assert replace(task, servers={}).errors() == ["task.servers is empty: give a server"]

@@ -1,0 +1,148 @@
+"""Tools of real MCP servers, a process on standard streams and one on HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.servers import ROOT, served
+from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
+from torchtitan_rl.environments.mcp_task import McpTools
+from torchtitan_rl.environments.tool_env import ToolAnswer
+
+pytest.importorskip("mcp")
+
+COMMAND = (sys.executable, "-m", "tests.support.mcp_server")
+STDIO = McpServer(command=COMMAND, env={"PYTHONPATH": ROOT}, start_timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[McpServer]:
+    with served("tests.support.mcp_server") as port:
+        yield McpServer(url=f"http://127.0.0.1:{port}/mcp", headers={"X-Token": "$HOME"})
+
+
+def with_tools(
+    servers: Mapping[str, McpServer], use: Callable[[McpTools], Awaitable[None]]
+) -> list[str]:
+    """Opens, uses and closes the tools. Returns their names; no process is left."""
+
+    async def session() -> list[str]:
+        tools = McpTools(servers)
+        try:
+            schemas = await tools.open()
+            await use(tools)
+        finally:
+            await tools.close()
+        return [schema["function"]["name"] for schema in schemas]
+
+    names = asyncio.run(session())
+    assert not own_servers()
+    return names
+
+
+def own_servers() -> list[psutil.Process]:
+    """Servers on standard streams that this process started."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.cmdline()[-1:] == [COMMAND[-1]]
+    ]
+
+
+async def calls_that_go_well_and_wrong(tools: McpTools) -> None:
+    async def call(name: str, **arguments: Any) -> ToolAnswer:
+        return await tools.call(name, arguments)
+
+    assert await call("calculator", expression="2 + 3") == ToolAnswer(text="5")
+    refused = await call("calculator", expression="x")
+    assert refused.failed
+    assert refused.text.startswith("error: ")
+    assert "only numbers, + - " in refused.text
+    assert "Field required" in (await call("calculator")).text
+    assert (await call("nothing")).text.startswith("error: no tool 'nothing'; there are calculator")
+    together = await asyncio.gather(*(call("calculator", expression=f"{n}*2") for n in range(20)))
+    assert [answer.text for answer in together] == [str(2 * n) for n in range(20)]
+    long = await call("repeat", text="ab", times=3000)
+    assert long.text == "ab" * 2000 + "... (2000 characters more)"
+    late = await call("wait", seconds=30)
+    assert late == ToolAnswer(text="error: no answer after 1 s", failed=True)
+
+
+def test_calls_over_standard_streams() -> None:
+    server = McpServer(**{**vars(STDIO), "call_timeout_s": 1.0})
+    names = with_tools({"own": server}, calls_that_go_well_and_wrong)
+    assert names == ["calculator", "note", "wait", "repeat", "crash"]
+
+
+def test_calls_over_http(http: McpServer) -> None:
+    server = McpServer(**{**vars(http), "call_timeout_s": 1.0})
+    with_tools({"far": server}, calls_that_go_well_and_wrong)
+
+
+def test_each_rollout_has_a_session_unless_it_is_shared_and_a_lost_one_is_replaced() -> None:
+    async def notes_of(server: McpServer, *texts: str) -> str:
+        """Of two rollouts after another."""
+        for text in texts:
+            tools = McpTools({"s": server})
+            await tools.open()
+            answer = await tools.call("note", {"text": text})
+            await tools.close()
+        return answer.text
+
+    async def both() -> None:
+        assert await notes_of(STDIO, "a", "b") == "b"
+        shared = McpServer(**{**vars(STDIO), "shared": True})
+        assert await notes_of(shared, "a", "b") == "a, b"
+        assert len(own_servers()) == 1
+        tools = McpTools({"s": shared})
+        await tools.open()
+        with pytest.raises(McpServerError, match=r"^MCP server s \(.*its last words: out of chee"):
+            await tools.call("crash", {})
+        assert await notes_of(shared, "c") == "c"
+
+    asyncio.run(both())
+    assert not own_servers()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": ("/no/such",)}, "MCP server s (/no/such): FileNotFoundError: "),
+        ({"command": ("false",)}, "MCP server s (false): MCPError: Connection closed"),
+        (
+            {"command": ("sleep", "600"), "start_timeout_s": 0.1},
+            "MCP server s (sleep 600): no list of tools after 0.1 s",
+        ),
+        (
+            {"command": (), "url": "http://127.0.0.1:9/mcp"},
+            "MCP server s (http://127.0.0.1:9/mcp): ConnectError: ",
+        ),
+        ({"tools": ("add",)}, "it has no tool 'add'; it has calculator, note"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_one_error(changes: Any, message: str) -> None:
+    async def nothing(tools: McpTools) -> None:
+        raise AssertionError
+
+    with pytest.raises(McpServerError) as caught:
+        with_tools({"s": McpServer(**{**vars(STDIO), **changes})}, nothing)
+    assert message in str(caught.value)
+
+
+def test_tools_of_the_same_name_are_refused_and_can_be_chosen(http: McpServer) -> None:
+    async def nothing(tools: McpTools) -> None:
+        return
+
+    with pytest.raises(McpServerError, match="MCP server b: another server has a tool calculator"):
+        with_tools({"a": http, "b": http}, nothing)
+    some = {
+        "a": McpServer(**{**vars(http), "tools": ("calculator",)}),
+        "b": McpServer(**{**vars(http), "tools": ("note", "wait")}),
+    }
+    assert with_tools(some, nothing) == ["calculator", "note", "wait"]

@@ -1,0 +1,244 @@
+"""A session with an MCP server, by a process's standard streams or by HTTP.
+
+The `mcp` library binds a connection to the task that made it, so each session has a task of its
+own, which others may call from. Invariant: the task ends with the session, and with it the server's
+process and all that this started (the library closes its input, waits, and kills its group).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from torchtitan_rl.data.rows import require
+from torchtitan_rl.deadlines import wait_within
+from torchtitan_rl.environments.tool_env import ToolAnswer
+from torchtitan_rl.errors import TorchtitanRLError
+
+_MAX_PAGES = 100  # of the list of tools
+_LAST_BYTES = 2000  # of what a server wrote to its standard error
+_SESSION_ENDED = "Session terminated"  # which has no code of its own
+
+
+class McpServerError(TorchtitanRLError):
+    """A server cannot be reached, or its session was lost; names the server and the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpServer:
+    """Where an MCP server is: a ``command`` or a ``url``. In ``env`` and ``headers``, ``$NAME``
+    stands for an environment variable, so that no secret is in a configuration."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server on standard streams; each session starts a process."""
+    url: str = ""
+    """Of a server with streamable HTTP, such as ``http://127.0.0.1:8000/mcp``."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of ``command``, besides PATH, HOME and a few others."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """HTTP headers for ``url``, such as ``{"Authorization": "Bearer $TOKEN"}``."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the policy gets; none: all."""
+    shared: bool = False
+    """One session for all rollouts, for servers that keep no state; otherwise each rollout has a
+    session (and, with ``command``, a process) of its own."""
+    start_timeout_s: float = 30.0
+    """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``."""
+    call_timeout_s: float = 30.0
+    """Seconds for one call, below ``rollout.step_timeout_s``; the policy is told of one that takes
+    longer."""
+    max_answer_chars: int = 4000
+    """An answer is cut after so many characters."""
+
+    def errors(self, field_name: str) -> list[str]:
+        found = []
+        if bool(self.command) == bool(self.url):
+            found.append(f"{field_name}: give either command or url")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            found.append(f"{field_name}.url={self.url!r}: must begin with http:// or https://")
+        for name in ("start_timeout_s", "call_timeout_s", "max_answer_chars"):
+            if not 0 < getattr(self, name) < 1e6:
+                value = getattr(self, name)
+                found.append(f"{field_name}.{name}={value}: must be above 0, and below a million")
+        return found
+
+
+class McpSession:
+    """Use once: `start`, then any number of `call` at once, then `close`."""
+
+    def __init__(self, name: str, server: McpServer) -> None:
+        self._name = name
+        self._server = server
+        self._client: Any = None
+        self._may_end = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._words: IO[str] | None = None  # the server's standard error
+        self._tools: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.is_lost = False
+
+    async def start(self) -> list[Mapping[str, Any]]:
+        """The schemas of the tools. May be called again, and by several at once.
+
+        Raises:
+            McpServerError: there is no such server, or it does not answer in time.
+        """
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
+        if not await wait_within(self._server.start_timeout_s, self._tools):
+            self._task.cancel()
+            raise self._lost(f"no list of tools after {self._server.start_timeout_s:g} s")
+        if (error := self._tools.exception()) is not None:
+            raise self._lost(_cause(error)) from error
+        tools = {tool.name: tool for tool in self._tools.result()}
+        if missing := sorted(set(self._server.tools) - tools.keys()):
+            raise self._lost(f"it has no tool {missing[0]!r}; it has {', '.join(tools)}")
+        return [_schema(tools[name]) for name in self._server.tools or tools]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        """
+        Raises:
+            McpServerError: the session is lost.
+        """
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+        from pydantic import ValidationError
+
+        limit_s = self._server.call_timeout_s
+        try:
+            result = await self._client.call_tool(name, arguments, read_timeout_seconds=limit_s)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED or error.message == _SESSION_ENDED:
+                raise self._lost(_cause(error)) from error
+            is_late = error.code == REQUEST_TIMEOUT
+            text = f"no answer after {limit_s:g} s" if is_late else error.message
+            return ToolAnswer(text=f"error: {text}", failed=True)
+        except ValidationError:  # of what the tool returned
+            return ToolAnswer(text="error: the tool's answer does not fit its schema", failed=True)
+        except Exception as error:  # of the HTTP client, of closed streams, ...
+            raise self._lost(_cause(error)) from error
+        text = _text(result)
+        left_out = len(text) - self._server.max_answer_chars
+        if left_out > 0:
+            text = f"{text[:-left_out]}... ({left_out} characters more)"
+        prefix = "error: " if result.is_error else ""
+        return ToolAnswer(text=prefix + text, failed=result.is_error)
+
+    async def close(self) -> None:
+        """End the session, and the process if there is one. Harmless when it has ended."""
+        if self._task is None:
+            return
+        self._may_end.set()
+        if self._client is None:  # it may never get there
+            self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _serve(self) -> None:
+        client_class = require("mcp", "mcp").Client
+        try:
+            async with self._transport() as transport, client_class(transport) as client:
+                tools = await _all_tools(client)
+                self._client = client
+                self._tools.set_result(tools)
+                await self._may_end.wait()
+        except Exception as error:  # in a group, where the library has several tasks
+            self._fail(error)
+        finally:
+            self._fail(ConnectionError("the session was closed"))
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing can be called any more; whoever waits for the start is told why."""
+        self.is_lost = True
+        if not self._tools.done():
+            self._tools.set_exception(error)
+            self._tools.exception()  # the caller may no longer wait
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[AbstractAsyncContextManager[Any]]:
+        """What the library's client connects through."""
+        server = self._server
+        if server.url:
+            import httpx2
+            from mcp.client.streamable_http import streamable_http_client
+
+            timeout = httpx2.Timeout(server.start_timeout_s, read=None)  # calls have their own
+            headers = _expanded(server.headers)
+            async with httpx2.AsyncClient(headers=headers, timeout=timeout) as http_client:
+                yield streamable_http_client(server.url, http_client=http_client)
+            return
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        command, *arguments = server.command
+        parameters = StdioServerParameters(
+            command=command, args=arguments, env=_expanded(server.env)
+        )
+        with tempfile.TemporaryFile("w") as self._words:
+            yield stdio_client(parameters, errlog=self._words)
+
+    def _lost(self, cause: str) -> McpServerError:
+        """Ends the session."""
+        self.is_lost = True
+        self._may_end.set()
+        where = self._server.url or " ".join(self._server.command)
+        return McpServerError(f"MCP server {self._name} ({where}): {cause}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The last line that the server wrote to its standard error."""
+        if self._words is None or self._words.closed:
+            return ""
+        start = max(0, os.fstat(self._words.fileno()).st_size - _LAST_BYTES)
+        lines = (
+            os.pread(self._words.fileno(), _LAST_BYTES, start).decode(errors="replace").split("\n")
+        )
+        words = [line.strip() for line in lines if line.strip()]
+        return f"; its last words: {words[-1]}" if words else ""
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    tools, cursor = [], None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
+        },
+    }
+
+
+def _text(result: Any) -> str:
+    """Of the contents that are text; others are named."""
+    parts = []
+    for content in result.content:
+        resource = getattr(content, "resource", None)
+        text = getattr(content, "text", None) or getattr(resource, "text", None)
+        parts.append(f"[{content.type}]" if text is None else text)
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
+
+
+def _expanded(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: os.path.expandvars(value) for name, value in values.items()}
+
+
+def _cause(error: BaseException) -> str:
+    """In one line; of a group, its first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,136 @@
+"""Tools of MCP servers: for environments of your own, and a `DataTask` that answers with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torchtitan_rl.data.rows import require
+from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.mcp_session import McpServer, McpServerError, McpSession
+from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.chatml import ChatMLRenderer
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.message_env import MessageTokenEnv
+from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpSession]] = WeakKeyDictionary()
+
+
+class McpTools:
+    """The `Tools` of one rollout: those of all servers.
+
+    A session that is shared stays until the event loop ends; one that was lost is replaced for the
+    rollouts that begin later.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServer]) -> None:
+        self._servers = servers
+        self._own: list[McpSession] = []
+        self._session_of: dict[str, McpSession] = {}
+
+    async def open(self) -> list[Mapping[str, Any]]:
+        """
+        Raises:
+            McpServerError: a server cannot be reached, or two have a tool of the same name.
+        """
+        sessions = {name: self._session(name, server) for name, server in self._servers.items()}
+        schemas = await asyncio.gather(*(session.start() for session in sessions.values()))
+        found: list[Mapping[str, Any]] = []
+        for (name, session), tools in zip(sessions.items(), schemas, strict=True):
+            for tool in tools:
+                tool_name = tool["function"]["name"]
+                if tool_name in self._session_of:
+                    raise McpServerError(
+                        f"MCP server {name}: another server has a tool {tool_name}, too; choose "
+                        "one by `tools`"
+                    )
+                self._session_of[tool_name] = session
+                found.append(tool)
+        return found
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        """
+        Raises:
+            McpServerError: the server was lost.
+        """
+        session = self._session_of.get(name)
+        if session is None:
+            names = ", ".join(self._session_of)
+            return ToolAnswer(text=f"error: no tool {name!r}; there are {names}", failed=True)
+        return await session.call(name, arguments)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self._own))
+
+    def _session(self, name: str, server: McpServer) -> McpSession:
+        if not server.shared:
+            self._own.append(McpSession(name, server))
+            return self._own[-1]
+        sessions = _shared.setdefault(asyncio.get_running_loop(), {})
+        key = json.dumps([name, asdict(server)])
+        if key not in sessions or sessions[key].is_lost:
+            sessions[key] = McpSession(name, server)
+        return sessions[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpTask(DataTask):
+    """Questions of a `DataTask` that are answered with the tools of MCP servers::
+
+        McpTask(
+            train=("data/train.jsonl",),
+            servers={"files": McpServer(command=("my-mcp-server", "--root", "data"))},
+        )
+
+    A completion without a call is the answer. Needs a model whose chat format has tools (Qwen3 and
+    others), and room in ``rollout.max_turns`` for the calls.
+    """
+
+    servers: dict[str, McpServer] = field(default_factory=dict)
+    """The servers, each under a name for error messages."""
+    shows_tools: bool = True
+    """Whether the chat format puts the tools' schemas into the prompt. Off where ``system``
+    describes them in fewer tokens, or the policy knows them."""
+    replays: bool = False
+    """Whether the tools answer the same again and change nothing outside of a rollout, so that a
+    resumed run can make its calls again; otherwise it starts such rollouts again."""
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
+        if isinstance(renderer, ChatMLRenderer):
+            raise ConfigError(
+                "task.servers: the policy's chat format has no tools; give a model that has (such "
+                "as Qwen3), or task.renderer qwen3"
+            )
+        score = partial(self.score, problem=problem)
+        env = ToolEnv(
+            problem.data["messages"],
+            McpTools(self.servers),
+            score,
+            replays=self.replays,
+            shows_tools=self.shows_tools,
+        )
+        return MessageTokenEnv(env, renderer)
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        if not self.servers:
+            found.append("task.servers is empty: give a server")
+        for name, server in self.servers.items():
+            found += server.errors(f"task.servers.{name}")
+        try:
+            require("mcp", "mcp")
+        except ConfigError as error:
+            found.append(f"task: {error}")
+        return found
