@@ -63,6 +63,15 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
     from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, Split, Task
     from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
+    from torchtitan_rl.sandbox.sandbox import (
+        Sandbox,
+        SandboxConfig,
+        SandboxError,
+        SandboxLimits,
+        SandboxResult,
+        SandboxStatus,
+        shared_sandbox,
+    )
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
         Completion,
@@ -130,6 +139,12 @@ __all__ = [
     "Rubric",
     "RunConfig",
     "SamplingConfig",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxStatus",
     "ScheduleConfig",
     "Score",
     "Split",
@@ -147,6 +162,7 @@ __all__ = [
     "make_renderer",
     "pack_episodes",
     "run_checker",
+    "shared_sandbox",
     "threaded",
 ]
 
@@ -161,6 +177,7 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
+    "sandbox.sandbox",
     "data.levels",
     "data.resting",
     "environments.checkers",
