@@ -1,20 +1,46 @@
 """Makes embedded policies: a small Qwen3 from random weights, taught by demonstrations.
 
-It is trained with the project's own trainer. Everything is seeded; on another machine or number of
-threads rounding may differ.
+It is trained with the project's own trainer, first on right demonstrations, then on careless ones:
+such a policy rarely does what is right but can, so reinforcement learning has something to improve
+and quickly succeeds. Everything is seeded; on another machine or number of threads rounding may
+differ.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl import Episode, OptimizerConfig, TrainerConfig, pack_episodes
+from torchtitan_rl import (
+    ChatRenderer,
+    Episode,
+    Message,
+    OptimizerConfig,
+    TrainerConfig,
+    pack_episodes,
+)
 
-ROW_LEN = 256
+Demonstrate = Callable[[int, bool, random.Random], Episode]
+"""The demonstration of a number, from 0; with mistakes drawn at random if it is to be careless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Options of every program that makes an embedded policy."""
+
+    output_dir: Path
+    seed: int = 0
+    right_steps: int = 700  # on right demonstrations
+    careless_steps: int = 150  # on those with mistakes
+    decay_steps: int = 350  # the last steps, in which the learning rate falls to 0
+    demonstrations_per_step: int = 32
+    learning_rate: float = 3e-3
+    threads: int = 1
+    row_len: int = 256  # a demonstration is at most so long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,35 +55,79 @@ class ModelSize:
     max_positions: int = 1024
 
 
-def teach(
-    output_dir: Path,
-    tokenizer: Any,
-    size: ModelSize,
-    lessons: Iterator[list[Episode]],
-    *,
-    num_steps: int,
-    optimizer: OptimizerConfig,
-    threads: int,
-    seed: int,
+def warm_start(
+    config: WarmStart, tokenizer: Any, size: ModelSize, demonstrate: Demonstrate
 ) -> None:
-    """Write the policy that comes of one step for each of the ``num_steps`` lessons (bfloat16)."""
+    """Train from random weights, and write the policy (bfloat16)."""
     from torchtitan_rl import PolicyTrainer
 
+    num_steps = config.right_steps + config.careless_steps
     trainer_config = TrainerConfig(
-        row_len=ROW_LEN, rows_per_microbatch=32, threads=threads, optimizer=optimizer
+        row_len=config.row_len,
+        rows_per_microbatch=32,
+        threads=config.threads,
+        optimizer=OptimizerConfig(
+            learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps
+        ),
     )
+    rng = random.Random(config.seed)
+    per_step = config.demonstrations_per_step
     with tempfile.TemporaryDirectory() as folder:
         untrained = Path(folder) / "untrained"
-        write_untrained(untrained, tokenizer, size, seed=seed)
-        trainer = PolicyTrainer(untrained, trainer_config, seed=seed, max_steps=num_steps)
-        for step, episodes in enumerate(lessons):
-            packing = pack_episodes(episodes, row_len=ROW_LEN, temperature=1.0)
-            assert packing.batch is not None
+        write_untrained(untrained, tokenizer, size, seed=config.seed)
+        trainer = PolicyTrainer(untrained, trainer_config, seed=config.seed, max_steps=num_steps)
+        for step in range(num_steps):
+            is_careless = step >= config.right_steps
+            numbers = range(step * per_step, (step + 1) * per_step)
+            episodes = [demonstrate(number, is_careless, rng) for number in numbers]
+            packing = pack_episodes(episodes, row_len=config.row_len, temperature=1.0)
+            if packing.batch is None or packing.oversized:
+                raise ValueError(f"a demonstration is longer than a row ({config.row_len} tokens)")
             output = trainer.supervised_step(packing.batch)
             if step % 50 == 0 or step == num_steps - 1:
                 print(f"step {step}: loss {output.metrics['loss']:.3f}", flush=True)
-        trainer.export_hf(output_dir, dtype="bfloat16")
+        trainer.export_hf(config.output_dir, dtype="bfloat16")
         trainer.close()
+
+
+def demonstration(
+    name: str,
+    turns: Sequence[tuple[Sequence[Message], str]],
+    *,
+    renderer: ChatRenderer,
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Episode:
+    """A conversation to imitate: each turn is the messages before an answer, and the answer."""
+    end = tokenizer.eos_token_id
+    token_ids: tuple[int, ...] = ()
+    mask: list[bool] = []
+    spoken: tuple[int, ...] = ()
+    for messages, answer in turns:
+        if not token_ids:
+            prompt: tuple[int, ...] | None = renderer.initial_prompt(messages, tools)
+        else:
+            prompt = renderer.extend(token_ids[: -len(spoken)], spoken, messages)
+        if prompt is None:
+            raise ValueError(f"{name}: the renderer cannot extend the conversation by {messages}")
+        spoken = (*tokenizer.encode(answer, add_special_tokens=False), end)
+        mask += [False] * (len(prompt) - len(mask)) + [True] * len(spoken)
+        token_ids = prompt + spoken
+    return imitated(name, token_ids, mask)
+
+
+def imitated(name: str, token_ids: Sequence[int], mask: Sequence[bool]) -> Episode:
+    """Tokens to imitate where ``mask`` is set."""
+    zeros = (0.0,) * len(token_ids)
+    return Episode(
+        rollout_id=name,
+        group_id=name,
+        token_ids=tuple(token_ids),
+        loss_mask=tuple(mask),
+        logprobs=zeros,
+        advantages=zeros,
+        versions=tuple(0 if sampled else -1 for sampled in mask),
+    )
 
 
 def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl import ChatRenderer, Episode
+from torchtitan_rl.experiments import tiny_policy
 from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
 from torchtitan_rl.experiments.alphabet_sort.scoring import NEW_MARK, right_answer
 
@@ -36,32 +37,12 @@ def demonstration(
     name: str,
 ) -> Episode:
     """The conversation of a problem as one episode, with loss on the answers and their ends."""
-    end = renderer.stop_token_ids[0]
-    token_ids: tuple[int, ...] = ()
-    mask: list[bool] = []
-    answer: tuple[int, ...] = ()
+    said = []
     for turn in range(len(turns)):
         message = {"role": "user", "content": user_message(turns, turn)}
-        if turn == 0:
-            prompt: tuple[int, ...] | None = renderer.initial_prompt([message])
-        else:
-            prompt = renderer.extend(token_ids[: -len(answer)], answer, [message])
-        if prompt is None:
-            raise ValueError(f"{name}: the renderer cannot extend turn {turn}")
         lines = with_mistakes(right_answer(turns, turn), mistakes, rng=rng, marks=turn > 0)
-        answer = (*tokenizer.encode("\n".join(lines), add_special_tokens=False), end)
-        mask += [False] * (len(prompt) - len(mask)) + [True] * len(answer)
-        token_ids = prompt + answer
-    zeros = (0.0,) * len(token_ids)
-    return Episode(
-        rollout_id=name,
-        group_id=name,
-        token_ids=token_ids,
-        loss_mask=tuple(mask),
-        logprobs=zeros,
-        advantages=zeros,
-        versions=tuple(0 if sampled else -1 for sampled in mask),
-    )
+        said.append(([message], "\n".join(lines)))
+    return tiny_policy.demonstration(name, said, renderer=renderer, tokenizer=tokenizer)
 
 
 def with_mistakes(

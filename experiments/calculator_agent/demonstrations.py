@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl import Episode
+from torchtitan_rl.experiments import tiny_policy
 from torchtitan_rl.experiments.calculator_agent.agent import CALCULATOR, SYSTEM_PROMPT
 from torchtitan_rl.experiments.calculator_agent.calculator import (
     CalculatorError,
@@ -63,16 +64,7 @@ def imitated(
             raise ValueError(f"{name}: message {place} does not extend the conversation")
         token_ids = prompt + spoken
         mask += [False] * (len(prompt) - len(mask)) + [True] * len(spoken)
-    zeros = (0.0,) * len(token_ids)
-    return Episode(
-        rollout_id=name,
-        group_id=name,
-        token_ids=token_ids,
-        loss_mask=tuple(mask),
-        logprobs=zeros,
-        advantages=zeros,
-        versions=tuple(0 if sampled else -1 for sampled in mask),
-    )
+    return tiny_policy.imitated(name, token_ids, mask)
 
 
 def rendered(

@@ -10,34 +10,25 @@ reinforcement learning uses. The one that ships was made with these defaults.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tyro
 
-from torchtitan_rl import Episode, OptimizerConfig
+from torchtitan_rl import Episode
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
 from torchtitan_rl.experiments.calculator_agent.demonstrations import Mistakes, demonstration
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
 from torchtitan_rl.experiments.calculator_agent.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
+from torchtitan_rl.experiments.tiny_policy import ModelSize, WarmStart, warm_start
 
 _FIRST_PROBLEM = 1_000_000
 _SIZES = ProblemSizes(two_operations=0.5, max_number=99)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
+class WarmStartConfig(WarmStart):
     output_dir: Path = POLICY_DIR
-    seed: int = 0
-    right_steps: int = 700  # on right conversations
-    careless_steps: int = 150  # on those with mistakes
-    decay_steps: int = 350  # the last steps, in which the learning rate falls to 0
-    conversations_per_step: int = 32
-    learning_rate: float = 3e-3
-    threads: int = 1
     mistakes: Mistakes = field(
         default_factory=lambda: Mistakes(guess=0.3, operation=0.25, digit=0.25, report=0.25)
     )
@@ -46,40 +37,19 @@ class WarmStartConfig:
 def main(config: WarmStartConfig) -> None:
     """Train from random weights and write the policy."""
     tokenizer = build_tokenizer()
-    teach(
-        config.output_dir,
-        tokenizer,
-        ModelSize(hidden_size=160, intermediate_size=480, num_layers=2, num_heads=4),
-        _lessons(config, tokenizer),
-        num_steps=config.right_steps + config.careless_steps,
-        optimizer=OptimizerConfig(
-            learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps
-        ),
-        threads=config.threads,
-        seed=config.seed,
-    )
 
+    def demonstrate(number: int, is_careless: bool, rng: random.Random) -> Episode:
+        problem = make_problem("train", _FIRST_PROBLEM + number, _SIZES)
+        return demonstration(
+            problem.data,
+            mistakes=config.mistakes if is_careless else Mistakes(),
+            rng=rng,
+            tokenizer=tokenizer,
+            name=problem.problem_id,
+        )
 
-def _lessons(config: WarmStartConfig, tokenizer: Any) -> Iterator[list[Episode]]:
-    """The conversations of each step."""
-    rng = random.Random(config.seed)
-    index = _FIRST_PROBLEM
-    for step in range(config.right_steps + config.careless_steps):
-        mistakes = Mistakes() if step < config.right_steps else config.mistakes
-        episodes = []
-        for _ in range(config.conversations_per_step):
-            problem = make_problem("train", index, _SIZES)
-            index += 1
-            episodes.append(
-                demonstration(
-                    problem.data,
-                    mistakes=mistakes,
-                    rng=rng,
-                    tokenizer=tokenizer,
-                    name=problem.problem_id,
-                )
-            )
-        yield episodes
+    size = ModelSize(hidden_size=160, intermediate_size=480, num_layers=2, num_heads=4)
+    warm_start(config, tokenizer, size, demonstrate)
 
 
 if __name__ == "__main__":

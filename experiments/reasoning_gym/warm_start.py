@@ -10,47 +10,48 @@ ones. Questions of the validation set are left out.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import tyro
 
-from torchtitan_rl import ChatRenderer, Episode, OptimizerConfig, Problem, make_renderer
+from torchtitan_rl import Episode, make_renderer
 from torchtitan_rl.experiments.reasoning_gym.task import POLICY_DIR, TASK
 from torchtitan_rl.experiments.reasoning_gym.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.tiny_policy import ModelSize, teach
+from torchtitan_rl.experiments.tiny_policy import (
+    ModelSize,
+    WarmStart,
+    demonstration,
+    warm_start,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
+class WarmStartConfig(WarmStart):
     output_dir: Path = POLICY_DIR
-    seed: int = 0
-    right_steps: int = 700  # on right answers
-    careless_steps: int = 150  # on answers with mistakes
-    decay_steps: int = 300  # the last steps, in which the learning rate falls to 0
-    questions_per_step: int = 64
-    learning_rate: float = 3e-3
-    threads: int = 1
+    decay_steps: int = 300
+    demonstrations_per_step: int = 64
     carelessness: float = 0.35  # chance of a wrong sum, and of two letters to change places
 
 
 def main(config: WarmStartConfig) -> None:
     """Train from random weights and write the policy."""
     tokenizer = build_tokenizer()
-    teach(
-        config.output_dir,
-        tokenizer,
-        ModelSize(hidden_size=128, intermediate_size=384, num_layers=3, num_heads=4, head_dim=32),
-        _lessons(config, tokenizer),
-        num_steps=config.right_steps + config.careless_steps,
-        optimizer=OptimizerConfig(
-            learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps
-        ),
-        threads=config.threads,
-        seed=config.seed,
-    )
+    renderer = make_renderer(tokenizer, kind="chatml")
+    options = {**TASK.options, "chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 1}}
+    lessons = replace(TASK, options=options, num_problems=1_000_000)
+    problems = lessons.dataset("train", seed=config.seed)
+
+    def demonstrate(number: int, is_careless: bool, rng: random.Random) -> Episode:
+        problem = problems.next()
+        answer = careless(problem.data["answer"], config.carelessness * is_careless, rng)
+        question = {"role": "user", "content": problem.data["question"]}
+        return demonstration(
+            problem.problem_id, [([question], answer)], renderer=renderer, tokenizer=tokenizer
+        )
+
+    size = ModelSize(hidden_size=128, intermediate_size=384, num_layers=3, num_heads=4, head_dim=32)
+    warm_start(config, tokenizer, size, demonstrate)
 
 
 def careless(answer: str, chance: float, rng: random.Random) -> str:
@@ -63,43 +64,6 @@ def careless(answer: str, chance: float, rng: random.Random) -> str:
         if rng.random() < chance / 2:
             letters[place], letters[place + 1] = letters[place + 1], letters[place]
     return "".join(letters)
-
-
-def _lessons(config: WarmStartConfig, tokenizer: Any) -> Iterator[list[Episode]]:
-    """The demonstrations of each step."""
-    renderer = make_renderer(tokenizer, kind="chatml")
-    rng = random.Random(config.seed)
-    options = {**TASK.options, "chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 1}}
-    lessons = replace(TASK, options=options, num_problems=1_000_000)
-    problems = lessons.dataset("train", seed=config.seed)
-    for step in range(config.right_steps + config.careless_steps):
-        chance = 0.0 if step < config.right_steps else config.carelessness
-        episodes = []
-        for _ in range(config.questions_per_step):
-            problem = problems.next()
-            answer = careless(problem.data["answer"], chance, rng)
-            episodes.append(_demonstration(problem, answer, renderer, tokenizer))
-        yield episodes
-
-
-def _demonstration(
-    problem: Problem, answer: str, renderer: ChatRenderer, tokenizer: Any
-) -> Episode:
-    """With loss on the answer and its end."""
-    prompt = renderer.initial_prompt([{"role": "user", "content": problem.data["question"]}])
-    end = tokenizer.eos_token_id
-    completion = (*tokenizer.encode(answer, add_special_tokens=False), end)
-    zeros = (0.0,) * (len(prompt) + len(completion))
-    mask = (False,) * len(prompt) + (True,) * len(completion)
-    return Episode(
-        rollout_id=problem.problem_id,
-        group_id=problem.problem_id,
-        token_ids=(*prompt, *completion),
-        loss_mask=mask,
-        logprobs=zeros,
-        advantages=zeros,
-        versions=tuple(0 if sampled else -1 for sampled in mask),
-    )
 
 
 if __name__ == "__main__":
