@@ -45,8 +45,11 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
     from torchtitan_rl.environments.mixture import MixtureTask
+    from torchtitan_rl.environments.python_task import PythonTask
+    from torchtitan_rl.environments.python_tools import PythonTools
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+    from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
@@ -124,6 +127,8 @@ __all__ = [
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
+    "PythonTask",
+    "PythonTools",
     "QuestionEnv",
     "ReasoningGymTask",
     "RemoteAgent",
@@ -153,6 +158,9 @@ __all__ = [
     "Terminal",
     "Thinking",
     "TokenEnv",
+    "ToolAnswer",
+    "ToolEnv",
+    "Tools",
     "TorchtitanRLError",
     "TrainerConfig",
     "TreeEnv",
@@ -185,6 +193,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.data_task",
     "environments.reasoning_gym",
     "environments.mixture",
+    "environments.tool_env",
+    "environments.python_tools",
+    "environments.python_task",
     "agents.agent",
     "agents.host",
     "agents.env",

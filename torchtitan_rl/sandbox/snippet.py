@@ -88,7 +88,7 @@ def _prepare_python() -> None:
 
 
 def _run(code: str, *, print_last: bool) -> int:
-    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    linecache.cache[NAME] = (len(code), None, f"{code}\n".splitlines(keepends=True), NAME)
     status = 0
     try:
         _execute(code, print_last=print_last)
