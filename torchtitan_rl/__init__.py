@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.open_env_client import OpenEnvError
     from torchtitan_rl.environments.open_env_task import OpenEnvTask
+    from torchtitan_rl.environments.python_task import PythonTask
+    from torchtitan_rl.environments.python_tools import PythonTools
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
     from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
@@ -81,6 +83,15 @@ if TYPE_CHECKING:
         Task,
     )
     from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
+    from torchtitan_rl.sandbox.sandbox import (
+        Sandbox,
+        SandboxConfig,
+        SandboxError,
+        SandboxLimits,
+        SandboxResult,
+        SandboxStatus,
+        shared_sandbox,
+    )
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
         Completion,
@@ -148,6 +159,8 @@ __all__ = [
     "PolicyConfig",
     "PolicyTrainer",
     "Problem",
+    "PythonTask",
+    "PythonTools",
     "QuestionEnv",
     "ReasoningGymTask",
     "RemoteAgent",
@@ -163,6 +176,12 @@ __all__ = [
     "Rubric",
     "RunConfig",
     "SamplingConfig",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxStatus",
     "ScheduleConfig",
     "Score",
     "Split",
@@ -183,6 +202,7 @@ __all__ = [
     "make_renderer",
     "pack_episodes",
     "run_checker",
+    "shared_sandbox",
     "threaded",
 ]
 
@@ -197,6 +217,7 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.chatml",
     "rollout.rendering",
     "rollout.message_env",
+    "sandbox.sandbox",
     "data.levels",
     "data.resting",
     "environments.checkers",
@@ -215,6 +236,9 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.tool_env",
     "environments.mcp_session",
     "environments.mcp_task",
+    "environments.tool_env",
+    "environments.python_tools",
+    "environments.python_task",
     "agents.agent",
     "agents.host",
     "agents.env",

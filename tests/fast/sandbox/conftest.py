@@ -1,0 +1,37 @@
+"""One sandbox for all tests of this folder that do not close theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxConfig, SandboxResult
+
+Run = Callable[..., SandboxResult]
+
+
+@pytest.fixture(scope="session")
+def sandbox_and_runner() -> Iterator[tuple[Sandbox, asyncio.Runner]]:
+    if errors := SandboxConfig().errors("sandbox"):
+        pytest.skip(errors[0])
+    sandbox = Sandbox()
+    with asyncio.Runner() as runner:
+        yield sandbox, runner
+        runner.run(sandbox.close())
+
+
+@pytest.fixture
+def run(sandbox_and_runner: tuple[Sandbox, asyncio.Runner]) -> Run:
+    """`Sandbox.run`, not async."""
+    sandbox, runner = sandbox_and_runner
+    return lambda code, **options: runner.run(sandbox.run(code, **options))
+
+
+@pytest.fixture(scope="session")
+def run_limited() -> Iterator[Run]:
+    sandbox = Sandbox(SandboxConfig(isolation="limits"))
+    with asyncio.Runner() as runner:
+        yield lambda code, **options: runner.run(sandbox.run(code, **options))
+        runner.run(sandbox.close())

@@ -1,0 +1,248 @@
+"""Snippets: what comes back, what is bounded, and what happens to them when something dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.async_tests import cancel, on_event_loop
+from torchtitan_rl.sandbox.sandbox import (
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxLimits,
+    SandboxStatus,
+    shared_sandbox,
+)
+
+# Code -> stdout, last line of stderr, exit code: as of Python itself.
+PROGRAMS = {
+    "a line of input": ("print(input() + '!')", "one!\n", "", 0),
+    "all input": ("import sys; print(len(sys.stdin.read()))", "8\n", "", 0),
+    "an exception": ("print(1); 1 / 0", "1\n", "ZeroDivisionError: division by zero", 1),
+    "a wrong line": ("print(1", "", "SyntaxError: '(' was never closed", 1),
+    "an exit": ("import sys; sys.exit()", "", "", 0),
+    "an exit with a code": ("raise SystemExit(258)", "", "", 2),
+    "an exit with a message": ("raise SystemExit('no')", "", "no", 1),
+    "no newline": ("print('a', end='')", "a", "", 0),
+    "a thread that goes on": (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('late'))).start()",
+        "late\n",
+        "",
+        0,
+    ),
+    "an exit function": ("import atexit; atexit.register(print, 'end')", "end\n", "", 0),
+    "names of its own": (
+        "def f(): return g()\ndef g(): return __name__\nprint(f())",
+        "__main__\n",
+        "",
+        0,
+    ),
+    "a pickle": (
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+        "True\n",
+        "",
+        0,
+    ),
+    "an event loop": ("import asyncio; asyncio.run(asyncio.sleep(0)); print(1)", "1\n", "", 0),
+    "a process": (
+        "import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True).stdout)",
+        "b'hi\\n'\n",
+        "",
+        0,
+    ),
+    "a folder of its own": (
+        "open('f', 'w').write('x'); print(open('/tmp/f').read())",
+        "x\n",
+        "",
+        0,
+    ),
+    "a package": ("import numpy; print(numpy.arange(3).sum())", "3\n", "", 0),
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_snippet_runs_as_a_program(what, run):
+    code, stdout, stderr, exit_code = PROGRAMS[what]
+    result = run(code, stdin="one\ntwo\n")
+    assert (result.stdout, result.exit_code) == (stdout, exit_code)
+    assert result.stderr.strip().split("\n")[-1] == stderr
+    assert result.status is (SandboxStatus.ERROR if exit_code else SandboxStatus.OK)
+    assert 0 < result.cpu_s < result.wall_s + 1
+
+
+def test_a_traceback_has_only_the_lines_of_the_snippet(run):
+    stderr = run("def f():\n    raise ValueError('no')\nf()").stderr
+    assert stderr.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "snippet.py", line 3, in <module>',
+        "    f()",
+        '  File "snippet.py", line 2, in f',
+        "    raise ValueError('no')",
+        "ValueError: no",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout"), [("x = 3\nx + 4", "7\n"), ("None", ""), ("x = 1", ""), ("", "")]
+)
+def test_the_value_of_the_last_line_can_be_printed(code, stdout, run):
+    assert run(code, print_last=True).stdout == stdout
+
+
+def test_a_large_input_and_code_arrive_whole(run):
+    code = f"text = {'x' * 10**6!r}\nprint(len(text), len(input()))"
+    assert run(code, stdin="y" * 10**6).stdout == "1000000 1000000\n"
+
+
+def test_an_input_that_nobody_reads_is_no_error(run):
+    assert run("print(1)", stdin="y" * 10**6).stdout == "1\n"
+
+
+@on_event_loop
+async def test_no_more_snippets_run_at_once_than_allowed_and_the_event_loop_goes_on():
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.005)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    async with Sandbox(SandboxConfig(concurrent=2)) as sandbox:
+        code = "import time; print(time.monotonic()); time.sleep(0.05); print(time.monotonic())"
+        results = await asyncio.gather(*(sandbox.run(code) for _ in range(6)))
+    await cancel(ticking)
+    spans = [tuple(map(float, result.stdout.split())) for result in results]
+    assert max(sum(a <= begin < b for a, b in spans) for begin, _ in spans) == 2
+    assert ticks > 5
+
+
+@on_event_loop
+async def test_a_cancelled_run_leaves_nothing_and_the_next_one_works():
+    async with Sandbox(SandboxConfig(concurrent=1)) as sandbox:
+        waiting = asyncio.create_task(sandbox.run("import time; time.sleep(1000)"))
+        root = psutil.Process(sandbox._zygote._process.pid)
+        while len(root.children(recursive=True)) < 3:
+            await asyncio.sleep(0.01)
+        snippet = root.children(recursive=True)[-1]
+        await cancel(waiting)
+        assert not snippet.is_running() or snippet.status() == psutil.STATUS_ZOMBIE
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+@on_event_loop
+async def test_a_killed_zygote_fails_its_snippets_and_is_replaced():
+    async with Sandbox(SandboxConfig(concurrent=2)) as sandbox:
+        waiting = asyncio.create_task(sandbox.run("import time; time.sleep(1000)"))
+        root = psutil.Process(sandbox._zygote._process.pid)
+        while len(root.children(recursive=True)) < 3:
+            await asyncio.sleep(0.01)
+        root.children()[0].kill()
+        with pytest.raises(SandboxError, match="killed from outside"):
+            await waiting
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+@on_event_loop
+async def test_modules_can_be_loaded_in_advance_and_more_paths_shown(shown_file):
+    config = SandboxConfig(readable=(str(shown_file.parent),), preload=("decimal",))
+    async with Sandbox(config) as sandbox:
+        code = f"import sys; print('decimal' in sys.modules, open('{shown_file}').read())"
+        assert (await sandbox.run(code)).stdout == "True a,b\n"
+        assert "Read-only" in (await sandbox.run(f"open('{shown_file}', 'a')")).stderr
+
+
+@pytest.fixture
+def shown_file() -> Iterator[Path]:
+    """A file that any user may write, and not in /tmp."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        file = Path(folder, "table.csv")
+        file.write_text("a,b")
+        os.chmod(file, 0o666)
+        yield file
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"preload": ("no_such_module",)}, "No module named 'no_such_module'"),
+        ({"readable": ("/no/such/folder",)}, "task.sandbox.readable: there is no /no/such/folder"),
+        ({"readable": ("/tmp",)}, "/tmp would be hidden by the /tmp that each snippet has"),
+        ({"concurrent": 0}, "task.sandbox.concurrent=0: must be 1 or more"),
+        ({"limits": SandboxLimits(cpu_s=0)}, "task.sandbox.limits.cpu_s=0: must be above 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_met_says_why(options, error):
+    (found,) = SandboxConfig(**options).errors("task.sandbox")
+    assert error in found
+
+
+@on_event_loop
+async def test_callers_with_the_same_configuration_share_a_sandbox():
+    config = SandboxConfig(isolation="limits")
+    assert shared_sandbox(config) is shared_sandbox(SandboxConfig(isolation="limits"))
+    assert shared_sandbox(config) is not shared_sandbox(SandboxConfig())
+
+
+def test_a_machine_without_user_namespaces_is_refused_unless_less_is_asked_for_by_name():
+    program = """
+        import asyncio
+        from torchtitan_rl import ConfigError
+        from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxConfig
+        try:
+            asyncio.run(Sandbox().run("print(1)"))
+        except ConfigError as error:
+            print(error)
+        print(SandboxConfig(isolation="limits").errors("task.sandbox"))
+    """
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" -c "$1"'
+    argv = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, textwrap.dedent(program)]
+    refused, allowed = subprocess.run(argv, capture_output=True, text=True).stdout.splitlines()
+    assert "unshare: No space left on device" in refused
+    assert "isolation 'limits' does without them" in refused
+    assert allowed == "[]"
+
+
+# Without namespaces: how to use up the machine, and what comes of it.
+LIMITED = {
+    "a loop": ("while True: pass", "cpu"),
+    "a sleep": ("import time; time.sleep(1000)", "timeout"),
+    "memory": ("x = bytearray(2 << 30)", "error"),
+    "a process": ("import os; os.fork()", "error"),
+    "a socket": ("import socket; socket.socket()", "error"),
+    "a signal to its keeper": ("import os; os.kill(os.getppid(), 9)", "error"),
+    "a large file": ("open('f', 'wb').truncate(1 << 30)", "error"),
+    "a thread": (
+        "import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()",
+        "ok",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LIMITED)
+def test_without_namespaces_there_are_limits(what, run_limited):
+    code, status = LIMITED[what]
+    limits = SandboxLimits(wall_s=0.3 if status == "timeout" else 60, cpu_s=0.3)
+    assert run_limited(code, limits=limits).status == SandboxStatus(status)
+
+
+def test_without_namespaces_a_folder_of_its_own_is_removed_after_the_run(run_limited):
+    folder = run_limited("import os; open('f', 'w'); print(os.getcwd())").stdout.strip()
+    deadline_s = time.monotonic() + 10
+    while os.path.exists(folder) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not os.path.exists(folder)

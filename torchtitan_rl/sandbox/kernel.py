@@ -1,0 +1,80 @@
+"""Calls of the Linux kernel that Python does not have: namespaces, mounts, capabilities, prctl.
+
+Each raises an OSError that names the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+CLONE_NEWNS = 0x20000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # numbers of system calls
+_MOUNT_SETATTR = 442
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_CAPABILITY_VERSION = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def setns(descriptor: int, kind: int) -> None:
+    _check(_libc.setns(descriptor, kind), "setns")
+
+
+def prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def mount(source: str, target: str, kind: str = "", *, flags: int = 0, options: str = "") -> None:
+    texts = [os.fsencode(text) or None for text in (source, target, kind, options)]
+    given = (texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _check(_libc.mount(*given), f"mount {kind or source} on {target}")
+
+
+def unmount(target: str) -> None:
+    _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new_root: str, old_root: str) -> None:
+    number = _PIVOT_ROOT.get(os.uname().machine, -1)
+    _check(_libc.syscall(number, os.fsencode(new_root), os.fsencode(old_root)), "pivot_root")
+
+
+def make_read_only(target: str, *, recursive: bool = True, devices: bool = False) -> None:
+    """A mount, with those below it (Linux 5.12); programs on it have no privileges."""
+    attributes = _ATTR_RDONLY | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
+    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    done = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, wanted, ctypes.c_size_t(32)
+    )
+    _check(done, f"mount_setattr {target}")
+
+
+def drop_capabilities() -> None:
+    """For good: neither a program nor another user gives any back."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(header, none), "capset")

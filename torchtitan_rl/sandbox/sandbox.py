@@ -1,0 +1,301 @@
+"""Runs Python code that a policy wrote, and that may do anything.
+
+    async with Sandbox() as sandbox:
+        result = await sandbox.run("print(6 * 7)")
+        assert result.stdout == "42\\n"
+
+Each snippet is forked from a process in which Python is started already (`zygote.py`). It sees a
+file system, processes and a network that are not this machine's, makes only harmless system calls,
+and has limits on everything that it can use up. When `run` returns, raises or is cancelled,
+everything that it started is dead; when this process dies, even by SIGKILL, so is that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.tasks import uninterrupted
+
+Isolation = Literal["namespaces", "limits"]
+
+_START_S = 60.0  # of Python and of what is loaded in advance
+_GRACE_S = 10.0  # after the time limit of a snippet, which its keeper enforces
+_CHUNK_BYTES = 1 << 16
+_HELP = (
+    "{error}. Isolation needs Linux 5.12, libseccomp, and user namespaces (in a container: "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined; on Ubuntu: sysctl "
+    "kernel.apparmor_restrict_unprivileged_userns=0). isolation 'limits' does without them: it "
+    "limits what code uses up, and keeps it from nothing that your user may read or write"
+)
+
+
+class SandboxError(TorchtitanRLError):
+    """The sandbox, not the snippet, has failed."""
+
+
+class SandboxStatus(StrEnum):
+    """How a snippet ended."""
+
+    OK = "ok"  # exit code 0
+    ERROR = "error"  # an exception, or another exit code
+    TIMEOUT = "timeout"
+    CPU = "cpu"  # more CPU seconds than allowed
+    MEMORY = "memory"  # more than allowed, all processes together; one alone gets a MemoryError
+    KILLED = "killed"  # by a signal: a crash, or the machine is out of memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """What a snippet may use, with all that it starts."""
+
+    wall_s: float = 10.0
+    """Seconds until it is killed."""
+    cpu_s: float = 5.0
+    """Seconds of CPU time, of all its processes."""
+    memory_mb: int = 512
+    """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
+    of each."""
+    processes: int = 32
+    """Processes and threads at once; with ``isolation limits`` it has one process."""
+    file_mb: int = 32
+    """Megabytes of files, all together; they are in memory. With ``isolation limits``: of each."""
+    files: int = 256
+    """Files and folders. Without effect with ``isolation limits``."""
+    open_files: int = 64
+    """Descriptors that a process may have open."""
+    output_bytes: int = 16384
+    """Bytes of stdout and of stderr that are kept; the rest is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxResult:
+    """What a snippet wrote, and how it ended.
+
+    ``exit_code`` is negative where a signal ended it. ``is_truncated``: it wrote more than the
+    limit. ``wall_s`` is from the moment that it was started.
+    """
+
+    stdout: str
+    stderr: str
+    status: SandboxStatus
+    exit_code: int
+    is_truncated: bool
+    cpu_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig:
+    """How snippets are kept apart from the machine."""
+
+    isolation: Isolation = "namespaces"
+    """``namespaces``: a snippet reaches nothing of the machine. ``limits``, for machines that allow
+    no namespaces: it reaches all that your user does, without network and other processes."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """What a snippet may use."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that snippets may read, besides Python with its packages and the system's
+    libraries."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once, so that no snippet waits for them."""
+    concurrent: int | None = None
+    """Snippets that run at once; others wait. None: one for each core."""
+
+    def errors(self, name: str) -> list[str]:
+        """What is wrong with the fields, and why this machine does not allow them."""
+        found = [f"{name}.readable: there is no {path}" for path in self._missing()]
+        found += [
+            f"{name}.readable: {path} would be hidden by the /tmp that each snippet has for itself"
+            for path in self.readable
+            if Path(os.path.realpath(path)).is_relative_to("/tmp")
+        ]
+        if self.concurrent is not None and self.concurrent < 1:
+            found.append(f"{name}.concurrent={self.concurrent}: must be 1 or more")
+        for limit, value in asdict(self.limits).items():
+            if not value > 0:
+                found.append(f"{name}.limits.{limit}={value}: must be above 0")
+        if not found:
+            try:
+                _Zygote(self).close()
+            except ConfigError as error:
+                found.append(f"{name}: {error}")
+        return found
+
+    def _missing(self) -> list[str]:
+        return [path for path in self.readable if not os.path.exists(path)]
+
+
+class Sandbox:
+    """Runs snippets, each apart from the others; used from one event loop."""
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self.config = config or SandboxConfig()
+        self._slots = asyncio.Semaphore(self.config.concurrent or os.cpu_count() or 1)
+        self._starting = asyncio.Lock()
+        self._zygote: _Zygote | None = None
+
+    async def __aenter__(self) -> Sandbox:
+        await self._started()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        limits: SandboxLimits | None = None,
+        print_last: bool = False,
+    ) -> SandboxResult:
+        """Run ``code`` as a program; ``print_last`` shows the value of its last line as well.
+
+        Raises:
+            ConfigError: this machine does not allow the isolation.
+            SandboxError: something outside of the sandbox killed it.
+        """
+        request = {
+            "code": code,
+            "stdin": stdin,
+            "print_last": print_last,
+            "limits": asdict(limits or self.config.limits),
+        }
+        async with self._slots:
+            zygote = await self._started()
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    zygote.send(theirs)
+                ours.setblocking(False)
+                answer = await uninterrupted(
+                    _exchange(ours, request), on_cancel=lambda: _hang_up(ours)
+                )
+        return SandboxResult(**{**answer, "status": SandboxStatus(answer["status"])})
+
+    async def close(self) -> None:
+        """End the process that snippets are forked from, and all snippets."""
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await asyncio.to_thread(zygote.close)
+
+    async def _started(self) -> _Zygote:
+        async with self._starting:
+            if self._zygote is None or not self._zygote.is_alive():
+                await self.close()
+                self._zygote = await asyncio.to_thread(_Zygote, self.config)
+            return self._zygote
+
+
+def shared_sandbox(config: SandboxConfig) -> Sandbox:
+    """The sandbox of all callers on this event loop with the same configuration."""
+    sandboxes = _shared.setdefault(asyncio.get_running_loop(), {})
+    return sandboxes.setdefault(config, Sandbox(config))
+
+
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = (
+    WeakKeyDictionary()
+)
+
+
+class _Zygote:
+    """The running process; its constructor blocks until that is ready.
+
+    Raises:
+        ConfigError: it cannot do what ``config`` asks for.
+    """
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "torchtitan_rl.sandbox.zygote"),
+                    *(str(theirs.fileno()), json.dumps(asdict(config))),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is the controller's
+            )
+        if not select.select([self._link], [], [], _START_S)[0]:
+            self._process.kill()
+        with self._link.makefile("rb") as lines:
+            said = lines.readline()
+        answer = json.loads(said or "{}")
+        if "ready" not in answer:
+            self.close()
+            error = answer.get("error", f"it did not start within {_START_S:g} s")
+            raise ConfigError(error if answer.get("is_import") else _HELP.format(error=error))
+        self._link.setblocking(False)
+
+    def is_alive(self) -> bool:
+        try:
+            return bool(self._link.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:  # its end is open, and silent
+            return True
+        except OSError:
+            return False
+
+    def send(self, link: socket.socket) -> None:
+        """Have a snippet served over this socket; where the zygote has died, nobody does."""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._link, [b"x"], [link.fileno()])
+
+    def close(self) -> None:
+        self._link.close()
+        self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Of snippets: nothing of this process's own."""
+    one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONUTF8": "1",
+        "PYTHONHASHSEED": "0",  # the same code, the same answer
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "MALLOC_ARENA_MAX": "2",  # each reserves 64 MB of addresses
+        **dict.fromkeys(one_thread, "1"),
+    }
+
+
+async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    """Send a request and read the answer, which comes when everything is dead."""
+    loop = asyncio.get_running_loop()
+    received = b""
+    try:
+        async with asyncio.timeout(request["limits"]["wall_s"] + _GRACE_S):
+            await loop.sock_sendall(link, json.dumps(request).encode() + b"\n")
+            while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
+                received += chunk
+    except (OSError, TimeoutError) as error:
+        raise SandboxError(f"the sandbox does not answer: {error!r}") from error
+    if not received.endswith(b"\n"):
+        raise SandboxError("the sandbox was killed from outside, for example for lack of memory")
+    answer: dict[str, Any] = json.loads(received)
+    if "error" in answer:
+        raise SandboxError(answer["error"])
+    return answer
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Tell the keeper to kill everything; harmless when it has ended."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_WR)

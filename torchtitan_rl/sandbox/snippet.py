@@ -1,0 +1,131 @@
+"""The process of a snippet: it gives up its rights, then runs the code as ``__main__``."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import linecache
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from math import ceil
+from typing import Any, NoReturn, cast
+
+from torchtitan_rl.sandbox import kernel, namespaces
+from torchtitan_rl.sandbox.filters import SyscallFilter
+
+NAME = "snippet.py"
+_FAILURE = 3  # descriptor
+_CPU_GRACE_S = 1  # the keeper, which counts all processes together, is to be first
+
+
+def run_snippet(
+    request: dict[str, Any],
+    streams: tuple[int, int, int, int],
+    *,
+    address_bytes: int,
+    system_calls: SyscallFilter,
+    isolated: bool,
+) -> NoReturn:
+    """Run the request's code, and exit as Python would.
+
+    ``streams`` are its standard ones, and one that is closed, without a word, before the code runs;
+    what is written there is why it cannot.
+    """
+    try:
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        os.closerange(_FAILURE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _enclose(request["limits"], address_bytes, isolated)
+        system_calls.load()
+        _prepare_python()
+    except BaseException as error:
+        os.write(_FAILURE, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(_FAILURE)
+    os._exit(_run(request["code"], print_last=request["print_last"]))
+
+
+def _enclose(limits: dict[str, Any], address_bytes: int, isolated: bool) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files in /proc/self are another's
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # the first to go where the machine runs out of memory
+    if isolated:
+        namespaces.become_nobody()
+        _limit(resource.RLIMIT_NPROC, limits["processes"])
+    else:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    _limit(resource.RLIMIT_AS, address_bytes)
+    _limit(resource.RLIMIT_CPU, ceil(limits["cpu_s"]) + _CPU_GRACE_S)
+    _limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
+    _limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    _limit(resource.RLIMIT_CORE, 0)
+    kernel.drop_capabilities()
+
+
+def _limit(what: int, value: int) -> None:
+    most = resource.getrlimit(what)[1]
+    value = value if most == resource.RLIM_INFINITY else min(value, most)
+    resource.setrlimit(what, (value, value))
+
+
+def _prepare_python() -> None:
+    """As of a fresh interpreter, in a folder of its own."""
+    package = os.environ.pop("PYTHONPATH")  # of this module
+    sys.path.remove(package)
+    sys.argv = [NAME]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
+    tempfile.tempdir = None
+    cast(Any, sys.stdout).reconfigure(line_buffering=True)
+
+
+def _run(code: str, *, print_last: bool) -> int:
+    linecache.cache[NAME] = (len(code), None, f"{code}\n".splitlines(keepends=True), NAME)
+    status = 0
+    try:
+        _execute(code, print_last=print_last)
+    except SystemExit as error:
+        status = _exit_status(error.code)
+    except BaseException as error:
+        # The first frames are this module's.
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, inner.tb_next if inner else None)
+        status = 1
+    # What ends an interpreter, without what would end this package's.
+    cast(Any, threading)._shutdown()
+    cast(Any, atexit)._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _execute(code: str, *, print_last: bool) -> None:
+    namespace = sys.modules["__main__"].__dict__
+    namespace["__builtins__"] = __builtins__
+    tree = ast.parse(code, NAME)
+    last = (
+        tree.body.pop()
+        if print_last and tree.body and isinstance(tree.body[-1], ast.Expr)
+        else None
+    )
+    exec(compile(tree, NAME, "exec"), namespace)
+    if last is not None:
+        exec(compile(ast.Interactive([last]), NAME, "single"), namespace)
+
+
+def _exit_status(code: object) -> int:
+    """As Python's, of `sys.exit`."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1

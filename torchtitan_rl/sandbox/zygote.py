@@ -1,0 +1,84 @@
+"""The process that snippets are forked from: Python is started, and what they import is loaded.
+
+Run as ``python -m torchtitan_rl.sandbox.zygote FD SETTINGS``. FD is a socket of the `Sandbox`: this
+process writes one JSON line when it is ready, or why it cannot be, then takes a descriptor for each
+snippet and forks a `keeper` that serves it. When the other end is closed it ends, and with it, as
+it is the first process of its namespace of process ids, everything that was forked from it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+from torchtitan_rl.sandbox import kernel, namespaces
+from torchtitan_rl.sandbox.filters import SyscallFilter
+from torchtitan_rl.sandbox.keeper import keep
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    settings = json.loads(sys.argv[2])
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        isolated = settings["isolation"] == "namespaces"
+        system_calls = SyscallFilter(processes=isolated)
+        if isolated:
+            namespaces.enter()
+            _continue_in_child(control)
+            namespaces.make_root(settings["readable"])
+        for name in settings["preload"]:
+            import_module(name)
+        own_ids = os.open("/proc/self/ns/pid", os.O_RDONLY) if isolated else None
+    except Exception as error:
+        is_import = isinstance(error, ImportError)
+        _say(control, error=f"{type(error).__name__}: {error}", is_import=is_import)
+        raise SystemExit(1) from None
+    _say(control, ready=True)
+    _serve(control, own_ids, system_calls)
+
+
+def _say(link: socket.socket, **message: Any) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _continue_in_child(control: socket.socket) -> None:
+    """Fork: the child goes on, as process 1; this process only waits for its end."""
+    pid = os.fork()
+    if pid:
+        control.close()
+        _, status = os.waitpid(pid, 0)
+        os._exit(0 if status == 0 else 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(control: socket.socket, own_ids: int | None, system_calls: SyscallFilter) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
+    gc.collect()
+    gc.freeze()  # forked processes share this memory until they write to it
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            os._exit(0)
+        link = socket.socket(fileno=descriptors[0])
+        try:
+            if own_ids is not None:
+                kernel.setns(own_ids, kernel.CLONE_NEWPID)  # undoes the last unshare
+                kernel.unshare(kernel.CLONE_NEWPID)
+            if os.fork() == 0:
+                control.close()
+                keep(link, system_calls, isolated=own_ids is not None)
+        except OSError as error:
+            _say(link, error=str(error))
+        link.close()
+
+
+if __name__ == "__main__":
+    main()
