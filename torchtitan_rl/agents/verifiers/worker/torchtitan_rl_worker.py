@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -134,7 +135,7 @@ class Worker:
     def __init__(self, environment: vf.Env, answers: TextIO) -> None:
         self._environment = environment
         self._answers = answers
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
     async def serve(self) -> None:
         """Until the end of stdin."""
@@ -156,21 +157,23 @@ class Worker:
 
     def _take(self, request: Mapping[str, Any]) -> None:
         number = request["id"]
-        if "task" not in request:
-            if number in self._running:
-                self._running[number].cancel()
-            return
-        self._running[number] = asyncio.create_task(self._run(request))
+        if "task" in request:
+            task = asyncio.create_task(run(self._environment, request))
+            self._running[number] = task
+            task.add_done_callback(partial(self._answer, number))
+        elif number in self._running:
+            self._running[number].cancel()
 
-    async def _run(self, request: Mapping[str, Any]) -> None:
-        try:
-            answer = await run(self._environment, request)
-        except asyncio.CancelledError:
-            answer = {"error": "cancelled"}
-        except Exception as error:
+    def _answer(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
+        """Called once for each task, also where it was cancelled before it began."""
+        del self._running[number]
+        if task.cancelled():
+            answer: dict[str, Any] = {"error": "cancelled"}
+        elif error := task.exception():
             answer = {"error": one_line(error)}
-        del self._running[request["id"]]
-        self._answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
+        else:
+            answer = task.result()
+        self._answers.write(json.dumps({"id": number, **answer}) + "\n")
 
 
 async def run(environment: vf.Env, request: Mapping[str, Any]) -> dict[str, Any]:
