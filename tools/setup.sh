@@ -32,3 +32,7 @@ esac
 
 # Tests start a server of it; its dependencies contradict vLLM's (another version of mcp).
 "${pip[@]}" install --no-deps openenv==0.10.0
+# verifiers needs openai 2, agent libraries of the extra `dev` need openai 3. `VerifiersTask` finds
+# this environment by itself.
+"$venv/bin/python" -m venv "$venv/verifiers"
+"$venv/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check "verifiers>=0.4,<0.5"

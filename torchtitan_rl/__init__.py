@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.agents.env import AgentEnv
     from torchtitan_rl.agents.host import AgentHost
     from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
+    from torchtitan_rl.agents.verifiers.process import VerifiersError
+    from torchtitan_rl.agents.verifiers.task import VerifiersTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
     from torchtitan_rl.config import (
         CheckpointConfig,
@@ -198,6 +200,8 @@ __all__ = [
     "TreeEnv",
     "Turn",
     "TurnTree",
+    "VerifiersError",
+    "VerifiersTask",
     "WeightSyncConfig",
     "make_renderer",
     "pack_episodes",
@@ -243,6 +247,8 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "agents.host",
     "agents.env",
     "agents.task",
+    "agents.verifiers.process",
+    "agents.verifiers.task",
     "training.packing",
     "backends.titan.trainer",
 )

@@ -138,9 +138,10 @@ class Sessions:
         """
         if request.session_id is None:
             return await self._router.generate(request, on_progress)
-        session = self._open.get(request.session_id)
+        session_id = _without_part(request.session_id)
+        session = self._open.get(session_id)
         if session is None:
-            session = self._new(request.session_id, num_tokens=most_tokens(request))
+            session = self._new(session_id, num_tokens=most_tokens(request))
         if session.is_closing:
             raise session_closed(session.session_id)
         if session.recording is not None:
@@ -332,6 +333,11 @@ class Sessions:
         if session_id in self._open or session_id in self._ended:
             return session_closed(session_id, self._ended.get(session_id))
         return refused(404, "session_not_found", f"there is no session {session_id!r}")
+
+
+def _without_part(session_id: str) -> str:
+    """Of a driven session: clients may tell parts of its rollout apart by what follows a dot."""
+    return session_id.partition(".")[0] if session_id.startswith(_DRIVEN) else session_id
 
 
 def _now() -> float:

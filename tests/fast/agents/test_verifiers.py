@@ -1,0 +1,258 @@
+"""Environments of verifiers: their episodes, through a chat endpoint without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.agents import TokenRouter, asked
+from tests.support.chat_server import ChatServer, chat_server
+from tests.support.resuming import SeededGenerate
+from tests.support.rollouts import make_rollouter
+from tests.support.verifiers import INTERPRETER, needs_verifiers
+from torchtitan_rl.agents.agent import AgentCall, AgentResult
+from torchtitan_rl.agents.env import AgentEnv
+from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.verifiers.process import _WORKER, EnvironmentSpec, VerifiersError
+from torchtitan_rl.agents.verifiers.task import VerifiersTask
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.task import Split
+from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.types import Problem, RolloutStatus
+
+FOLDERS = (str(Path(__file__).parents[2] / "support" / "verifiers_envs"),)
+TASK = VerifiersTask(env="sums-v1", folders=FOLDERS)
+NUMBERS = itertools.count()
+
+pytestmark = needs_verifiers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """verifiers keeps the folders of its rollouts there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with chat_server() as served:
+        yield served
+
+
+def problem(**data: Any) -> Problem:
+    task = {"idx": 1, "prompt": "1 + 1?", "answer": "2", **data}
+    return Problem(problem_id="p", data={"split": "train", "task": task})
+
+
+async def solve(server: ChatServer, task: VerifiersTask = TASK, **data: Any) -> AgentResult:
+    session_id = f"torchtitan-rollout-{next(NUMBERS)}"
+    call = AgentCall(
+        base_url=server.base_url,
+        api_key=f"key:{session_id}",
+        model="policy",
+        problem=problem(**data),
+        session_id=session_id,
+    )
+    return await task.run(call)
+
+
+def test_an_environment_that_kills_its_process_fails_its_rollouts_and_no_later_ones(
+    server: ChatServer,
+) -> None:
+    with pytest.raises(VerifiersError, match=r"sums-v1: its process ended \(3\)"):
+        asyncio.run(solve(server, fault="dies"))
+    assert asyncio.run(solve(server)).reward == 0
+
+
+def test_reward_and_metrics_are_the_environments_and_requests_belong_to_the_rollout(
+    server: ChatServer,
+) -> None:
+    server.reply = lambda messages: "It is 2."
+    result = asyncio.run(solve(server))
+    assert result.reward == 2
+    assert result.metrics == {"turns": 1, "reward/right": 1, "truncated": 0}
+    assert [message["content"] for message in result.messages] == ["1 + 1?", "It is 2."]
+    ((key, session, _),) = server.asked
+    assert key == "key"
+    assert re.fullmatch(r"torchtitan-rollout-\d+\.1", session)
+
+
+def test_an_error_of_the_environment_fails_its_rollout_and_names_it(server: ChatServer) -> None:
+    async def both() -> list[Any]:
+        rollouts = (solve(server, fault="raises"), solve(server))
+        return await asyncio.gather(*rollouts, return_exceptions=True)
+
+    failed, result = asyncio.run(both())
+    assert isinstance(failed, VerifiersError)
+    assert str(failed).startswith("sums-v1: TaskError: ")
+    assert "ZeroDivisionError: no reward today" in str(failed)
+    assert result.reward == 0
+
+
+def test_a_rollout_that_the_run_has_ended_is_scored_as_far_as_it_came(server: ChatServer) -> None:
+    server.reply = lambda messages: None
+    assert asyncio.run(solve(server)).metrics["turns"] == 0
+
+
+def test_a_cancelled_rollout_ends_in_its_process(server: ChatServer) -> None:
+    async def cancelled() -> float | None:
+        for moment in ("before it begins", "in a request"):
+            running = asyncio.create_task(solve(server))
+            await asyncio.sleep(0)
+            while moment == "in a request" and not server.asked:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        waits.clear()
+        return (await solve(server)).reward
+
+    waits = [True]
+
+    def reply(messages: Any) -> str:
+        while waits:
+            time.sleep(0.01)
+        return "2"
+
+    server.reply = reply
+    assert asyncio.run(cancelled()) == 2
+
+
+def test_branches_of_a_compacted_history_are_branches_of_the_rollout(server: ChatServer) -> None:
+    """The environment's own harness asks twice in one history, and once in a new one."""
+    generate = SeededGenerate()
+    sessions = Sessions(TokenRouter())
+    task = replace(TASK, env="compacting-v1")
+
+    async def roll_out() -> Any:
+        loop = asyncio.get_running_loop()
+
+        def reply(messages: list[Any]) -> str:
+            request = asked(tokens(messages), server.asked[-1][1], max_tokens=9)
+            completion = asyncio.run_coroutine_threadsafe(sessions.complete(request), loop)
+            return " ".join(map(str, completion.result().token_ids))
+
+        server.reply = reply
+        host = AgentHost(base_url=server.base_url, model="policy", sessions=sessions)
+        rollouter = make_rollouter(
+            lambda given: AgentEnv(agent=task.run, problem=given, host=host),
+            generate=generate,
+            max_turns=5,
+            max_tokens_per_turn=9,
+        )
+        return await rollouter.run_group("g", problem(), size=1, seed=7)
+
+    (rollout,) = asyncio.run(roll_out()).rollouts
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.failure
+    sampled = [turn.completion.token_ids for turn in rollout.turns]
+    assert len(sampled) == 3
+    episodes = rollout_to_episodes(rollout, 1.0)
+    assert len(episodes) == 2
+    trained = [
+        token
+        for episode in episodes
+        for token, is_trained in zip(episode.token_ids, episode.loss_mask, strict=True)
+        if is_trained
+    ]
+    assert trained == [token for turn in sampled for token in turn]
+
+
+def tokens(messages: list[Any]) -> tuple[int, ...]:
+    """Answers are the tokens that were sampled, all else its characters."""
+    found: list[int] = []
+    for message in messages:
+        text = message["content"]
+        if message["role"] == "assistant":
+            found += map(int, text.split())
+        else:
+            found += [100 + ord(character) for character in text]
+    return tuple(found)
+
+
+@pytest.mark.slow
+def test_turns_of_an_agent_that_is_not_trained_are_not_the_rollouts(server: ChatServer) -> None:
+    def reply(messages: list[Any]) -> str:
+        is_user = messages[0]["role"] == "system"
+        return ("1 + 1?" if len(messages) == 2 else "###DONE###") if is_user else "2"
+
+    server.reply = reply
+    result = asyncio.run(solve(server, replace(TASK, env="user-sim+sums-v1")))
+    assert result.reward == 2
+    assert result.metrics["user_turns"] == 2
+    user, assistant, same_user = (session for _, session, _ in server.asked)
+    assert assistant.startswith("torchtitan-rollout-")
+    assert not user.startswith("torchtitan-rollout-")
+    assert server.deleted == [user] == [same_user]  # the endpoint recorded it
+
+
+def test_problems_are_the_environments_tasks_in_two_splits() -> None:
+    def ids(split: Split) -> set[str]:
+        dataset = replace(TASK, validation_share=0.4).dataset(split, seed=0)
+        found = [dataset.next() for _ in range(20)]
+        return {one.problem_id for one in found if dataset.epoch >= 0}
+
+    train, validation = ids("train"), ids("validation")
+    assert train | validation == {f"sums-v1:{number}" for number in range(20)}
+    assert not train & validation
+
+
+ERRORS = {
+    '{"env": "nothing-v1"}': "ModuleNotFoundError: taskset 'nothing-v1' not found",
+    '{"args": {"taskset.firsst": 1}}': "firsst Extra inputs are not permitted",
+    '{"args": {"taskset.endless": true}}': "its tasks never end; give task.num_problems",
+    '{"args": {"taskset.endless": true}, "num_problems": 3}': "3 tasks",
+    '{"args": {"agent.retries.max_retries": 1}}': "agent.retries: what failed would be trained on",
+    '{"args": {"agent.harness.id": "bash"}}': "say where by agent.runtime.type",
+    '{"args": {"agent.harness.id": "codex", "agent.runtime.type": "subprocess"}}': (
+        "'codex' needs a container runtime"
+    ),
+    '{"args": {"agent.harness.id": "null", "taskset.first": 7}}': "20 tasks",
+}
+
+
+def test_errors_of_the_environment_are_one_line() -> None:
+    """All in one process, since verifiers takes seconds to import."""
+    script = """
+import json, sys, torchtitan_rl_worker as worker
+for text in sys.argv[1:]:
+    spec = {"env": "sums-v1", "args": {}, "num_problems": None} | json.loads(text)
+    try:
+        print(len(worker.tasks(worker.load(spec), spec["num_problems"])), "tasks")
+    except Exception as error:
+        print(worker.one_line(error))
+"""
+    environment = EnvironmentSpec(env="", folders=(str(_WORKER.parent), *FOLDERS)).environment()
+    command = [INTERPRETER, "-c", script, *ERRORS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(ERRORS), ended.stderr
+    for given, line, expected in zip(ERRORS, lines, ERRORS.values(), strict=True):
+        assert expected in line, given
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"python": "/nowhere/python"}, "task.python is /nowhere/python: No such file"),
+        ({"python": sys.executable}, "No module named 'verifiers' in "),
+        ({"validation_share": 1.0}, "task.validation_share=1.0: must be between 0 and 1"),
+        ({"num_processes": 0}, "task.num_processes=0: must be at least 1"),
+    ],
+)
+def test_errors_of_the_configuration_name_field_and_fix(
+    options: dict[str, Any], expected: str
+) -> None:
+    (error,) = replace(TASK, **options).errors()
+    assert expected in error

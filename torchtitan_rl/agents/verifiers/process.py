@@ -1,0 +1,218 @@
+"""The processes that run a verifiers environment, in an interpreter that has verifiers.
+
+Its dependencies need not fit this environment's, and what it blocks is its own process. Invariant:
+each rollout that was sent ends once: with its answer, or with an error when its process has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from asyncio import CancelledError, shield, wrap_future
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, cast
+
+from torchtitan_rl.agents.agent import AgentError
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
+
+_WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
+_BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
+_LINES = 30  # of stderr that an error looks at
+
+
+class VerifiersError(AgentError):
+    """A verifiers environment failed; its rollout fails, and no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What a process is started with. Plain values only."""
+
+    env: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    num_problems: int | None = None
+    python: str = ""
+    folders: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or str(_BESIDE if _BESIDE.exists() else sys.executable)
+
+    def command(self, name: str) -> list[str]:
+        return [self.interpreter, str(_WORKER), name, self.as_text()]
+
+    def environment(self) -> dict[str, str]:
+        """That of this process without its keys, and with the folders."""
+        environment = {
+            name: value for name, value in os.environ.items() if name not in (API_KEY, ADMIN_KEY)
+        }
+        paths = [str(Path(folder).resolve()) for folder in self.folders]
+        if already := environment.get("PYTHONPATH"):
+            paths.append(already)
+        return environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:
+    """The data of an environment's tasks. Starts a process, once for each spec.
+
+    Raises:
+        ConfigError: the environment cannot be loaded; in one line.
+    """
+    return _tasks(spec.as_text())
+
+
+@functools.lru_cache(maxsize=8)
+def _tasks(text: str) -> list[dict[str, Any]]:
+    spec = EnvironmentSpec(**json.loads(text))
+    try:
+        ended = subprocess.run(
+            spec.command("describe"),
+            env=spec.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise ConfigError(f"task.python is {spec.interpreter}: {error.strerror}") from error
+    answer: dict[str, Any] = {"error": _last_line(ended.stderr.splitlines())}
+    if ended.stdout:
+        answer = json.loads(ended.stdout)
+    if "error" in answer:
+        raise ConfigError(answer["error"] + _remedy(answer["error"], spec.interpreter))
+    found: list[dict[str, Any]] = answer["tasks"]
+    return found
+
+
+def _remedy(error: str, interpreter: str) -> str:
+    if "No module named 'verifiers'" in error:
+        return f" in {interpreter}: give an interpreter that has it by task.python"
+    if "must already be installed" in error:
+        return f" Install it for {interpreter}, or give its folder by task.folders."
+    return ""
+
+
+async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
+    """What came of one rollout, which runs in one of so many processes.
+
+    Raises:
+        VerifiersError: the environment failed, or its process ended.
+    """
+    return await _pool(spec.as_text(), processes).pick().run(request)
+
+
+@functools.cache
+def _pool(text: str, processes: int) -> _Pool:
+    return _Pool(EnvironmentSpec(**json.loads(text)), processes)
+
+
+class _Pool:
+    """Starts processes when they are needed, and again those that have ended."""
+
+    def __init__(self, spec: EnvironmentSpec, size: int) -> None:
+        self._spec = spec
+        self._size = size
+        self._processes: list[_Process] = []
+
+    def pick(self) -> _Process:
+        """The one with the least to do."""
+        self._processes = [process for process in self._processes if process.is_alive]
+        if len(self._processes) < self._size:
+            self._processes.append(_Process(self._spec))
+        return min(self._processes, key=lambda process: process.num_running)
+
+
+class _Process:
+    """A running worker. Used on one event loop; two threads read what it writes."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._env = spec.env
+        self._numbers = count()
+        self._running: dict[int, Future[Mapping[str, Any]]] = {}
+        self._lock = threading.Lock()  # of the dictionary, with `is_alive`
+        self.is_alive = True
+        self._errors: deque[str] = deque(maxlen=_LINES)
+        self._process = subprocess.Popen(
+            spec.command("serve"),
+            env=spec.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,  # Ctrl-C is the controller's
+        )
+        self._noise = threading.Thread(target=self._read_errors, daemon=True)
+        self._noise.start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """
+        Raises:
+            VerifiersError: the rollout failed.
+        """
+        number = next(self._numbers)
+        answer: Future[Mapping[str, Any]] = Future()
+        with self._lock:
+            if not self.is_alive:
+                raise VerifiersError(f"{self._env}: its process has ended")
+            self._running[number] = answer
+        self._send({**request, "id": number})
+        waiting = wrap_future(answer)
+        try:
+            found = await shield(waiting)
+        except CancelledError:
+            self._send({"id": number})
+            await waiting
+            raise
+        if "error" in found:
+            raise VerifiersError(f"{self._env}: {found['error']}")
+        return found
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            cast("IO[str]", self._process.stdin).write(json.dumps(message) + "\n")
+        except OSError:  # it has ended, which `_read_answers` sees
+            return
+
+    def _read_answers(self) -> None:
+        cause = ""
+        for line in cast("IO[str]", self._process.stdout):
+            answer = json.loads(line)
+            if "id" not in answer:
+                cause = answer["error"]
+                continue
+            with self._lock:
+                waiting = self._running.pop(answer["id"])
+            waiting.set_result(answer)
+        self._noise.join()
+        code = self._process.wait()
+        cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
+        with self._lock:
+            self.is_alive = False
+            for waiting in self._running.values():
+                waiting.set_result({"error": cause})
+
+    def _read_errors(self) -> None:
+        self._errors.extend(cast("IO[str]", self._process.stderr))
+
+
+def _last_line(lines: Any) -> str:
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
