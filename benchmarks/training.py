@@ -23,7 +23,9 @@ is printed that `training_work.step_flops` amounts to.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,7 @@ from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_bare import BareLoop
 from benchmarks.training_work import WORKLOADS, num_visible_pairs, pack, step_flops
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
+from torchtitan_rl.config.plan import KEEPS_MEMORY
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.training.batch import TrainingBatch, trained_mask
 from torchtitan_rl.training.config import TrainerConfig
@@ -61,6 +64,10 @@ SHAPES = {
 
 def main() -> None:
     options = _options()
+    if options.device == "cpu" and not KEEPS_MEMORY.items() <= os.environ.items():
+        # As a trainer's process is started; the C library reads it before Python.
+        command = [sys.executable, "-m", "benchmarks.training", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | KEEPS_MEMORY)
     facts = machine()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: there is no CUDA device")

@@ -12,6 +12,10 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 _T = TypeVar("_T")
 
+# glibc maps each block of over 32 MB anew, whatever its threshold: a seventh of the time of a step
+# whose microbatches are large.
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
@@ -25,6 +29,8 @@ class ProcessGroup:
     seed: int = 0
     yields_cores: bool = False
     """Its OMP threads sleep while they wait for each other, so that others compute meanwhile."""
+    keeps_memory: bool = False
+    """It returns no memory to the system before it ends, see `KEEPS_MEMORY`."""
 
     @property
     def place(self) -> str:
@@ -135,7 +141,7 @@ def plan_processes(
     return ProcessPlan(
         device="cuda" if devices else "cpu",
         replicas=tuple(replace(group, yields_cores=yields) for group in replicas),
-        trainer=replace(trainer, yields_cores=yields),
+        trainer=replace(trainer, yields_cores=yields, keeps_memory=not devices),
         endpoint=_endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_rl import ScheduleConfig, TrainerConfig
+from torchtitan_rl import GeneratorConfig, ScheduleConfig, TrainerConfig
 from torchtitan_rl.backends.monarch.runtime import process_environment
 from torchtitan_rl.config.checks.devices import visible_devices
 from torchtitan_rl.config.plan import plan_processes
@@ -69,3 +69,15 @@ def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are
     assert plan.trainer is not None
     for group in (*plan.replicas, plan.trainer):
         assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy
+
+
+@pytest.mark.parametrize("num_devices", [0, 2])
+def test_a_trainer_on_the_cpu_keeps_the_memory_of_its_tensors(num_devices: int) -> None:
+    config = RunConfig(
+        policy=PolicyConfig(checkpoint="x"), task=Task(), generator=GeneratorConfig(replicas=1)
+    )
+    plan = plan_processes(config, devices=("0", "1")[:num_devices])
+    assert plan.trainer is not None
+    groups = (*plan.replicas, plan.trainer)
+    keeps = ["MALLOC_MMAP_MAX_" in process_environment(group) for group in groups]
+    assert keeps == [False, num_devices == 0]

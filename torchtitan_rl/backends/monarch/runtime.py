@@ -31,7 +31,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.processes import Processes
-from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.weights.transport import host_name
@@ -72,6 +72,8 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
     }
     if group.yields_cores:
         environment["OMP_WAIT_POLICY"] = "passive"
+    if group.keeps_memory:
+        environment |= KEEPS_MEMORY
     if group.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(group.devices)
     return environment

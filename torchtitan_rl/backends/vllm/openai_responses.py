@@ -77,23 +77,26 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         return request
 
     async def responses_full_generator(
-        self, request: ResponsesRequest, *args: Any, **options: Any
+        self,
+        request: ResponsesRequest,
+        sampling_params: Any,
+        outputs: AsyncIterator[Any],
+        context: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
-        answer = await super().responses_full_generator(request, *args, **options)
+        """Also called at the end of a stream."""
+        answer = await super().responses_full_generator(
+            request, sampling_params, outputs, context, *args, **options
+        )
         if isinstance(answer, ResponsesResponse):
             turn = request.turn
             answer.previous_response_id = turn.previous
-            items = answer.output
+            calls = [item for item in answer.output if item.type == "function_call"]
             self.engine_client.constraints.note_answer(
                 request,
-                arguments=[item.arguments for item in items if item.type == "function_call"],
-                text="".join(
-                    part.text
-                    for item in items
-                    if item.type == "message"
-                    for part in item.content
-                    if part.type == "output_text"
-                ),
+                arguments=[call.arguments for call in calls],
+                text=context.final_output.outputs[0].text,
                 mark=call_mark(self.parser),
             )
             if turn.is_stored:
