@@ -4,16 +4,15 @@ of its checkpoints."""
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.real.runs import ROOT, Run, read_metrics, require_audit
+from tests.real.runs import Run, read_metrics, read_rollouts, require_audit
 from torchtitan_rl.commands import cli
 
 TRAINING = (
@@ -23,6 +22,7 @@ TRAINING = (
     "--rollout.group-size", "4",
     "--evaluation.num-problems", "8",
     "--evaluation.samples-per-problem", "2",
+    "--trainer.optimizer.learning-rate", "3e-3",  # so that each step can be told from the others
     "--metrics.progress", "plain",
 )  # fmt: skip
 
@@ -64,10 +64,17 @@ def results(output: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def rollouts(output: Path, step: int, temperature: str = "1") -> dict[str, dict[str, Any]]:
+    """By id; each is there once."""
+    rows = read_rollouts(output / "run" / f"step-00000{step}" / f"temperature-{temperature}")
+    found = {row["rollout_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
 def test_its_own_test_passes(config: Path) -> None:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(config.parent)]
-    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    tests = runpy.run_path(str(config.with_name("test_my_sums.py")))
+    tests["test_the_environment_makes_no_usual_mistake"]()
 
 
 def test_checkpoints_are_evaluated_as_they_were_while_training(
@@ -86,14 +93,28 @@ def test_checkpoints_are_evaluated_as_they_were_while_training(
     assert same["tokens_mean"] == last["evaluation/response_length_mean"]
 
 
+def test_each_checkpoint_has_the_weights_that_the_run_sampled_with(
+    run_dir: Path, evaluation: Path
+) -> None:
+    sampled = {
+        row["rollout_id"]: row["turns"][0]
+        for row in read_rollouts(run_dir)
+        if (row["step"], row["split"]) == (2, "evaluation")
+    }
+    assert sampled
+    for name, turn in sampled.items():
+        before, after = (rollouts(evaluation, step)[name]["turns"][0] for step in (1, 2))
+        assert after["token_ids"] == turn["token_ids"]
+        assert after["logprobs"] == pytest.approx(turn["logprobs"], abs=1e-5)
+        assert before["logprobs"] != pytest.approx(turn["logprobs"], abs=1e-4)
+
+
 def test_every_rollout_is_recorded_once(evaluation: Path) -> None:
     for step in (1, 2):
         for temperature in ("0", "1"):
-            folder = evaluation / "run" / f"step-00000{step}" / f"temperature-{temperature}"
-            lines = (folder / "rollouts.jsonl").read_text().splitlines()
-            rows = [json.loads(line) for line in lines]
-            assert len({row["rollout_id"] for row in rows}) == len(rows) == 16
-            assert {row["step"] for row in rows} == {step}
+            found = rollouts(evaluation, step, temperature)
+            assert len(found) == 16
+            assert {row["step"] for row in found.values()} == {step}
     assert (evaluation / "results.png").is_file()
 
 

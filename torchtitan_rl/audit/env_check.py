@@ -176,7 +176,7 @@ class EnvChecker:
         session = EnvSession(
             lambda: self.environment(watched.problem),
             timeout_s=self.limits.step_timeout_s,
-            max_prompt_tokens=self.limits.max_total_tokens,
+            max_prompt_tokens=_MANY_TOKENS,  # prompts are compared whole
             on_call=lambda name: None,
         )
         saved = None if state is None else EnvState(answer=answer, state=json.loads(state))
