@@ -114,6 +114,10 @@ def test_each_rollout_has_a_session_unless_it_is_shared_and_a_lost_one_is_replac
     ("changes", "message"),
     [
         ({"command": ("/no/such",)}, "MCP server s (/no/such): FileNotFoundError: "),
+        (
+            {"command": (sys.executable, "-c", "import no_such")},
+            "Connection closed; its last words: ModuleNotFoundError: No module named 'no_such'",
+        ),
         ({"command": ("false",)}, "MCP server s (false): MCPError: Connection closed"),
         (
             {"command": ("sleep", "600"), "start_timeout_s": 0.1},

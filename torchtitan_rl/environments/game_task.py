@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
 TEXTS = ("system", "prompt", "reply", "invalid_reply")
-_MAX_SEED = 2**31
+_MAX_SEED = 2_000_000_000  # and the seeds that follow it, in 32 bits
+_MAX_PROBLEMS = 100_000_000
+_MAX_REWARD = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +109,15 @@ class GameTask(Task):
                 found.append(f"task.{name}={getattr(self, name)!r}: {wrong}")
         if not 0 < self.discount <= 1:
             found.append(f"task.discount={self.discount}: must be above 0, and at most 1")
-        if not math.isfinite(self.invalid_reward):
-            found.append(f"task.invalid_reward={self.invalid_reward}: must be finite")
-        if self.num_problems < 1:
-            found.append(f"task.num_problems={self.num_problems}: must be at least 1")
+        if not abs(self.invalid_reward) <= _MAX_REWARD:
+            found.append(
+                f"task.invalid_reward={self.invalid_reward}: must be between -{_MAX_REWARD:g} and "
+                f"{_MAX_REWARD:g}"
+            )
+        if not 1 <= self.num_problems <= _MAX_PROBLEMS:
+            found.append(f"task.num_problems={self.num_problems}: must be 1 to {_MAX_PROBLEMS}")
         if not 0 < self.validation_share < 1:
             found.append(f"task.validation_share={self.validation_share}: must be between 0 and 1")
-        if not 0 <= self.data_seed <= _MAX_SEED - self.num_problems:
-            found.append(
-                f"task.data_seed={self.data_seed}: must be 0 to {_MAX_SEED} less task.num_problems"
-            )
+        if not 0 <= self.data_seed <= _MAX_SEED:
+            found.append(f"task.data_seed={self.data_seed}: must be 0 to {_MAX_SEED}")
         return found

@@ -24,6 +24,8 @@ from torchtitan_rl.environments.gymnasium_spaces import (
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.calls import in_thread
 
+_SHORT_CHARS, _LONG_CHARS = 100, 1000  # of error messages
+
 Describe = Callable[[Any, Any, Mapping[str, Any]], str]
 
 
@@ -67,7 +69,8 @@ class GymnasiumTask(GameTask):
         return self._game(seed)
 
     def errors(self) -> list[str]:
-        found = super().errors()
+        if found := super().errors():
+            return found
         game = self._game(self.data_seed)
         try:
             fields = game.begin()
@@ -75,13 +78,14 @@ class GymnasiumTask(GameTask):
                 fill(getattr(self, name), {**fields, "steps": 0}, f"task.{name}")
             wrong = names_error(game.action_space, self.action_names)
         except ConfigError as error:
-            return [*found, f"task: {error}"]
+            return [f"task: {error}"]
         except Exception as error:  # of any environment
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            return [*found, f"task.env_id={self.env_id!r}, seed {self.data_seed}: {cause}"]
+            name = self.env_id[:_SHORT_CHARS]
+            return [f"task.env_id={name!r}, seed {self.data_seed}: {cause[:_LONG_CHARS]}"]
         finally:
             game.end()
-        return [*found, f"task.action_names={self.action_names}: {wrong}"] if wrong else found
+        return [f"task.action_names={self.action_names}: {wrong}"] if wrong else []
 
     def _game(self, seed: int) -> GymnasiumGame:
         return GymnasiumGame(lambda: self.make(seed), self.describe, self.action_names, seed)

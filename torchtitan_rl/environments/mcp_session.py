@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any, TextIO
 
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.deadlines import wait_within
@@ -78,7 +78,7 @@ class McpSession:
         self._client: Any = None
         self._may_end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._words: IO[str] | None = None  # the server's standard error
+        self._words: TextIO | None = None  # the server's standard error
         self._tools: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self.is_lost = False
 
@@ -94,7 +94,7 @@ class McpSession:
             self._task.cancel()
             raise self._lost(f"no list of tools after {self._server.start_timeout_s:g} s")
         if (error := self._tools.exception()) is not None:
-            raise self._lost(_cause(error)) from error
+            raise McpServerError(str(error)) from error
         tools = {tool.name: tool for tool in self._tools.result()}
         if missing := sorted(set(self._server.tools) - tools.keys()):
             raise self._lost(f"it has no tool {missing[0]!r}; it has {', '.join(tools)}")
@@ -140,20 +140,21 @@ class McpSession:
 
     async def _serve(self) -> None:
         client_class = require("mcp", "mcp").Client
-        try:
-            async with self._transport() as transport, client_class(transport) as client:
-                tools = await _all_tools(client)
-                self._client = client
-                self._tools.set_result(tools)
-                await self._may_end.wait()
-        except Exception as error:  # in a group, where the library has several tasks
-            self._fail(error)
-        finally:
-            self._fail(ConnectionError("the session was closed"))
+        with tempfile.TemporaryFile("w") as self._words:
+            try:
+                async with self._transport() as transport, client_class(transport) as client:
+                    tools = await _all_tools(client)
+                    self._client = client
+                    self._tools.set_result(tools)
+                    await self._may_end.wait()
+            except Exception as error:  # in a group, where the library has several tasks
+                self._fail(_cause(error))
+            finally:
+                self._fail("the session was closed")
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, cause: str) -> None:
         """Nothing can be called any more; whoever waits for the start is told why."""
-        self.is_lost = True
+        error = self._lost(cause)
         if not self._tools.done():
             self._tools.set_exception(error)
             self._tools.exception()  # the caller may no longer wait
@@ -177,8 +178,7 @@ class McpSession:
         parameters = StdioServerParameters(
             command=command, args=arguments, env=_expanded(server.env)
         )
-        with tempfile.TemporaryFile("w") as self._words:
-            yield stdio_client(parameters, errlog=self._words)
+        yield stdio_client(parameters, errlog=self._words)
 
     def _lost(self, cause: str) -> McpServerError:
         """Ends the session."""
@@ -192,11 +192,9 @@ class McpSession:
         if self._words is None or self._words.closed:
             return ""
         start = max(0, os.fstat(self._words.fileno()).st_size - _LAST_BYTES)
-        lines = (
-            os.pread(self._words.fileno(), _LAST_BYTES, start).decode(errors="replace").split("\n")
-        )
-        words = [line.strip() for line in lines if line.strip()]
-        return f"; its last words: {words[-1]}" if words else ""
+        end = os.pread(self._words.fileno(), _LAST_BYTES, start).decode(errors="replace")
+        words = end.rstrip().rpartition("\n")[2].strip()
+        return f"; its last words: {words}" if words else ""
 
 
 async def _all_tools(client: Any) -> list[Any]:
