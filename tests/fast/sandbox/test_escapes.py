@@ -69,6 +69,46 @@ def test_it_is_refused(what, run):
     assert (result.stdout, result.stderr) == ("refused\n", "")
 
 
+REFUSED_WITHOUT_NAMESPACES = (
+    "a file of the machine",
+    "a file of its user",
+    "the keeper's memory",
+    "the keeper's environment",
+    "the machine's settings",
+    "the machine's devices",
+    "Python's files",
+    "a file in the root",
+    "the system's programs",
+    "a socket",
+    "a socket of the machine",
+    "a new user namespace",
+    "a mount",
+    "reading another's memory",
+    "a higher limit",
+    "a huge file",
+    "much memory",
+)
+
+
+@pytest.mark.parametrize("what", REFUSED_WITHOUT_NAMESPACES)
+def test_it_is_also_refused_under_landlock(what, run_under_landlock):
+    code = REFUSED[what].replace("/proc/1/", f"/proc/{os.getpid()}/")
+    result = run_under_landlock(ATTEMPT.format(code=code))
+    assert (result.stdout, result.stderr) == ("refused\n", "")
+
+
+def test_landlock_keeps_signals_in_and_lets_programs_work(run_under_landlock):
+    code = f"""
+        import ctypes, numpy, tempfile
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.syscall(234, {os.getpid()}, {os.getpid()}, 0), ctypes.get_errno())
+        print(numpy.ones(2).sum())
+        with tempfile.TemporaryDirectory() as folder, open(folder + "/f", "w+") as file:
+            print(file.write("text"))
+    """
+    assert run_under_landlock(textwrap.dedent(code)).stdout == "-1 1\n2.0\n4\n"
+
+
 def test_the_filter_of_system_calls_also_binds_programs_that_a_snippet_starts(run):
     code = (
         "import subprocess, sys\n"
