@@ -54,9 +54,10 @@ def keep(link: socket.socket, settings: dict[str, Any], system_calls: SyscallFil
         answer = _Keeper(link, request, settings, system_calls).watch()
         if answer is not None:
             answer["wall_s"] = time.monotonic() - started_s
+            link.setblocking(True)
             link.sendall(json.dumps(answer).encode() + b"\n")
-    except OSError as error:
-        link.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+    except Exception as error:
+        link.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +77,7 @@ class _Keeper:
         self._link = link
         self._limits = request["limits"]
         self._has_own_ids = settings["isolation"] == "namespaces"
-        self._unwritten = request["stdin"].encode()
+        self._unwritten = request["stdin"].encode(errors="replace")
         self._kept = {"stdout": b"", "stderr": b""}
         self._is_truncated = False
         self._deadline_s = time.monotonic() + self._limits["wall_s"]

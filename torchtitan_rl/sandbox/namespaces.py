@@ -59,9 +59,10 @@ def enter() -> None:
 
 def close_files(readable: Iterable[str]) -> None:
     """Instead of a root of its own: leave to this process what such a root would have had."""
-    shown = {*filter(os.path.exists, _SYSTEM), sys.base_prefix, sys.prefix, *readable}
+    system = filter(os.path.exists, (*_SYSTEM, "/etc/ld.so.cache"))
     devices = [f"/dev/{name}" for name in _DEVICES]
-    kernel.restrict_files((*shown, "/etc/ld.so.cache"), (*devices, os.getcwd()))
+    shown = {*system, sys.base_prefix, sys.prefix, *readable}
+    kernel.restrict_files(shown, (*devices, os.getcwd()))
 
 
 def make_root(readable: Iterable[str]) -> None:

@@ -107,6 +107,11 @@ def test_a_large_input_and_code_arrive_whole(run):
     assert run(code, stdin="y" * 10**6).stdout == "1000000 1000000\n"
 
 
+def test_a_large_output_arrives_whole(run):
+    result = run("print('x' * 10**6)", limits=SandboxLimits(output_bytes=2 * 10**6))
+    assert (len(result.stdout), result.is_truncated) == (10**6 + 1, False)
+
+
 def test_an_input_that_nobody_reads_is_no_error(run):
     assert run("print(1)", stdin="y" * 10**6).stdout == "1\n"
 
