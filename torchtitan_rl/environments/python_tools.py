@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_rl.environments.tool_env import ToolAnswer
@@ -39,10 +40,13 @@ class PythonTools:
     An agent calls it itself::
 
         answer = await PythonTools().call("python", {"code": "print(6 * 7)"})
+
+    ``traceback``: of an exception, show where it was raised, too.
     """
 
-    def __init__(self, config: SandboxConfig | None = None) -> None:
+    def __init__(self, config: SandboxConfig | None = None, *, traceback: bool = True) -> None:
         self._config = config or SandboxConfig()
+        self._traceback = traceback
 
     async def open(self) -> Sequence[Mapping[str, Any]]:
         return [PYTHON]
@@ -59,6 +63,8 @@ class PythonTools:
         if not isinstance(code, str):
             return ToolAnswer(text="error: python needs the argument code, a text", failed=True)
         result = await shared_sandbox(self._config).run(code, print_last=True)
+        if not self._traceback:
+            result = replace(result, stderr=result.stderr.strip().rpartition("\n")[2])
         text = shown(result, self._config.limits)
         return ToolAnswer(text=text, failed=result.status is not SandboxStatus.OK)
 

@@ -32,7 +32,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def keep(link: socket.socket, system_calls: SyscallFilter, *, isolated: bool) -> NoReturn:
+def keep(link: socket.socket, settings: dict[str, Any], system_calls: SyscallFilter) -> NoReturn:
     """Serve one snippet, and exit."""
     started_s = time.monotonic()
     folder = None
@@ -46,17 +46,18 @@ def keep(link: socket.socket, system_calls: SyscallFilter, *, isolated: bool) ->
             os._exit(0)  # the caller has gone
         request = json.loads(line)
         limits = request["limits"]
-        if isolated:
+        if settings["isolation"] == "namespaces":
             namespaces.enter_private(limits["file_mb"] << 20, limits["files"])
         else:
             folder = tempfile.mkdtemp(prefix="snippet-")
             os.chdir(folder)
-        answer = _Keeper(link, request, isolated=isolated, system_calls=system_calls).watch()
+        answer = _Keeper(link, request, settings, system_calls).watch()
         if answer is not None:
             answer["wall_s"] = time.monotonic() - started_s
+            link.setblocking(True)
             link.sendall(json.dumps(answer).encode() + b"\n")
-    except OSError as error:
-        link.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+    except Exception as error:
+        link.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,14 +71,13 @@ class _Keeper:
         self,
         link: socket.socket,
         request: dict[str, Any],
-        *,
-        isolated: bool,
+        settings: dict[str, Any],
         system_calls: SyscallFilter,
     ) -> None:
         self._link = link
         self._limits = request["limits"]
-        self._isolated = isolated
-        self._unwritten = request["stdin"].encode()
+        self._has_own_ids = settings["isolation"] == "namespaces"
+        self._unwritten = request["stdin"].encode(errors="replace")
         self._kept = {"stdout": b"", "stderr": b""}
         self._is_truncated = False
         self._deadline_s = time.monotonic() + self._limits["wall_s"]
@@ -98,8 +98,8 @@ class _Keeper:
                 request,
                 (stdin, stdout, stderr, failed),
                 address_bytes=address_bytes + memory_bytes,
+                settings=settings,
                 system_calls=system_calls,
-                isolated=isolated,
             )
         for descriptor in (stdin, stdout, stderr, failed):
             os.close(descriptor)
@@ -169,7 +169,7 @@ class _Keeper:
         self._reap(os.WNOHANG)
         cpu_s, memory_bytes = _children_cpu_s(), 0
         own = str(os.getpid())
-        names = os.listdir("/proc") if self._isolated else [str(self._snippet)]
+        names = os.listdir("/proc") if self._has_own_ids else [str(self._snippet)]
         for name in names:
             if name.isdigit() and name != own:
                 more_s, more_bytes = _usage(name)
@@ -187,9 +187,9 @@ class _Keeper:
                     self._status = ended[1]
 
     def _kill_all(self) -> None:
-        if self._isolated or self._status is None:
+        if self._has_own_ids or self._status is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1 if self._isolated else self._snippet, signal.SIGKILL)
+                os.kill(-1 if self._has_own_ids else self._snippet, signal.SIGKILL)
         self._reap(0)
 
     def _answer(self, reason: str) -> dict[str, Any]:

@@ -29,16 +29,20 @@ from weakref import WeakKeyDictionary
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.tasks import uninterrupted
 
-Isolation = Literal["namespaces", "limits"]
+Isolation = Literal["namespaces", "landlock", "limits"]
 
 _START_S = 60.0  # of Python and of what is loaded in advance
 _GRACE_S = 10.0  # after the time limit of a snippet, which its keeper enforces
 _CHUNK_BYTES = 1 << 16
+_MAIN = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from torchtitan_rl.sandbox.zygote import main; "
+    "del sys.path[0]; main()"  # snippets have packages that are installed, and no others
+)
 _HELP = (
-    "{error}. Isolation needs Linux 5.12, libseccomp, and user namespaces (in a container: "
-    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined; on Ubuntu: sysctl "
-    "kernel.apparmor_restrict_unprivileged_userns=0). isolation 'limits' does without them: it "
-    "limits what code uses up, and keeps it from nothing that your user may read or write"
+    "{error}. Isolation by namespaces needs Linux 5.12, libseccomp and user namespaces (in a "
+    "container: --security-opt seccomp=unconfined --security-opt systempaths=unconfined; on "
+    "Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0). isolation 'landlock' does "
+    "without them (Linux 5.13); 'limits' only limits what code uses up, and closes no files to it"
 )
 
 
@@ -69,11 +73,11 @@ class SandboxLimits:
     """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
     of each."""
     processes: int = 32
-    """Processes and threads at once; with ``isolation limits`` it has one process."""
+    """Processes and threads at once. Without namespaces: one process, any number of threads."""
     file_mb: int = 32
-    """Megabytes of files, all together; they are in memory. With ``isolation limits``: of each."""
+    """Megabytes of files, all together; they are in memory. Without namespaces: of each."""
     files: int = 256
-    """Files and folders. Without effect with ``isolation limits``."""
+    """Files and folders. Without namespaces: no limit."""
     open_files: int = 64
     """Descriptors that a process may have open."""
     output_bytes: int = 16384
@@ -102,8 +106,10 @@ class SandboxConfig:
     """How snippets are kept apart from the machine."""
 
     isolation: Isolation = "namespaces"
-    """``namespaces``: a snippet reaches nothing of the machine. ``limits``, for machines that allow
-    no namespaces: it reaches all that your user does, without network and other processes."""
+    """``namespaces``: a snippet reaches nothing of the machine. Where that is not allowed,
+    ``landlock``: no files but its own, no network and no other processes, but some limits are for
+    each file, and what it writes is on the disk. ``limits``: no network and no other processes, but
+    all files of your user."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     """What a snippet may use."""
     readable: tuple[str, ...] = ()
@@ -223,7 +229,7 @@ class _Zygote:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "torchtitan_rl.sandbox.zygote"),
+                    *(sys.executable, "-P", "-s", "-c", _MAIN, str(Path(__file__).parents[2])),
                     *(str(theirs.fileno()), json.dumps(asdict(config))),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -270,7 +276,6 @@ def _environment() -> dict[str, str]:
         "PYTHONUTF8": "1",
         "PYTHONHASHSEED": "0",  # the same code, the same answer
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
         "MALLOC_ARENA_MAX": "2",  # each reserves 64 MB of addresses
         **dict.fromkeys(one_thread, "1"),
     }

@@ -29,8 +29,8 @@ def run_snippet(
     streams: tuple[int, int, int, int],
     *,
     address_bytes: int,
+    settings: dict[str, Any],
     system_calls: SyscallFilter,
-    isolated: bool,
 ) -> NoReturn:
     """Run the request's code, and exit as Python would.
 
@@ -41,7 +41,7 @@ def run_snippet(
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
         os.closerange(_FAILURE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _enclose(request["limits"], address_bytes, isolated)
+        _enclose(request["limits"], address_bytes, settings)
         system_calls.load()
         _prepare_python()
     except BaseException as error:
@@ -51,17 +51,19 @@ def run_snippet(
     os._exit(_run(request["code"], print_last=request["print_last"]))
 
 
-def _enclose(limits: dict[str, Any], address_bytes: int, isolated: bool) -> None:
+def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files in /proc/self are another's
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # the first to go where the machine runs out of memory
-    if isolated:
+    if settings["isolation"] == "namespaces":
         namespaces.become_nobody()
         _limit(resource.RLIMIT_NPROC, limits["processes"])
     else:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if settings["isolation"] == "landlock":
+        namespaces.close_files(settings["readable"])
     _limit(resource.RLIMIT_AS, address_bytes)
     _limit(resource.RLIMIT_CPU, ceil(limits["cpu_s"]) + _CPU_GRACE_S)
     _limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
@@ -78,8 +80,6 @@ def _limit(what: int, value: int) -> None:
 
 def _prepare_python() -> None:
     """As of a fresh interpreter, in a folder of its own."""
-    package = os.environ.pop("PYTHONPATH")  # of this module
-    sys.path.remove(package)
     sys.argv = [NAME]
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()

@@ -1,9 +1,9 @@
 """The process that snippets are forked from: Python is started, and what they import is loaded.
 
-Run as ``python -m torchtitan_rl.sandbox.zygote FD SETTINGS``. FD is a socket of the `Sandbox`: this
-process writes one JSON line when it is ready, or why it cannot be, then takes a descriptor for each
-snippet and forks a `keeper` that serves it. When the other end is closed it ends, and with it, as
-it is the first process of its namespace of process ids, everything that was forked from it.
+`main` is called in a new process with a socket of the `Sandbox`: it writes one JSON line when it is
+ready, or why it cannot be, then takes a descriptor for each snippet and forks a `keeper` that
+serves it. When the other end is closed it ends, and with it, as it is the first process of its
+namespace of process ids, everything that was forked from it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from torchtitan_rl.sandbox.keeper import keep
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """``sys.argv`` ends with the descriptor of the socket and the settings (`SandboxConfig`)."""
+    control = socket.socket(fileno=int(sys.argv[-2]))
     control.set_inheritable(False)
-    settings = json.loads(sys.argv[2])
+    settings = json.loads(sys.argv[-1])
+    has_own_ids = settings["isolation"] == "namespaces"
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        isolated = settings["isolation"] == "namespaces"
-        system_calls = SyscallFilter(processes=isolated)
-        if isolated:
+        system_calls = SyscallFilter(processes=has_own_ids)
+        if has_own_ids:
             namespaces.enter()
             _continue_in_child(control)
             namespaces.make_root(settings["readable"])
+        elif settings["isolation"] == "landlock":
+            kernel.landlock_version()  # raises where there is none
         for name in settings["preload"]:
             import_module(name)
-        own_ids = os.open("/proc/self/ns/pid", os.O_RDONLY) if isolated else None
+        own_ids = os.open("/proc/self/ns/pid", os.O_RDONLY) if has_own_ids else None
     except Exception as error:
         is_import = isinstance(error, ImportError)
         _say(control, error=f"{type(error).__name__}: {error}", is_import=is_import)
         raise SystemExit(1) from None
     _say(control, ready=True)
-    _serve(control, own_ids, system_calls)
+    _serve(control, settings, system_calls, own_ids)
 
 
 def _say(link: socket.socket, **message: Any) -> None:
@@ -59,7 +62,13 @@ def _continue_in_child(control: socket.socket) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _serve(control: socket.socket, own_ids: int | None, system_calls: SyscallFilter) -> NoReturn:
+def _serve(
+    control: socket.socket,
+    settings: dict[str, Any],
+    system_calls: SyscallFilter,
+    own_ids: int | None,
+) -> NoReturn:
+    """``own_ids`` is this process's namespace of process ids, where snippets have others."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it
@@ -74,11 +83,7 @@ def _serve(control: socket.socket, own_ids: int | None, system_calls: SyscallFil
                 kernel.unshare(kernel.CLONE_NEWPID)
             if os.fork() == 0:
                 control.close()
-                keep(link, system_calls, isolated=own_ids is not None)
+                keep(link, settings, system_calls)
         except OSError as error:
             _say(link, error=str(error))
         link.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxConfig, SandboxResult
+from torchtitan_rl.sandbox.sandbox import Isolation, Sandbox, SandboxConfig, SandboxResult
 
 Run = Callable[..., SandboxResult]
 
@@ -29,9 +29,21 @@ def run(sandbox_and_runner: tuple[Sandbox, asyncio.Runner]) -> Run:
     return lambda code, **options: runner.run(sandbox.run(code, **options))
 
 
+@pytest.fixture(scope="session", params=["landlock", "limits"])
+def run_without_namespaces(request: pytest.FixtureRequest) -> Iterator[Run]:
+    yield from _running(request.param)
+
+
 @pytest.fixture(scope="session")
-def run_limited() -> Iterator[Run]:
-    sandbox = Sandbox(SandboxConfig(isolation="limits"))
+def run_under_landlock() -> Iterator[Run]:
+    yield from _running("landlock")
+
+
+def _running(isolation: Isolation) -> Iterator[Run]:
+    config = SandboxConfig(isolation=isolation)
+    if errors := config.errors("sandbox"):
+        pytest.skip(errors[0])
+    sandbox = Sandbox(config)
     with asyncio.Runner() as runner:
         yield lambda code, **options: runner.run(sandbox.run(code, **options))
         runner.run(sandbox.close())

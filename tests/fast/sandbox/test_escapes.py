@@ -31,6 +31,10 @@ REFUSED = {
     "another user": "os.setuid(0)",
     "a socket": "__import__('socket').create_connection(('127.0.0.1', 80))",
     "a socket of the machine": "__import__('socket').socket(__import__('socket').AF_UNIX)",
+    "a message to a socket by its address": (
+        "__import__('socket').socketpair(1, 2)[0].sendto(b'x', '/run/systemd/journal/socket')"
+    ),
+    "a signal by a pipe": "__import__('fcntl').fcntl(1, 8, 1)",
     "a new user namespace": "check(libc.unshare(0x10000000))",
     "a child in new namespaces": "check(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))",
     "a mount": "check(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))",
@@ -67,6 +71,50 @@ except (OSError, MemoryError, RuntimeError, ValueError):
 def test_it_is_refused(what, run):
     result = run(ATTEMPT.format(code=REFUSED[what]))
     assert (result.stdout, result.stderr) == ("refused\n", "")
+
+
+REFUSED_WITHOUT_NAMESPACES = (
+    "a file of the machine",
+    "a file of its user",
+    "the keeper's memory",
+    "the keeper's environment",
+    "the machine's settings",
+    "the machine's devices",
+    "Python's files",
+    "a file in the root",
+    "the system's programs",
+    "a socket",
+    "a socket of the machine",
+    "a message to a socket by its address",
+    "a signal by a pipe",
+    "a new user namespace",
+    "a mount",
+    "reading another's memory",
+    "a higher limit",
+    "a huge file",
+    "much memory",
+)
+
+
+@pytest.mark.parametrize("what", REFUSED_WITHOUT_NAMESPACES)
+def test_it_is_also_refused_under_landlock(what, run_under_landlock):
+    code = REFUSED[what].replace("/proc/1/", f"/proc/{os.getpid()}/")
+    result = run_under_landlock(ATTEMPT.format(code=code))
+    assert (result.stdout, result.stderr) == ("refused\n", "")
+
+
+def test_landlock_keeps_signals_in_and_lets_programs_work(run_under_landlock):
+    code = f"""
+        import ctypes, numpy, tempfile
+        libc = ctypes.CDLL(None, use_errno=True)
+        pid = {os.getpid()}
+        print(libc.syscall(234, pid, pid, 0), libc.prlimit(pid, 7, None, None), end=" ")
+        print(libc.setpriority(0, pid, 19), end=" ")
+        print(numpy.ones(2).sum())
+        with tempfile.TemporaryDirectory() as folder, open(folder + "/f", "w+") as file:
+            print(file.write("text"))
+    """
+    assert run_under_landlock(textwrap.dedent(code)).stdout == "-1 -1 -1 2.0\n4\n"
 
 
 def test_the_filter_of_system_calls_also_binds_programs_that_a_snippet_starts(run):

@@ -25,6 +25,7 @@ from torchtitan_rl.sandbox.sandbox import (
     shared_sandbox,
 )
 
+ROOT = str(Path(__file__).parents[3])
 # Code -> stdout, last line of stderr, exit code: as of Python itself.
 PROGRAMS = {
     "a line of input": ("print(input() + '!')", "one!\n", "", 0),
@@ -104,6 +105,11 @@ def test_the_value_of_the_last_line_can_be_printed(code, stdout, run):
 def test_a_large_input_and_code_arrive_whole(run):
     code = f"text = {'x' * 10**6!r}\nprint(len(text), len(input()))"
     assert run(code, stdin="y" * 10**6).stdout == "1000000 1000000\n"
+
+
+def test_a_large_output_arrives_whole(run):
+    result = run("print('x' * 10**6)", limits=SandboxLimits(output_bytes=2 * 10**6))
+    assert (len(result.stdout), result.is_truncated) == (10**6 + 1, False)
 
 
 def test_an_input_that_nobody_reads_is_no_error(run):
@@ -191,6 +197,19 @@ def test_a_configuration_that_cannot_be_met_says_why(options, error):
     assert error in found
 
 
+def test_snippets_import_what_is_installed_and_not_what_is_in_this_repository(run):
+    assert run(f"import sys; print({ROOT!r} in sys.path)").stdout == "False\n"
+
+
+def test_processes_can_share_work(run):
+    code = """
+        from concurrent.futures import ProcessPoolExecutor
+        def square(number): return number * number
+        with ProcessPoolExecutor(2) as pool: print(list(pool.map(square, range(4))))
+    """
+    assert run(textwrap.dedent(code)).stdout == "[0, 1, 4, 9]\n"
+
+
 @on_event_loop
 async def test_callers_with_the_same_configuration_share_a_sandbox():
     config = SandboxConfig(isolation="limits")
@@ -213,7 +232,7 @@ def test_a_machine_without_user_namespaces_is_refused_unless_less_is_asked_for_b
     argv = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, textwrap.dedent(program)]
     refused, allowed = subprocess.run(argv, capture_output=True, text=True).stdout.splitlines()
     assert "unshare: No space left on device" in refused
-    assert "isolation 'limits' does without them" in refused
+    assert "isolation 'landlock' does without them" in refused
     assert allowed == "[]"
 
 
@@ -234,14 +253,14 @@ LIMITED = {
 
 
 @pytest.mark.parametrize("what", LIMITED)
-def test_without_namespaces_there_are_limits(what, run_limited):
+def test_without_namespaces_there_are_limits(what, run_without_namespaces):
     code, status = LIMITED[what]
     limits = SandboxLimits(wall_s=0.3 if status == "timeout" else 60, cpu_s=0.3)
-    assert run_limited(code, limits=limits).status == SandboxStatus(status)
+    assert run_without_namespaces(code, limits=limits).status == SandboxStatus(status)
 
 
-def test_without_namespaces_a_folder_of_its_own_is_removed_after_the_run(run_limited):
-    folder = run_limited("import os; open('f', 'w'); print(os.getcwd())").stdout.strip()
+def test_without_namespaces_a_folder_of_its_own_is_removed_after_the_run(run_without_namespaces):
+    folder = run_without_namespaces("import os; open('f', 'w'); print(os.getcwd())").stdout.strip()
     deadline_s = time.monotonic() + 10
     while os.path.exists(folder) and time.monotonic() < deadline_s:
         time.sleep(0.01)

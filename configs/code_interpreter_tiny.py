@@ -1,0 +1,41 @@
+"""A policy learns to use a Python interpreter: the embedded one, on two CPU cores, in minutes.
+
+Programs run in a sandbox, which needs Linux with user namespaces (``--task.sandbox.isolation
+limits`` does without). Two vLLM replicas generate, one torchtitan process trains, synchronously.
+"""
+
+from __future__ import annotations
+
+from torchtitan_rl import (
+    EvaluationConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from torchtitan_rl.experiments.code_interpreter.task import POLICY_DIR, CodeInterpreterTask
+
+config = RunConfig(
+    name="code_interpreter_tiny",
+    policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
+    task=CodeInterpreterTask(renderer="qwen3", thinking="keep"),
+    num_steps=40,
+    rollout=RolloutConfig(
+        groups_per_step=16,
+        group_size=8,
+        max_turns=4,
+        max_total_tokens=320,  # a right rollout has about 120
+        sampling=SamplingConfig(temperature=1.0, max_tokens_per_turn=80),
+    ),
+    generator=GeneratorConfig(replicas=2, max_model_len=320, max_running_requests=64),
+    trainer=TrainerConfig(
+        row_len=320,
+        rows_per_microbatch=32,
+        threads=2,
+        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=20, min_lr_factor=0.1),
+    ),
+    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
+)

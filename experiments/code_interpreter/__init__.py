@@ -1,0 +1,1 @@
+"""Questions about numbers that a policy answers by running programs."""
