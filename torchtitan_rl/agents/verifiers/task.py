@@ -97,6 +97,7 @@ class VerifiersTask(AgentTask):
         answer = await run_episode(spec, request, processes=self.num_processes)
         return AgentResult(
             reward=answer["reward"],
+            part_rewards=answer["part_rewards"],
             metrics=answer["metrics"],
             messages=tuple(answer["messages"]),
         )
