@@ -18,7 +18,7 @@ from tests.real.runs import (
 )
 from tests.support.verifiers import needs_verifiers
 
-NUM_STEPS = 2
+NUM_STEPS = 1
 NUM_ROLLOUTS = 16  # of a step
 
 pytestmark = needs_verifiers

@@ -52,9 +52,11 @@ class AgentCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
     """What an agent may return instead of a number. ``reward`` None leaves the reward to the
-    rubric, or to the client that closes the session with one."""
+    rubric, or to the client that closes the session with one. ``part_rewards`` are rewards of
+    their own for the branches of requests in ``SESSION.PART``, by PART."""
 
     reward: float | None = None
+    part_rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, for the records
 

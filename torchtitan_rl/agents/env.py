@@ -105,6 +105,7 @@ class AgentEnv:
         self._running: RunningAgent | None = None
         self._answers: dict[str, asyncio.Future[Completion]] = {}  # by the client's request's id
         self._turn_ids: dict[str, str] = {}  # by the same, of all requests of the session
+        self._parts: dict[str, list[str]] = {}  # turns by the part of the session that asked
         self._changed = asyncio.Event()
         self._is_over = False  # no more requests are taken
         self._posted: float | None = None  # the reward that a client closed the session with
@@ -191,6 +192,8 @@ class AgentEnv:
                 on_progress=None if on_progress is None else progress,
                 decode=self._decode,
             )
+            part = (request.session_id or "").partition(".")[2]
+            self._parts.setdefault(part, []).append(self._turn_ids[name])
             return await future  # cancelled with its caller
         except LimitReachedError:
             raise self._closed() from None
@@ -227,6 +230,7 @@ class AgentEnv:
         """Run the agent in a new session, until it has ended or a client gave a reward."""
         self._is_over = False
         self._turn_ids.clear()
+        self._parts.clear()
         self._session_id = self._host.sessions.drive(self)
         call = self._host.call(self._problem, self._session_id)
         work: Callable[[], Coroutine[Any, Any, AgentResult]]
@@ -260,6 +264,7 @@ class AgentEnv:
 
     def _terminal(self, result: AgentResult | None, reward: float | None) -> Terminal:
         self._reward = reward
+        self._reward_parts({} if result is None else result.part_rewards)
         counts = dict(self._counts)
         if self._turns is not None:
             counts["unseen_turns"] = sum(not turn.is_seen for turn in self._turns.turns)
@@ -270,6 +275,12 @@ class AgentEnv:
             reward=reward,
             metrics={**metrics, **{f"agent/{name}": float(n) for name, n in counts.items()}},
         )
+
+    def _reward_parts(self, rewards: Mapping[str, float]) -> None:
+        for part, reward in rewards.items():
+            for turn_id in self._parts.get(part, ()):
+                assert self._turns is not None
+                self._turns.reward(turn_id, reward)
 
     @property
     def _outcome(self) -> AgentResult | BaseException | None:

@@ -12,6 +12,7 @@ from tests.support.agent_rollouts import CLOSED, SlowGenerate, only, refusal, ro
 from tests.support.agents import Hosted, asked
 from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import PROBLEM
+from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.serving.messages import RefusedError
@@ -189,3 +190,16 @@ def test_a_branch_with_a_reward_of_its_own_is_compared_with_the_rollouts_rewards
     assert sorted(turn.branch_reward or 0 for turn in first.turns) == [0, 0, 0.25]
     advantages = {value for value in batch.advantages.flatten().tolist() if value}
     assert advantages == {0.5, -0.5, -0.25}  # the baseline is the mean of 1 and 0
+
+
+def test_parts_of_a_session_have_rewards_of_their_own():
+    async def duel(ask, call):
+        for part, prompt in (("left", (1, 2)), ("right", (3, 4)), ("left", (5, 6))):
+            request = asked(prompt, f"{call.session_id}.{part}", max_tokens=3)
+            await hosted.sessions.complete(request)
+        return AgentResult(reward=0.0, part_rewards={"left": 1.0, "right": -1.0})
+
+    hosted = Hosted(duel)
+    (rollout,) = roll_out(hosted)
+    assert [turn.branch_reward for turn in rollout.turns] == [1.0, -1.0, 1.0]
+    assert rollout.reward == 0.0

@@ -197,6 +197,16 @@ def test_turns_of_an_agent_that_is_not_trained_are_not_the_rollouts(server: Chat
     assert server.deleted == [user] == [same_user]  # the endpoint recorded it
 
 
+@pytest.mark.slow
+def test_agents_that_are_trained_have_rewards_of_their_own(server: ChatServer) -> None:
+    server.reply = lambda messages: "2" if len(server.asked) == 2 else "no"
+    task = replace(TASK, env="best-of-n+sums-v1", args={"n": 3})
+    result = asyncio.run(solve(server, task))
+    assert result.part_rewards == {"1": 0, "2": 2, "3": 0}
+    assert result.reward == pytest.approx(2 / 3)
+    assert result.metrics["pass_at_n"] == 1
+
+
 def test_problems_are_the_environments_tasks_in_two_splits() -> None:
     def ids(split: Split) -> set[str]:
         dataset = replace(TASK, validation_share=0.4).dataset(split, seed=0)

@@ -28,6 +28,7 @@ from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
 _BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
 _LINES = 30  # of stderr that an error looks at
+_NOISE_S = 5.0
 
 
 class VerifiersError(AgentError):
@@ -83,7 +84,8 @@ def _tasks(text: str) -> list[dict[str, Any]]:
             env=spec.environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
     except OSError as error:
@@ -151,7 +153,8 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             bufsize=1,
             start_new_session=True,  # Ctrl-C is the controller's
         )
@@ -202,7 +205,7 @@ class _Process:
             with self._lock:
                 waiting = self._running.pop(answer["id"])
             waiting.set_result(answer)
-        self._noise.join()
+        self._noise.join(_NOISE_S)  # what it started may keep its stderr open
         code = self._process.wait()
         cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
         with self._lock:

@@ -29,7 +29,7 @@ from torchtitan_rl.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersTask(AgentTask):
-    """An environment of verifiers 0.4 or later::
+    """An environment of verifiers 0.4::
 
         VerifiersTask(env="gsm8k-v1", args={"taskset.split": "train", "agent.max_turns": 4})
 
@@ -42,7 +42,7 @@ class VerifiersTask(AgentTask):
     args: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Options, named as ``vf-eval`` does after ``--env.``: ``{"taskset.split": "train"}``."""
     validation_args: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Options of the validation set, in addition to ``args``. None: ``validation_share`` of the
+    """Options of the validation set, in addition to ``args``. Empty: ``validation_share`` of the
     tasks."""
     validation_share: float = 0.1
     """Share of the tasks that are kept for validation where ``validation_args`` is empty. A task's
@@ -97,6 +97,7 @@ class VerifiersTask(AgentTask):
         answer = await run_episode(spec, request, processes=self.num_processes)
         return AgentResult(
             reward=answer["reward"],
+            part_rewards=answer["part_rewards"],
             metrics=answer["metrics"],
             messages=tuple(answer["messages"]),
         )

@@ -215,7 +215,8 @@ async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
 
 
 def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
-    """Reward and metrics: the means over the traces of agents that are trained."""
+    """Reward and metrics: the means over the traces of agents that are trained. Where there are
+    several, each has a reward of its own, too."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not is_valid:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -225,10 +226,12 @@ def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     for trace in trained:
         own = {name: value for name, value in trace.metrics.items() if value is not None}
-        parts = {f"reward/{name}": part.score for name, part in trace.rewards.items() if part}
-        for name, value in {**own, **parts, "truncated": float(trace.is_truncated)}.items():
+        scores = {f"reward/{name}": part.score for name, part in trace.rewards.items() if part}
+        for name, value in {**own, **scores, "truncated": float(trace.is_truncated)}.items():
             values.setdefault(name, []).append(value)
+    parts = {trace.id.rpartition(".")[2]: trace.reward for trace in trained if trace.rewards}
     return {
+        "part_rewards": parts if len(trained) > 1 else {},
         "reward": fmean(trace.reward for trace in trained) if trained[-1].rewards else None,
         "metrics": {name: fmean(of_traces) for name, of_traces in values.items()},
         "messages": messages(trained[-1]),
