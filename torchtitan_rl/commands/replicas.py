@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,7 +122,8 @@ async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[G
     config = prepared.config
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)
     async with AsyncExitStack() as stack:
-        processes = await stack.enter_async_context(serve_processes(prepared, model=directory))
+        serving = serve_processes(replace(prepared, policy_dir=directory))
+        processes = await stack.enter_async_context(serving)
         router = GeneratorRouter(
             processes.replicas,
             request_timeout_s=config.request_timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -77,18 +77,14 @@ async def run_processes(
 
 @asynccontextmanager
 async def serve_processes(
-    prepared: PreparedRun | PreparedServe, *, model: Path | None = None
+    prepared: PreparedRun | PreparedServe,
 ) -> AsyncIterator[ServeProcesses]:
     """Replicas, and the plan's endpoint, ready to be called; gone when the context is left.
-
-    ``model`` replaces the directory of the policy.
 
     Raises:
         EndpointLostError, ReplicaError, DeadlineError: one did not start; the others are ended.
     """
     plan = prepared.plan
-    if model is not None:
-        prepared = replace(prepared, policy_dir=model)
     supervise()
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
