@@ -7,12 +7,12 @@ threads rounding may differ.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl import Episode, OptimizerConfig, TrainerConfig, pack_episodes
+from torchtitan_rl import ChatRenderer, Episode, OptimizerConfig, TrainerConfig, pack_episodes
 
 ROW_LEN = 256
 
@@ -86,3 +86,33 @@ def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -
     )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def conversation(
+    exchanges: Iterable[tuple[str, str]], renderer: ChatRenderer, tokenizer: Any, *, name: str
+) -> Episode:
+    """What the user says and what is to be answered, as an episode with loss on the answers."""
+    end = tokenizer.eos_token_id
+    prompt: tuple[int, ...] | None = None
+    answer: tuple[int, ...] = ()
+    mask: list[bool] = []
+    for said, answered in exchanges:
+        message = {"role": "user", "content": said}
+        if prompt is None:
+            prompt = renderer.initial_prompt([message])
+        else:
+            prompt = renderer.extend(prompt, answer, [message])
+        if prompt is None:
+            raise ValueError(f"{name}: the renderer cannot extend the conversation")
+        answer = (*tokenizer.encode(answered, add_special_tokens=False), end)
+        mask += [False] * (len(prompt) - len(mask)) + [True] * len(answer)
+    zeros = (0.0,) * len(mask)
+    return Episode(
+        rollout_id=name,
+        group_id=name,
+        token_ids=(*(prompt or ()), *answer),
+        loss_mask=tuple(mask),
+        logprobs=zeros,
+        advantages=zeros,
+        versions=tuple(0 if sampled else -1 for sampled in mask),
+    )
