@@ -1,0 +1,1 @@
+"""FrozenLake of gymnasium on random maps, and a small policy for it."""
