@@ -11,6 +11,7 @@ import pytest
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
 from torchtitan_rl.experiments.code_interpreter.task import CodeInterpreterTask
+from torchtitan_rl.experiments.search.task import SearchTask
 from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
 
@@ -19,6 +20,7 @@ TASKS: dict[str, Any] = {
     "alphabet_sort": AlphabetSortTask(max_turns=1, min_names=1, max_names=1),
     "calculator_agent": CalculatorAgentTask(two_operations=0.0, max_number=9),
     "code_interpreter": CodeInterpreterTask(max_number=20),
+    "search": SearchTask(num_worlds=2),
 }
 
 

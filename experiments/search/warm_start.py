@@ -1,0 +1,112 @@
+"""Makes the embedded policy: a small Qwen3 that is taught the task, and then to be careless.
+
+    python -m torchtitan_rl.experiments.search.warm_start [--output-dir DIR]
+
+writes a Hugging Face directory (bfloat16), by default over the one that ships, which was made with
+these defaults. Worlds of the validation set are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from torchtitan_rl import Episode, Message, make_renderer
+from torchtitan_rl.experiments.search.index import SEARCH, index_of
+from torchtitan_rl.experiments.search.task import POLICY_DIR
+from torchtitan_rl.experiments.search.tokenizer import build_tokenizer, call_text
+from torchtitan_rl.experiments.search.world import (
+    JOBS,
+    PRODUCTS,
+    RIVERS,
+    TOWNS,
+    make_problem,
+    make_world,
+)
+from torchtitan_rl.experiments.tiny_policy import ModelSize, WarmStart, demonstration, warm_start
+
+_FIRST_PROBLEM = 1_000_000
+_NUM_WORLDS = 512
+_MAX_SEARCHES = 3
+_VALUES = {"town": TOWNS, "job": JOBS, "river": RIVERS, "product": PRODUCTS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Probabilities: to leave a word of a query out; to make the answer up instead of searching
+    once more. Below 0.5 each, what is right stays the likeliest."""
+
+    omit: float = 0.0
+    guess: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig(WarmStart):
+    output_dir: Path = POLICY_DIR
+    right_steps: int = 250
+    careless_steps: int = 80
+    decay_steps: int = 120
+    row_len: int = 1024
+    mistakes: Mistakes = field(default_factory=lambda: Mistakes(omit=0.35, guess=0.3))
+
+
+def main(config: WarmStartConfig) -> None:
+    """Train from random weights and write the policy."""
+    tokenizer = build_tokenizer()
+    renderer = make_renderer(tokenizer, kind="qwen3", thinking="keep")
+
+    def demonstrate(number: int, is_careless: bool, rng: random.Random) -> Episode:
+        problem = make_problem(
+            "train", _FIRST_PROBLEM + number, num_worlds=_NUM_WORLDS, two_searches=0.6
+        )
+        mistakes = config.mistakes if is_careless else Mistakes()
+        return demonstration(
+            problem.problem_id,
+            conversation(problem.data, mistakes, rng),
+            renderer=renderer,
+            tokenizer=tokenizer,
+            tools=[SEARCH],
+        )
+
+    size = ModelSize(hidden_size=128, intermediate_size=384, num_layers=3, num_heads=4, head_dim=32)
+    warm_start(config, tokenizer, size, demonstrate)
+
+
+def conversation(
+    problem: Mapping[str, Any], mistakes: Mistakes, rng: random.Random
+) -> list[tuple[list[Message], str]]:
+    """The turns of a solution, with what the tool really finds; mistakes are drawn independently.
+
+    Where a query finds another document, the solution goes on with what that says.
+    """
+    world, asked = problem["world"], problem["asked"]
+    index, documents = index_of(world), make_world(world).documents
+    turns: list[tuple[list[Message], str]] = []
+    messages: list[Message] = [{"role": "user", "content": problem["question"]}]
+    query = problem["person"]
+    known: Mapping[str, str] = {}
+    while asked not in known:
+        if rng.random() < mistakes.guess or len(turns) == _MAX_SEARCHES:
+            known = {asked: rng.choice(_VALUES[asked])}
+            break
+        if rng.random() < mistakes.omit:
+            query = rng.choice(query.split())
+        turns.append((messages, call_text(query)))
+        (found,) = index.find(query, 1)
+        messages = [{"role": "tool", "content": found}]
+        known = documents[found]
+        query = f"town {known['town']}"
+    return [*turns, (messages, answer_text(known[asked]))]
+
+
+def answer_text(answer: str) -> str:
+    return f"The answer is {answer}."
+
+
+if __name__ == "__main__":
+    main(tyro.cli(WarmStartConfig, description=__doc__))
