@@ -30,7 +30,7 @@ config = RunConfig(
         env="calculator-v1",
         folders=(str(Path(verifiers_calculator.__file__).parent),),
     ),
-    num_steps=40,
+    num_steps=30,
     rollout=RolloutConfig(
         groups_per_step=8,
         group_size=8,
@@ -43,7 +43,7 @@ config = RunConfig(
         row_len=256,
         rows_per_microbatch=32,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=20, min_lr_factor=0.1),
+        optimizer=OptimizerConfig(learning_rate=5e-4, decay_steps=15, min_lr_factor=0.1),
     ),
     evaluation=EvaluationConfig(every=10, num_problems=64, temperature=1.0),
     endpoint=EndpointConfig(enabled=True, tool_call_parser="hermes", max_concurrent_requests=256),

@@ -23,7 +23,7 @@ the caller left. When `close` returns, the agent has ended or an error says that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ from torchtitan_rl.types import (
     SamplingParams,
 )
 
+_PREPARE_S = 600.0
 _IGNORED = frozenset(
     {
         "frequency_penalty",
@@ -72,7 +73,8 @@ class AgentEnv:
 
     ``grace_s``: how long an agent may take to return its reward after a limit, and to end once it
     is cancelled. ``reward_at_limit``: the reward where it returns none by then. ``decode`` makes
-    the turns readable in the records.
+    the turns readable in the records. ``prepare`` is called before the agent runs; its time counts
+    as none of the agent's.
 
     ``replays`` declares that the agent sends the same requests again when it is given the same
     answers. One that fails is then restarted, up to ``max_restarts`` times, and its requests are
@@ -91,8 +93,10 @@ class AgentEnv:
         decode: Callable[[tuple[int, ...]], str] | None = None,
         replays: bool = False,
         max_restarts: int = 2,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.replays = replays
+        self._prepare = prepare
         self._agent = agent
         self._problem = problem
         self._host = host
@@ -231,6 +235,9 @@ class AgentEnv:
         self._is_over = False
         self._turn_ids.clear()
         self._parts.clear()
+        if self._prepare is not None:
+            turns.expect("what the agent needs", within_s=_PREPARE_S)
+            await self._prepare()
         self._session_id = self._host.sessions.drive(self)
         call = self._host.call(self._problem, self._session_id)
         work: Callable[[], Coroutine[Any, Any, AgentResult]]

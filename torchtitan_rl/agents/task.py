@@ -50,6 +50,10 @@ class AgentTask(Task):
         """
         raise NotImplementedError
 
+    async def prepare(self, problem: Problem) -> None:
+        """Start what the agent needs, such as a server. Called before each of its runs, on the
+        controller's event loop; does not count as time of the agent."""
+
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
     ) -> RolloutEnv:
@@ -62,6 +66,7 @@ class AgentTask(Task):
             decode=tokenizer.decode,
             replays=self.replayable,
             max_restarts=self.max_restarts,
+            prepare=partial(self.prepare, problem),
         )
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:

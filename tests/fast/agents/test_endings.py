@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.support.agent_rollouts import CLOSED, SlowGenerate, only, refusal
+from tests.support.agent_rollouts import CLOSED, SlowGenerate, only, refusal, roll_out
+from tests.support.agents import Hosted, three_turns
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.types import RolloutStatus
 
@@ -147,3 +148,21 @@ def test_an_agent_that_returns_something_else_than_a_reward_fails(answer):
     rollout, _ = only(agent)
     assert rollout.status is RolloutStatus.ENV_ERROR
     assert "expected a number as reward" in rollout.cause
+
+
+def test_what_an_agent_needs_may_take_longer_to_start_than_a_step():
+    async def start() -> None:
+        await asyncio.sleep(100)
+
+    hosted = Hosted(three_turns, prepare=start)
+    (rollout,) = roll_out(hosted, step_timeout_s=60.0)
+    assert rollout.status is RolloutStatus.COMPLETED
+
+
+def test_an_agent_whose_preparation_fails_fails_alone():
+    async def start() -> None:
+        raise OSError("no such server")
+
+    (rollout,) = roll_out(Hosted(three_turns, prepare=start))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "no such server" in rollout.cause

@@ -107,6 +107,15 @@ def _remedy(error: str, interpreter: str) -> str:
     return ""
 
 
+async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
+    """Return once a process can run rollouts; the first call starts it.
+
+    Raises:
+        VerifiersError: it does not start.
+    """
+    await shield(wrap_future(_pool(spec.as_text(), processes).pick().started))
+
+
 async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
     """What came of one rollout, which runs in one of so many processes.
 
@@ -128,17 +137,19 @@ class _Pool:
         self._spec = spec
         self._size = size
         self._processes: list[_Process] = []
+        self._lock = threading.Lock()
 
     def pick(self) -> _Process:
-        """The one with the least to do."""
-        self._processes = [process for process in self._processes if process.is_alive]
-        if len(self._processes) < self._size:
-            self._processes.append(_Process(self._spec))
-        return min(self._processes, key=lambda process: process.num_running)
+        """The one with the least to do, of those that have started if there is one."""
+        with self._lock:
+            self._processes = [process for process in self._processes if process.is_alive]
+            if len(self._processes) < self._size:
+                self._processes.append(_Process(self._spec))
+            return min(self._processes, key=lambda one: (not one.started.done(), one.num_running))
 
 
 class _Process:
-    """A running worker. Used on one event loop; two threads read what it writes."""
+    """A running worker. Two threads read what it writes."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._env = spec.env
@@ -146,6 +157,7 @@ class _Process:
         self._running: dict[int, Future[Mapping[str, Any]]] = {}
         self._lock = threading.Lock()  # of the dictionary, with `is_alive`
         self.is_alive = True
+        self.started: Future[None] = Future()
         self._errors: deque[str] = deque(maxlen=_LINES)
         self._process = subprocess.Popen(
             spec.command("serve"),
@@ -199,12 +211,14 @@ class _Process:
         cause = ""
         for line in cast("IO[str]", self._process.stdout):
             answer = json.loads(line)
-            if "id" not in answer:
+            if not answer:
+                self.started.set_result(None)
+            elif "id" not in answer:
                 cause = answer["error"]
-                continue
-            with self._lock:
-                waiting = self._running.pop(answer["id"])
-            waiting.set_result(answer)
+            else:
+                with self._lock:
+                    waiting = self._running.pop(answer["id"])
+                waiting.set_result(answer)
         self._noise.join(_NOISE_S)  # what it started may keep its stderr open
         code = self._process.wait()
         cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
@@ -212,6 +226,8 @@ class _Process:
             self.is_alive = False
             for waiting in self._running.values():
                 waiting.set_result({"error": cause})
+        if not self.started.done():
+            self.started.set_exception(VerifiersError(f"{self._env}: {cause}"))
 
     def _read_errors(self) -> None:
         self._errors.extend(cast("IO[str]", self._process.stderr))

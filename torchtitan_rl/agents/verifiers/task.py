@@ -18,6 +18,7 @@ from torchtitan_rl.agents.verifiers.process import (
     EnvironmentSpec,
     environment_tasks,
     run_episode,
+    start_environment,
 )
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import Row
@@ -80,6 +81,9 @@ class VerifiersTask(AgentTask):
 
     def agent(self, problem: Problem) -> Agent:
         return self.run
+
+    async def prepare(self, problem: Problem) -> None:
+        await start_environment(self._spec(problem.data["split"]), processes=self.num_processes)
 
     async def run(self, call: AgentCall) -> AgentResult:
         """One episode of the environment.

@@ -149,6 +149,7 @@ class Worker:
             os._exit(1)  # the environment does not close
 
         async with self._environment.serving():
+            self._answers.write("{}\n")  # it has started
             threading.Thread(target=read, daemon=True).start()
             await ended.wait()
             for task in self._running.values():
