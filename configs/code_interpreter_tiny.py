@@ -22,9 +22,9 @@ config = RunConfig(
     name="code_interpreter_tiny",
     policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
     task=CodeInterpreterTask(renderer="qwen3", thinking="keep"),
-    num_steps=40,
+    num_steps=30,
     rollout=RolloutConfig(
-        groups_per_step=16,
+        groups_per_step=8,
         group_size=8,
         max_turns=4,
         max_total_tokens=320,  # a right rollout has about 120
@@ -35,7 +35,7 @@ config = RunConfig(
         row_len=320,
         rows_per_microbatch=32,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=20, min_lr_factor=0.1),
+        optimizer=OptimizerConfig(learning_rate=4e-4, decay_steps=10, min_lr_factor=0.1),
     ),
-    evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
+    evaluation=EvaluationConfig(every=10, num_problems=64, temperature=1.0),
 )

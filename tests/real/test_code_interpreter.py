@@ -44,15 +44,16 @@ def test_each_rollout_is_completed_and_one_episode(run_dir: Path) -> None:
 
 
 def test_what_a_program_printed_is_what_the_policy_read(run_dir: Path) -> None:
-    right = 0
+    num_read = 0
     for rollout in read_rollouts(run_dir):
-        code = None
-        for message in rollout["messages"]:
-            if message["role"] == "tool" and code == f"print({rollout['problem']['expression']})":
-                assert message["content"] == rollout["problem"]["answer"]
-                right += 1
-            code = code_of(message)
-    assert right > 0
+        right_code = f"print({rollout['problem']['expression']})"
+        messages = rollout["messages"]
+        for message, before in zip(messages[1:], messages, strict=False):
+            if message["role"] == "tool":
+                num_read += 1
+                if code_of(before) == right_code:
+                    assert message["content"] == rollout["problem"]["answer"]
+    assert num_read > 0
 
 
 def test_no_process_of_the_sandbox_is_left(run_dir: Path) -> None:

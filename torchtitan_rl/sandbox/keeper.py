@@ -47,7 +47,9 @@ def keep(link: socket.socket, settings: dict[str, Any], system_calls: SyscallFil
         request = json.loads(line)
         limits = request["limits"]
         if settings["isolation"] == "namespaces":
-            namespaces.enter_private(limits["file_mb"] << 20, limits["files"])
+            namespaces.enter_private(
+                limits["file_mb"] << 20, limits["files"], settings["temporary"]
+            )
         else:
             folder = tempfile.mkdtemp(prefix="snippet-")
             os.chdir(folder)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchtitan_rl.sandbox import kernel
 
 USER_ID = 1000  # of snippets, as they see it
 _NOBODY = 65534  # as which they run where the sandbox's owner is root
+_UNDER_TMP = "/shown"  # what was in /tmp before a snippet got its own
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NAMES = {
@@ -65,19 +66,21 @@ def close_files(readable: Iterable[str]) -> None:
     kernel.restrict_files(shown, (*devices, os.getcwd()))
 
 
-def make_root(readable: Iterable[str]) -> None:
+def make_root(readable: Iterable[str]) -> list[str]:
     """A file system in memory becomes the root, with parts of the old one bound into it.
 
+    Returns:
+        What of that is in ``/tmp``, for `enter_private`.
+
     Raises:
-        OSError: there is no such path, or it is in ``/tmp``, which each snippet has for itself.
+        OSError: there is no such path, or it is ``/tmp`` itself.
     """
     optional = [path for path in _SYSTEM if os.path.exists(path)]
     places = {os.path.abspath(path) for path in (sys.base_prefix, sys.prefix, *readable)}
     shown = {path: os.path.realpath(path, strict=True) for path in (*optional, *places)}
     links = {path: os.readlink(path) for path in optional if os.path.islink(path)}
-    for path in shown:
-        if Path(path).is_relative_to("/tmp"):
-            raise OSError(f"{path} cannot be shown: snippets have a /tmp of their own")
+    if {"/", "/tmp"} & shown.keys():
+        raise OSError("/tmp cannot be shown: snippets have a /tmp of their own")
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", options="mode=0755")
     os.mkdir("/tmp/old")
@@ -86,22 +89,35 @@ def make_root(readable: Iterable[str]) -> None:
     _make_small_files()
     for path, target in links.items():
         os.symlink(target, path)
+    temporary = []
     for path in sorted(shown, key=len):  # what is below a shown folder is there already
         for place in (shown[path], path):
             if not os.path.lexists(place):
                 _bind(shown[path], place)
+                if Path(place).is_relative_to("/tmp"):
+                    temporary.append(place)
+    os.mkdir(_UNDER_TMP)
     kernel.mount("proc", "/proc", "proc")  # no later one is allowed without a first
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.make_read_only("/", recursive=False)
+    return temporary
 
 
-def enter_private(file_bytes: int, files: int) -> None:
-    """Give this process, the first of a new process-id namespace, a ``/tmp`` and ``/proc``."""
+def enter_private(file_bytes: int, files: int, temporary: Sequence[str]) -> None:
+    """Give this process, the first of a new process-id namespace, a ``/tmp`` and ``/proc``.
+
+    ``temporary``: what it is shown in ``/tmp``.
+    """
     kernel.unshare(kernel.CLONE_NEWNS)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    options = f"mode=0777,size={file_bytes},nr_inodes={files + 1}"
+    own_files = sum(len(Path(path).parts) for path in temporary)
+    options = f"mode=0777,size={file_bytes},nr_inodes={files + 1 + own_files}"
+    kernel.mount("/tmp", _UNDER_TMP, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags=flags, options=options)
+    for path in temporary:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(path.replace("/tmp", _UNDER_TMP, 1), path)
     kernel.mount("proc", "/proc", "proc", flags=flags | kernel.MS_NOEXEC, options="subset=pid")
     os.chdir("/tmp")
 

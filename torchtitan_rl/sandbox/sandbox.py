@@ -32,7 +32,7 @@ from torchtitan_rl.tasks import uninterrupted
 Isolation = Literal["namespaces", "landlock", "limits"]
 
 _START_S = 60.0  # of Python and of what is loaded in advance
-_GRACE_S = 10.0  # after the time limit of a snippet, which its keeper enforces
+_GRACE_S = 60.0  # after the time limit of a snippet, which its keeper enforces
 _CHUNK_BYTES = 1 << 16
 _MAIN = (
     "import sys; sys.path.insert(0, sys.argv[1]); from torchtitan_rl.sandbox.zygote import main; "

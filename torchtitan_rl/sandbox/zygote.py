@@ -34,7 +34,7 @@ def main() -> None:
         if has_own_ids:
             namespaces.enter()
             _continue_in_child(control)
-            namespaces.make_root(settings["readable"])
+            settings["temporary"] = namespaces.make_root(settings["readable"])
         elif settings["isolation"] == "landlock":
             kernel.landlock_version()  # raises where there is none
         for name in settings["preload"]:
