@@ -105,7 +105,7 @@ def test_every_option_has_a_help_text(command, capsys, monkeypatch) -> None:
     options = [number for number, line in enumerate(lines) if is_option(line)]
     assert len(options) > 10
     # The text of a mapping is that of its group; its entries have none of their own.
-    of_mapping = re.compile(r"--task(\.tasks\.[\w-]+)?\.(tasks|options|weights)\.").match
+    of_mapping = re.compile(r"--task(\.tasks\.[\w-]+)?\.(tasks|options|weights|kwargs)\.").match
     texts = [[*lines[n].split("  ", 1), lines[n + 1]][1].strip() for n in options]
     bare = [
         lines[n]
