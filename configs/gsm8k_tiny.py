@@ -35,7 +35,7 @@ config = RunConfig(
         row_len=96,
         rows_per_microbatch=128,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=30, min_lr_factor=0.1),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
     ),
     evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
 )
