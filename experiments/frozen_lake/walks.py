@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from torchtitan_rl.environments.gymnasium_task import GymnasiumGame
 from torchtitan_rl.experiments.frozen_lake.task import FrozenLakeTask
 
 _STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -19,17 +18,17 @@ def walk(
 
     ``carelessness`` is the chance of each move to be any of the four.
     """
-    game = GymnasiumGame(lambda: task.make(seed), task.describe, task.action_names, seed)
-    shown = game.begin()["observation"]
-    while True:
+    env = task.make(seed)
+    observation, info = env.reset(seed=seed)
+    has_ended = False
+    while not has_ended:
+        shown = task.describe(env, observation, info)
         is_careless = rng.random() < carelessness
         move = rng.choice(sorted(_STEPS)) if is_careless else rng.choice(best_moves(shown))
         yield shown, move
-        result = game.play(move)
-        if result.ended or result.truncated:
-            game.end()
-            return
-        shown = result.fields["observation"]
+        observation, _, is_over, is_cut, info = env.step(task.action_names.index(move))
+        has_ended = is_over or is_cut
+    env.close()
 
 
 def best_moves(shown: str) -> list[str]:

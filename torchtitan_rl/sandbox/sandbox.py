@@ -50,6 +50,10 @@ class SandboxError(TorchtitanRLError):
     """The sandbox, not the snippet, has failed."""
 
 
+class SandboxImportError(ConfigError):
+    """A module of `SandboxConfig.preload` cannot be imported."""
+
+
 class SandboxStatus(StrEnum):
     """How a snippet ended."""
 
@@ -126,7 +130,7 @@ class SandboxConfig:
         found += [
             f"{name}.readable: {path} would be hidden by the /tmp that each snippet has for itself"
             for path in self.readable
-            if Path(os.path.realpath(path)).is_relative_to("/tmp")
+            if os.path.realpath(path) == "/tmp"
         ]
         if self.concurrent is not None and self.concurrent < 1:
             found.append(f"{name}.concurrent={self.concurrent}: must be 1 or more")
@@ -136,6 +140,8 @@ class SandboxConfig:
         if not found:
             try:
                 _Zygote(self).close()
+            except SandboxImportError as error:
+                found.append(f"{name}.preload: {error}")
             except ConfigError as error:
                 found.append(f"{name}: {error}")
         return found
@@ -246,7 +252,9 @@ class _Zygote:
         if "ready" not in answer:
             self.close()
             error = answer.get("error", f"it did not start within {_START_S:g} s")
-            raise ConfigError(error if answer.get("is_import") else _HELP.format(error=error))
+            if answer.get("is_import"):
+                raise SandboxImportError(error)
+            raise ConfigError(_HELP.format(error=error))
         self._link.setblocking(False)
 
     def is_alive(self) -> bool:

@@ -90,7 +90,8 @@ def test_calls_are_answered_in_their_order_and_errors_are_told() -> None:
         end = await env.step({"content": "8"})
         assert isinstance(end, Terminal)
         assert end.reward == 1.0
-        assert end.metrics == {"tool_calls": 6, "failed_tool_calls": 4, "check_timeouts": 0}
+        checks = {"check_timeouts": 0, "check_errors": 0}
+        assert end.metrics == {"tool_calls": 6, "failed_tool_calls": 4, **checks}
 
     asyncio.run(rollout())
 

@@ -14,7 +14,7 @@ from torchtitan_rl.configs.frozen_lake_tiny import config as CONFIG
 from torchtitan_rl.experiments.frozen_lake.task import POLICY_DIR, TASK
 from torchtitan_rl.experiments.frozen_lake.tokenizer import build_backend, build_tokenizer
 from torchtitan_rl.experiments.frozen_lake.walks import best_moves, walk
-from torchtitan_rl.experiments.tiny_policy import conversation
+from torchtitan_rl.experiments.tiny_policy import demonstration
 from torchtitan_rl.rollout.rendering import make_renderer
 
 pytest.importorskip("gymnasium")
@@ -51,7 +51,8 @@ def test_the_longest_walk_fits_into_the_budgets() -> None:
     for seed in range(20):
         moves = list(walk(TASK, seed, carelessness=0.5, rng=random.Random(seed)))
         assert len(moves) <= CONFIG.rollout.max_turns
-        episode = conversation(moves, renderer, tokenizer, name="walk")
+        turns = [([{"role": "user", "content": seen}], move) for seen, move in moves]
+        episode = demonstration("walk", turns, renderer=renderer, tokenizer=tokenizer)
         assert sum(episode.loss_mask) == 2 * len(moves)  # a word and the end
         assert len(episode.token_ids) <= 30 * len(moves)
     assert 30 * CONFIG.rollout.max_turns <= CONFIG.rollout.max_total_tokens
