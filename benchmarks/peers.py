@@ -32,7 +32,7 @@ from tempfile import mkdtemp
 
 from benchmarks.peers_config import config as our_config
 from benchmarks.peers_report import SideRun, report
-from benchmarks.peers_setup import peers_python, requirements
+from benchmarks.peers_setup import peers_python, require_replaceable, requirements
 from benchmarks.peers_work import WORKLOADS, Workload, write_policies
 from benchmarks.report import machine
 from benchmarks.training_runs import ROOT, train
@@ -43,6 +43,7 @@ TRL, STALENESS = "TRL", {"ours, S=0": 0, "ours, S=1": 1}
 
 def main() -> None:
     options = _options()
+    require_replaceable(options.environment)
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # all processes of all sides inherit it
     facts = machine()
@@ -179,7 +180,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--row-len", type=int, default=1024, help="of our trainer")
     parser.add_argument("--trl-microbatch", type=int, default=64, help="rows of TRL's forward pass")
     parser.add_argument("--cores", type=int, nargs="*", help="that every side runs on")
-    parser.add_argument("--environment", type=Path, default=Path("outputs/peers-venv"))
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        default=Path("outputs/peers-venv"),
+        help="with TRL: a folder that an earlier run made, or that is empty or missing",
+    )
     parser.add_argument("--output-dir", type=Path, help="of the runs")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/peers.json"))
     return parser.parse_args()

@@ -160,6 +160,22 @@ def test_an_index_that_cannot_be_reached_is_named_as_the_cause(tmp_path):
         peers_python(tmp_path / "environment", [f"{tmp_path}/there-is-no-such-wheel"])
 
 
+@pytest.mark.parametrize("name", ["thesis.tex", "requirements.txt"])
+def test_a_folder_that_was_not_made_here_is_kept_and_refused(tmp_path, name):
+    (tmp_path / name).write_text("numpy\n")
+    with pytest.raises(SystemExit, match="did not make it"):
+        peers_python(tmp_path, ["numpy"])
+    assert (tmp_path / name).read_text() == "numpy\n"
+    with pytest.raises(SystemExit, match="is no folder"):
+        peers_python(tmp_path / name, ["numpy"])
+
+
+def test_an_environment_that_was_not_finished_is_made_again(tmp_path):
+    with pytest.raises(SystemExit, match="cannot be installed"):
+        peers_python(tmp_path, [f"{tmp_path}/there-is-no-such-wheel"])
+    assert peers_python(tmp_path, ["numpy"]).exists()
+
+
 def test_the_environment_sees_the_running_packages_but_vllm_and_is_made_once(tmp_path):
     python = peers_python(tmp_path / "environment", ["numpy"])
     show = "import importlib.util as i, numpy, sys; print(numpy.__file__, sys.prefix, {})"
