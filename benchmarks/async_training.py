@@ -25,6 +25,7 @@ from statistics import median
 from tempfile import mkdtemp
 
 from benchmarks.cpu_seconds import per_step
+from benchmarks.options import at_least, keep_options
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
@@ -62,11 +63,12 @@ def steady(runs: list[FinishedRun], name: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=at_least(1), default=2)
     parser.add_argument("--output-dir", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=Path("outputs/async_training.json"))
     given = parser.parse_args()
     folder = given.output_dir or Path(mkdtemp(prefix="async-training-"))
+    keep_options(folder, {"steps": given.steps})
     fixed = (
         "--num-steps", str(given.steps),
         "--evaluation.num-problems", "0",

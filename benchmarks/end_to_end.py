@@ -21,11 +21,23 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from benchmarks.options import at_least, keep_options
 from benchmarks.plots import bars
 from benchmarks.report import heading, write_report
 from benchmarks.training_runs import ROOT, FinishedRun, train
 
 FIRST_STEP = 2
+# Options that change what is measured.
+OF_RUNS = (
+    "config",
+    "model",
+    "groups",
+    "group_size",
+    "max_tokens",
+    "max_length",
+    "steps",
+    "options",
+)
 _TOKENS = "tokens/generated"
 _COLUMNS = ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", _TOKENS)
 
@@ -35,6 +47,7 @@ def main() -> None:
     report = heading(options)
     root = options.output_dir or Path(mkdtemp(prefix="end_to_end-"))
     words = train_words(options)
+    keep_options(root, {name: vars(options)[name] for name in OF_RUNS})
     runs = [
         train(options.config, words, run_dir=root / f"run{repeat}")
         for repeat in range(options.repeats)
@@ -116,8 +129,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=36, help="of one turn")
     parser.add_argument("--max-length", type=int, default=256, help="tokens of a whole rollout")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=at_least(FIRST_STEP), default=12)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--options", default="", help="more options of `torchtitan-rl train`")
     parser.add_argument("--output-dir", type=Path, help="of the runs")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/end_to_end.json"))

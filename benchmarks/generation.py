@@ -42,6 +42,7 @@ from benchmarks.generation_sides import (
     build_monarch,
     build_offline,
 )
+from benchmarks.options import at_least, core
 from benchmarks.plots import bars
 from benchmarks.report import heading, print_table, write_report
 from benchmarks.step_model import fit, least_seconds
@@ -283,7 +284,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--delay-s", type=float, default=0.1, help="mean environment delay")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument(
         "--distributions", nargs="+", default=["pareto", "lognormal", "uniform"], metavar="NAME"
     )
@@ -291,7 +292,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--cores",
         nargs="+",
-        type=int,
+        type=core,
         default=[max(os.sched_getaffinity(0))],
         metavar="CORE",
         help="of each side; the engines compute with as many threads",

@@ -46,6 +46,7 @@ from benchmarks.long_tail_run import (
     running_replicas,
 )
 from benchmarks.long_tail_work import LongTail
+from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import heading, medians, print_table, write_report
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
@@ -298,7 +299,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=128)
     parser.add_argument("--keep-kv", action="store_true", help="at pulls, of running requests")
     parser.add_argument("--steps", type=int, default=10, help="that are counted, at least")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/long_tail.json"))
     return parser.parse_args()

@@ -15,7 +15,7 @@ are fixed). Policy, prompts, group size, limits, loss and optimizer are the same
 A step is everything between the ends of two optimizer steps. The first two are left out, in which
 caches fill, and so are the last two, in which the asynchronous side generates nothing any more.
 TRL (the extra ``peers``) gets an environment of its own, made on first use. A run that is already
-in ``--output-dir`` is read instead of repeated.
+in ``--output-dir`` is read instead of repeated; the options of that folder must be the same.
 """
 
 from __future__ import annotations
@@ -30,36 +30,42 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
+from benchmarks.options import at_least, core, keep_options
 from benchmarks.peers_config import config as our_config
-from benchmarks.peers_report import SideRun, report
-from benchmarks.peers_setup import peers_python, requirements
+from benchmarks.peers_report import FIRST, LAST, SideRun, report
+from benchmarks.peers_setup import peers_python, require_replaceable, requirements
 from benchmarks.peers_work import WORKLOADS, Workload, write_policies
 from benchmarks.report import machine
 from benchmarks.training_runs import ROOT, train
 
 CONFIG = ROOT / "benchmarks" / "peers_config.py"
 TRL, STALENESS = "TRL", {"ours, S=0": 0, "ours, S=1": 1}
+# Options that change what is measured; so do the cores.
+OF_RUNS = ("steps", "groups", "group_size", "max_tokens", "median", "row_len", "trl_microbatch")
 
 
 def main() -> None:
     options = _options()
+    require_replaceable(options.environment)
+    workloads = {name: workload_of(name, options) for name in options.workloads}
+    for workload in workloads.values():
+        trl_microbatch(options, workload)
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # all processes of all sides inherit it
     facts = machine()
     folder = (options.output_dir or Path(mkdtemp(prefix="peers-"))).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    of_runs = {name: vars(options)[name] for name in OF_RUNS}
+    keep_options(folder, {**of_runs, "cores": sorted(os.sched_getaffinity(0))})
     policies = write_policies(folder)
     runs: dict[str, dict[str, list[SideRun]]] = {}
     for repeat in range(options.repeats):
-        for name in options.workloads:
-            workload = workload_of(name, options)
+        for name, workload in workloads.items():
             place = folder / name.replace(" ", "-") / str(repeat)
             place.mkdir(parents=True, exist_ok=True)
             for side, run_side in sides(options, workload, policies, place).items():
                 run = run_side()
                 runs.setdefault(name, {}).setdefault(side, []).append(run)
                 print(f"{name}, {side}, repeat {repeat}: {run.steady_s:.2f} s/step", flush=True)
-    workloads = {name: workload_of(name, options) for name in options.workloads}
     settings = {name: str(value) for name, value in vars(options).items()}
     report(runs, workloads, {"machine": facts, "options": settings}, options.output, base=TRL)
 
@@ -123,10 +129,24 @@ def trl_work(
         "steps": options.steps,
         "seed": our_config.seed,
         "optimizer": asdict(our_config.trainer.optimizer),
-        "microbatch": min(options.trl_microbatch, workload.answers),
+        "microbatch": trl_microbatch(options, workload),
         "output_dir": str(place / "trl"),
         "output": str(output),
     }
+
+
+def trl_microbatch(options: argparse.Namespace, workload: Workload) -> int:
+    """
+    Raises:
+        SystemExit: TRL's step would not have all answers.
+    """
+    size: int = options.trl_microbatch or workload.answers
+    if workload.answers % size:
+        raise SystemExit(
+            f"--trl-microbatch {size}: give a divisor of the {workload.answers} answers of a step "
+            "(--groups x --group-size)"
+        )
+    return size
 
 
 def our_words(
@@ -170,16 +190,26 @@ def workload_of(name: str, options: argparse.Namespace) -> Workload:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a run")
-    parser.add_argument("--groups", type=int, default=8, help="of an optimizer step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, help="of answers whose end is sampled")
-    parser.add_argument("--median", type=int, help="of fixed lengths")
-    parser.add_argument("--row-len", type=int, default=1024, help="of our trainer")
-    parser.add_argument("--trl-microbatch", type=int, default=64, help="rows of TRL's forward pass")
-    parser.add_argument("--cores", type=int, nargs="*", help="that every side runs on")
-    parser.add_argument("--environment", type=Path, default=Path("outputs/peers-venv"))
+    count = at_least(1)
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument(
+        "--steps", type=at_least(FIRST + LAST + 1), default=10, help="optimizer steps of a run"
+    )
+    parser.add_argument("--groups", type=count, default=8, help="of an optimizer step")
+    parser.add_argument("--group-size", type=at_least(2), default=8)
+    parser.add_argument("--max-tokens", type=count, help="of answers whose end is sampled")
+    parser.add_argument("--median", type=count, help="of fixed lengths")
+    parser.add_argument("--row-len", type=count, default=1024, help="of our trainer")
+    parser.add_argument(
+        "--trl-microbatch", type=count, help="rows of TRL's forward pass; all answers of a step"
+    )
+    parser.add_argument("--cores", type=core, nargs="+", help="that every side runs on")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        default=Path("outputs/peers-venv"),
+        help="with TRL: a folder that an earlier run made, or that is empty or missing",
+    )
     parser.add_argument("--output-dir", type=Path, help="of the runs")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/peers.json"))
     return parser.parse_args()

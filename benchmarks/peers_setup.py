@@ -2,7 +2,7 @@
 
 The new environment sees the packages of the running one (torch, transformers, ...) except vLLM, and
 holds only what they lack for TRL; nothing is installed into the running one. The requirement is the
-extra ``peers`` of pyproject.toml.
+extra ``peers`` of pyproject.toml. Nothing is deleted but what was made here, which a stamp shows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from benchmarks.training_runs import ROOT
 
 _STAMP = "requirements.txt"
+_FIRST_WORD = "running: "  # of a stamp
+_UNFINISHED = "not finished"
 # TRL 1.16 does not support our vLLM; it would import it nevertheless, which takes many seconds.
 _HIDE = "import sys; sys.modules['vllm'] = None"
 
@@ -27,15 +29,17 @@ def peers_python(folder: Path, needed: Sequence[str]) -> Path:
     what is ``needed`` in it.
 
     Raises:
-        SystemExit: something cannot be installed.
+        SystemExit: something cannot be installed, or `require_replaceable` refuses the folder.
     """
     folder = folder.absolute()
+    require_replaceable(folder)
     python, stamp = folder / "bin" / "python", folder / _STAMP
-    wanted = [f"running: {sys.prefix}", _HIDE, *needed]
+    wanted = [f"{_FIRST_WORD}{sys.prefix}", _HIDE, *needed]
     if stamp.exists() and stamp.read_text().splitlines() == wanted:
         return python
     print(f"making {folder} with {', '.join(needed)}", file=sys.stderr)
     venv.EnvBuilder(with_pip=False, clear=True, symlinks=True).create(folder)
+    stamp.write_text(f"{wanted[0]}\n{_UNFINISHED}\n")  # where the rest fails, it is still ours
     scheme = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv", scheme))
     (packages / "running.pth").write_text(f"{_HIDE}\n{sysconfig.get_path('purelib')}\n")
@@ -50,6 +54,24 @@ def peers_python(folder: Path, needed: Sequence[str]) -> Path:
         )
     stamp.write_text("\n".join(wanted) + "\n")
     return python
+
+
+def require_replaceable(folder: Path) -> None:
+    """
+    Raises:
+        SystemExit: ``folder`` has files, and was not made here.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise SystemExit(f"{folder} is no folder: name one for the environment with TRL")
+    stamp = folder / _STAMP
+    is_ours = stamp.is_file() and stamp.read_bytes().startswith(_FIRST_WORD.encode())
+    if not is_ours and any(folder.iterdir()):
+        raise SystemExit(
+            f"{folder} is not empty, and `benchmarks.peers` did not make it: an environment with "
+            "TRL would replace all of it. Name another folder, or an empty one"
+        )
 
 
 def requirements() -> list[str]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import heading, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
@@ -288,7 +289,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--simulated-sessions", type=int, default=100_000)
     parser.add_argument("--rate", type=float, default=10.0, help="sessions per second and replica")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/router.json"))
     return parser.parse_args()
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import at_least
 from benchmarks.plots import figure
 from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.servers import EngineFlags, Server, ours, own
@@ -289,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=TINY, help="a Hugging Face directory")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--requests", type=int, default=256, help="in each repeat")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=384, help="of the longest completion")

@@ -33,13 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_bare import BareLoop
-from benchmarks.training_work import WORKLOADS, num_visible_pairs, pack, step_flops
+from benchmarks.training_work import WORKLOADS, fitting, num_visible_pairs, step_flops
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.config.plan import KEEPS_MEMORY
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
@@ -73,26 +73,21 @@ def main() -> None:
         raise SystemExit("--device cuda: there is no CUDA device")
     if options.device == "cpu" and torch.cuda.is_available():
         raise SystemExit("--device cpu: hide the CUDA devices (CUDA_VISIBLE_DEVICES=)")
+    batches = fitting(
+        options.workloads or WORKLOADS, vocab_size=options.vocab_size, row_lens=options.row_lens
+    )
     with tempfile.TemporaryDirectory() as folder:
         policy = options.policy
         if options.shape is not None:
             policy = _random_policy(Path(folder), **SHAPES[options.shape])
-        results = {
-            name: result
-            for name in options.workloads or WORKLOADS
-            if (result := _compare(name, policy, options)) is not None
-        }
+        results = {name: _compare(batch, policy, options) for name, batch in batches.items()}
     _report(options, facts, results)
 
 
-def _compare(name: str, policy: Path, options: argparse.Namespace) -> dict[str, Any] | None:
-    """All sides of one workload; None where its episodes are longer than every row."""
-    batch = pack(WORKLOADS[name](np.random.default_rng(0), options.vocab_size))
+def _compare(batch: TrainingBatch, policy: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All sides of one workload, in the rows that its episodes fit into."""
     longest = int(batch.episode_lengths.max())
     row_lens = sorted(row_len for row_len in options.row_lens if row_len >= longest)
-    if not row_lens:
-        print(f"{name}: longer than every row")
-        return None
     row_len = row_lens[0]
     trainers = {
         **{
@@ -305,10 +300,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights instead")
     parser.add_argument("--vocab-size", type=int, default=256, help="token ids are drawn below it")
     parser.add_argument("--workloads", nargs="*", choices=sorted(WORKLOADS), metavar="NAME")
-    parser.add_argument("--row-lens", type=int, nargs="*", default=[512, 1024, 2048])
+    parser.add_argument("--row-lens", type=at_least(1), nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--rows", type=int, default=8, help="rows of a microbatch")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/training.json"))
     return parser.parse_args()
 

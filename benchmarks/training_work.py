@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -89,6 +89,27 @@ def pack(episodes: Sequence[Episode]) -> TrainingBatch:
     batch = pack_episodes(episodes, row_len=longest, temperature=1.0).batch
     assert batch is not None
     return batch
+
+
+def fitting(
+    names: Collection[str], *, vocab_size: int, row_lens: Sequence[int]
+) -> dict[str, TrainingBatch]:
+    """The batches of those workloads whose episodes fit into the longest row; names the others.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    found = {}
+    for name in names:
+        batch = pack(WORKLOADS[name](np.random.default_rng(0), vocab_size))
+        longest = int(batch.episode_lengths.max())
+        if longest <= max(row_lens):
+            found[name] = batch
+        else:
+            print(f"{name}: left out, an episode has {longest} tokens")
+    if not found:
+        raise SystemExit(f"--row-lens: no workload fits into rows of {max(row_lens)} tokens")
+    return found
 
 
 def num_visible_pairs(parts: Sequence[Microbatch]) -> int:

@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Setting, measure
@@ -196,7 +197,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--running", type=int, default=16, help="requests that run during pulls")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/weight_sync.json"))
     return parser.parse_args()
 

@@ -19,6 +19,7 @@ from tests.real.trainer_helpers import TIMEOUT_S, free_ports, random_batch, run_
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.logprobs import selected_logprobs
 from torchtitan_rl.training.losses.metrics import AGE_BUCKETS
 from torchtitan_rl.weights.image import (
     TensorPart,
@@ -275,6 +276,45 @@ def test_layouts_of_four_ranks_equal_one_process(results: Path) -> None:
         test_loss_gradient_norm_and_metrics_equal_those_of_one_process(layout, results)
         test_updated_weights_and_logprobs_equal_those_of_one_process(layout, results)
         test_a_checkpoint_of_one_layout_resumes_in_another(layout, results)
+
+
+def uneven_rank(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    logits, targets, upstream = logits_of_uneven_shards()
+    shards = logits.chunk(2, dim=1)
+    own = shards[rank].clone().requires_grad_()
+    logprobs, entropy = selected_logprobs(
+        own,
+        targets,
+        torch.arange(len(targets)),
+        group=dist.group.WORLD,
+        shard_size=shards[0].shape[1],
+    )
+    (gradient,) = torch.autograd.grad((logprobs * upstream).sum(), own)
+    torch.save((logprobs.detach(), entropy, gradient), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def logits_of_uneven_shards() -> tuple[torch.Tensor, ...]:
+    """Rows for many chunks of a vocabulary that two ranks do not divide, targets, a gradient."""
+    torch.manual_seed(0)
+    logits = torch.randn(8000, 2001)
+    return logits, torch.randint(0, logits.shape[1], (len(logits),)), torch.randn(len(logits))
+
+
+def test_ranks_that_split_the_vocabulary_unevenly_equal_one(tmp_path: Path) -> None:
+    logits, targets, upstream = logits_of_uneven_shards()
+    rows = torch.arange(len(targets))
+    run_ranks(uneven_rank, 2, free_ports(1)[0], tmp_path)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    logprobs, entropy = selected_logprobs(logits.requires_grad_(), targets, rows)
+    (gradient,) = torch.autograd.grad((logprobs * upstream).sum(), logits)
+    for own in found:
+        torch.testing.assert_close(own[0], logprobs)
+        torch.testing.assert_close(own[1], entropy)
+    torch.testing.assert_close(torch.cat([own[2] for own in found], dim=1), gradient)
 
 
 def test_a_wrong_number_of_ranks_is_refused(results: Path) -> None:

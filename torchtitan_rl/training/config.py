@@ -97,7 +97,7 @@ class TrainerConfig:
     """Number of tokens of a row; at least that of the longest episode."""
     rows_per_microbatch: int = 8
     """Rows of one forward and backward pass on each rank, which computes at most this many times
-    ``row_len`` tokens. Lower it when memory runs out."""
+    ``row_len`` tokens, and the logits of as many. Lower it when memory runs out."""
     share_prefixes: bool = True
     """Compute tokens that several episodes begin with once: the prompt of siblings, the history of
     branches, a common system prompt. Loss and gradient are the same up to rounding."""

@@ -29,7 +29,7 @@ def selected_logprobs(
     *,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
-    vocab_start: int = 0,
+    shard_size: int | None = None,
     kept_SB: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each target under softmax(logits / temperature) of its row, and the entropy there.
@@ -38,15 +38,18 @@ def selected_logprobs(
     is 1, which have all of its gradient. A target without its bit has the logprob -inf.
 
     ``rows_E`` is ascending; several targets may have the same row. The ranks of ``group`` split the
-    vocabulary: this one holds V entries from ``vocab_start`` on; ``targets_E`` are indices into the
-    whole. Every rank gets the whole result, and, given the same upstream gradient on all, the exact
-    gradient of its logits. The entropy has no gradient.
+    vocabulary into shards of ``shard_size`` entries, of which the last may have fewer;
+    ``targets_E`` are indices into the whole. Every rank gets the whole result, and, given the same
+    upstream gradient on all, the exact gradient of its logits. The entropy has no gradient.
 
     Returns:
         (logprobs [E], entropy [E]), float32.
     """
+    shard_size = logits_SV.shape[1] if shard_size is None else shard_size
+    vocab_start = 0 if group is None else shard_size * dist.get_rank(group)
+    chunks = _chunks(logits_SV, rows_E, shard_size)
     logprobs_E, entropy_E = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_SV, targets_E, rows_E, kept_SB, temperature, group, vocab_start
+        logits_SV, targets_E, rows_E, kept_SB, chunks, temperature, group, vocab_start
     )
     return logprobs_E, entropy_E
 
@@ -67,11 +70,11 @@ class _SelectedLogprobs(torch.autograd.Function):
         targets_E: torch.Tensor,
         rows_E: torch.Tensor,
         kept_SB: torch.Tensor | None,
+        chunks: list[_Chunk],
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_start: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = _chunks(logits_SV, rows_E)
         targets_E = targets_E - vocab_start
         parts = [
             _forward_chunk(
@@ -93,7 +96,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None, None, None, None, None]:
         logits_SV, targets_E, rows_E, normalizer_S, kept_SB = ctx.saved_tensors
         grad_SV = torch.empty_like(logits_SV)
         # d logprob / d logits = (onehot(target) - softmax) / temperature
@@ -108,7 +111,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             )
             grad_CV.view(-1).index_add_(0, index_F, scale_E[chunk.targets] * held_F)
             grad_SV[chunk.rows] = grad_CV
-        return grad_SV, None, None, None, None, None, None
+        return grad_SV, None, None, None, None, None, None, None
 
 
 def _scaled(
@@ -169,10 +172,12 @@ def _held(
     return rows_F * size + targets_F.clamp(0, size - 1), held_F
 
 
-def _chunks(logits_SV: torch.Tensor, rows_E: torch.Tensor) -> list[_Chunk]:
-    num_rows, num_columns = logits_SV.shape
+def _chunks(logits_SV: torch.Tensor, rows_E: torch.Tensor, shard_size: int) -> list[_Chunk]:
+    """The same on all ranks, also on one that holds fewer than ``shard_size`` entries: the sums
+    over the ranks are of whole chunks."""
+    num_rows = len(logits_SV)
     elements = _CHUNK_ELEMENTS if logits_SV.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-    size = max(1, elements // max(1, num_columns))
+    size = max(1, elements // shard_size)
     starts = [*range(0, num_rows, size), num_rows]
     targets = torch.searchsorted(rows_E, rows_E.new_tensor(starts)).tolist()
     return [

@@ -2,8 +2,10 @@
 
 All ranks get the same number of microbatches, since each forward and backward pass is a collective;
 some may be empty. An episode is whole in one microbatch. A microbatch computes at most a given
-number of tokens; a tree that is larger is cut, and each part repeats the tokens that its episodes
-share with other parts (their loss counts once: it belongs to the episodes).
+number of tokens, and as many rows of logits: there may be more rows than tokens, where episodes
+sampled a token that they share from different sets of tokens. A tree that is larger is cut, and
+each part repeats the tokens that its episodes share with other parts (their loss counts once: it
+belongs to the episodes).
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def rank_share(
     num_ranks: int,
 ) -> Share:
     """The microbatches of ``rank``, whose entries are the tokens in ``selected_N`` (never an
-    episode's first). Each computes at most ``max_tokens``, and is padded to ``padding_multiple``.
+    episode's first). Each computes at most ``max_tokens`` and as many rows of logits, and is padded
+    to ``padding_multiple`` tokens.
     """
     episodes = sort_episodes(batch, selected_N, share_prefixes=share_prefixes)
     bins = split_evenly(episodes, max_tokens, num_ranks)
@@ -74,8 +77,8 @@ def rank_share(
 
 def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> list[list[int]]:
     """Bins of members (positions in ``episodes``), the largest first, a multiple of ``num_ranks``
-    and at least one for each, each of at most ``max_tokens`` computed tokens; rank r takes the bins
-    ``r, r + num_ranks, ...``.
+    and at least one for each, each of at most ``max_tokens`` computed tokens and rows of logits;
+    rank r takes the bins ``r, r + num_ranks, ...``.
 
     One rank gets as few and as full bins as first-fit-decreasing finds; for several ranks the limit
     is lowered as far as their number stays the same, which evens them out.
@@ -97,23 +100,31 @@ def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> l
 
 
 def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
-    """Pieces of trees packed first-fit-decreasing into bins of at most ``limit`` tokens."""
+    """Pieces of trees packed first-fit-decreasing into bins of at most ``limit`` tokens and rows of
+    logits."""
     pieces = cut(episodes, limit)
-    sizes = [episodes.num_computed(piece) for piece in pieces]
+    sizes = [max(episodes.num_computed(piece), num_rows(episodes, piece)) for piece in pieces]
     return [
         sorted(member for piece in chosen for member in pieces[piece])
         for chosen in first_fit_decreasing(sizes, limit)
     ]
 
 
+def num_rows(episodes: SortedEpisodes, piece: range) -> int:
+    """Rows of logits of consecutive members, where they may be more than their tokens; else 0."""
+    return sum(episodes.num_new_rows(member, piece.start) for member in piece)
+
+
 def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
-    """Consecutive members that compute at most ``limit`` tokens together; whole trees where they
-    fit. A larger tree is cut where the rest repeats the fewest tokens for each one before the cut.
+    """Consecutive members that compute at most ``limit`` tokens and as many rows of logits
+    together; whole trees where they fit. A larger tree is cut where the rest repeats the fewest
+    tokens for each one before the cut.
     """
     pieces = []
     start, num_members = 0, len(episodes.lengths)
     while start < num_members:
         size, end, least = episodes.lengths[start], start + 1, math.inf
+        rows = episodes.num_new_rows(start, start)
         for i in range(start + 1, num_members + 1):
             repeated = episodes.shared[i] if i < num_members else 0
             if repeated <= least * size:
@@ -121,7 +132,8 @@ def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
             if repeated == 0:
                 break
             size += episodes.lengths[i] - repeated
-            if size > limit:
+            rows += episodes.num_new_rows(i, start)
+            if max(size, rows) > limit:
                 break
         pieces.append(range(start, end))
         start = end

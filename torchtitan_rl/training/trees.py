@@ -54,15 +54,27 @@ class SortedEpisodes:
     ``lengths``: tokens to compute, those before its last selected token. ``shared``: how many of
     these are the same tokens as those of the episode before it; two members i < j share
     ``min(shared[i + 1 : j + 1])``.
+
+    Selected tokens read one row of logits where they share their predecessor and were sampled from
+    the same set of tokens. ``rows_before``: for each selected token the last member before its own
+    that reads the same row, -1 where none does; None where there are at most as many rows as
+    computed tokens, since nothing is shared or no token was sampled from a part of the vocabulary.
     """
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
     shared: tuple[int, ...]
+    rows_before: tuple[npt.NDArray[np.int64], ...] | None = None
 
     def num_computed(self, members: Sequence[int]) -> int:
         """Number of distinct tokens of these members, which are in ascending order."""
         return sum(self.lengths[m] for m in members) - sum(self.shared_by(members))
+
+    def num_new_rows(self, member: int, first: int) -> int:
+        """Number of rows of logits that ``member`` reads and those from ``first`` to it do not."""
+        if self.rows_before is None:
+            return 0
+        return int((self.rows_before[member] < first).sum())
 
     def shared_by(self, members: Sequence[int]) -> list[int]:
         """For each member, how many tokens it shares with the member before it."""
@@ -89,11 +101,36 @@ def sort_episodes(
     indices.sort(key=lambda i: (keys[i], i))
     tokens = [batch.token_ids[starts[i] : ends[i]] for i in indices]
     shared = [0, *(_num_common(a, b) for a, b in itertools.pairwise(tokens))]
-    return SortedEpisodes(
+    episodes = SortedEpisodes(
         indices=tuple(indices),
         lengths=tuple(map(len, tokens)),
         shared=tuple(shared[: len(tokens)]),
     )
+    if batch.kept is None or not indices or (batch.kept[selected_N] < 0).all():
+        return episodes
+    return replace(episodes, rows_before=_rows_before(batch.kept, batch, selected_N, episodes))
+
+
+def _rows_before(
+    kept_N: npt.NDArray[np.int32],
+    batch: TrainingBatch,
+    selected_N: npt.NDArray[np.bool_],
+    episodes: SortedEpisodes,
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """`SortedEpisodes.rows_before`."""
+    members = range(len(episodes.lengths))
+    part = lay_out(batch, selected_N, episodes, members)
+    member_of_episode = np.zeros(batch.num_episodes, dtype=np.int64)
+    member_of_episode[list(episodes.indices)] = members
+    member_E = member_of_episode[batch.episode_ids[part.sources_E]]
+    order = np.lexsort((member_E, kept_N[part.sources_E], part.predecessors_E))
+    member_E, predecessors_E = member_E[order], part.predecessors_E[order]
+    kept_E = kept_N[part.sources_E[order]]
+    is_same = (np.diff(predecessors_E) == 0) & (np.diff(kept_E) == 0)
+    before_E = np.append(-1, np.where(is_same, member_E[:-1], -1))
+    by_member = np.argsort(member_E, kind="stable")
+    ends = np.cumsum(np.bincount(member_E, minlength=len(members)))
+    return tuple(np.split(before_E[by_member], ends[:-1]))
 
 
 def lay_out(

@@ -22,7 +22,7 @@ from torchtitan_rl.config.run import RunConfig
 
 TAIL = Workload(prompt_tokens=5, median=4, groups=3, group_size=4)
 SAMPLED = Workload(prompt_tokens=5, max_tokens=8, groups=3, group_size=4)
-OPTIONS = argparse.Namespace(steps=7, row_len=64, trl_microbatch=64)
+OPTIONS = argparse.Namespace(steps=7, row_len=64, trl_microbatch=None)
 
 
 class Letters:
@@ -78,6 +78,24 @@ def test_both_sides_get_the_same_settings(tmp_path):
     assert work["optimizer"]["learning_rate"] == config.trainer.optimizer.learning_rate
     assert work["optimizer"]["betas"] == config.trainer.optimizer.betas
     assert (config.evaluation.num_problems, config.checkpoint.every) == (0, 0)
+
+
+@pytest.mark.parametrize("size", [5, 24])
+def test_a_microbatch_that_does_not_divide_the_answers_is_refused(size):
+    assert peers.trl_microbatch(argparse.Namespace(trl_microbatch=4), TAIL) == 4
+    with pytest.raises(SystemExit, match=f"--trl-microbatch {size}: give a divisor of the 12"):
+        peers.trl_microbatch(argparse.Namespace(trl_microbatch=size), TAIL)
+
+
+@pytest.mark.parametrize(
+    "words", ["--steps 4", "--repeats 0", "--trl-microbatch 0", "--group-size 1", "--cores 99999"]
+)
+def test_options_that_cannot_be_measured_with_are_refused_at_once(words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["peers", *words.split()])
+    with pytest.raises(SystemExit) as refused:
+        peers.main()
+    assert refused.value.code == 2
+    assert f"argument {words.split()[0]}: " in capsys.readouterr().err
 
 
 def test_the_workloads_fit_the_policy():
@@ -158,6 +176,22 @@ def test_trl_is_pinned():
 def test_an_index_that_cannot_be_reached_is_named_as_the_cause(tmp_path):
     with pytest.raises(SystemExit, match="needs a package index that pip reaches"):
         peers_python(tmp_path / "environment", [f"{tmp_path}/there-is-no-such-wheel"])
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "requirements.txt"])
+def test_a_folder_that_was_not_made_here_is_kept_and_refused(tmp_path, name):
+    (tmp_path / name).write_text("numpy\n")
+    with pytest.raises(SystemExit, match="did not make it"):
+        peers_python(tmp_path, ["numpy"])
+    assert (tmp_path / name).read_text() == "numpy\n"
+    with pytest.raises(SystemExit, match="is no folder"):
+        peers_python(tmp_path / name, ["numpy"])
+
+
+def test_an_environment_that_was_not_finished_is_made_again(tmp_path):
+    with pytest.raises(SystemExit, match="cannot be installed"):
+        peers_python(tmp_path, [f"{tmp_path}/there-is-no-such-wheel"])
+    assert peers_python(tmp_path, ["numpy"]).exists()
 
 
 def test_the_environment_sees_the_running_packages_but_vllm_and_is_made_once(tmp_path):

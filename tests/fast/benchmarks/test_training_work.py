@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.training_work import WORKLOADS, alone, num_visible_pairs, pack, step_flops
+from benchmarks.training_work import WORKLOADS, alone, fitting, num_visible_pairs, pack, step_flops
 from torchtitan_rl.training.batch import TrainingBatch, trained_mask
 from torchtitan_rl.training.splitting import Share, rank_share
 
@@ -57,3 +57,14 @@ def test_flops_of_two_documents() -> None:
         30, 6, 250, num_layer_parameters=1000, num_head_parameters=50, attention_width=8
     )
     assert flops == 6 * (30 * 1000 + 6 * 50) + 3 * (2 * 2 * 8) * 250
+
+
+def test_workloads_that_fit_no_row_are_named_and_none_at_all_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "8 x 8 answers of 48 to prompts of 205"
+    found = fitting(WORKLOADS, vocab_size=256, row_lens=[100, 300])
+    assert list(found) == [name]
+    assert "left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no workload fits into rows of 100 tokens"):
+        fitting(WORKLOADS, vocab_size=256, row_lens=[100])

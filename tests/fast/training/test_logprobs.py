@@ -73,3 +73,16 @@ def test_a_token_that_is_masked_out_of_the_vocabulary_leaves_the_entropy_finite(
         torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]), torch.tensor([0])
     )
     assert entropy.tolist() == pytest.approx([math.log(2)])
+
+
+@pytest.mark.parametrize(("vocab_size", "num_ranks"), [(11, 2), (4001, 2), (4001, 4), (10, 4)])
+def test_all_ranks_have_the_same_chunks_where_they_split_the_vocabulary_unevenly(
+    vocab_size: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 3 * vocab_size)
+    shards = torch.empty(50, vocab_size).chunk(num_ranks, dim=1)  # as DTensor splits
+    rows, shard_size = torch.arange(50), shards[0].shape[1]
+    first, *others = (logprobs_module._chunks(shard, rows, shard_size) for shard in shards)
+    assert shards[-1].shape[1] < shard_size
+    assert len(first) > 2
+    assert all(chunks == first for chunks in others)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.episodes import batch_of, branching_episodes, make_episode
+from torchtitan_rl.generation.kept_tokens import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
-from torchtitan_rl.training.splitting import Share, cut, rank_share, split_evenly
+from torchtitan_rl.training.splitting import Share, cut, num_rows, rank_share, split_evenly
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
 from torchtitan_rl.types import Episode
 
@@ -55,6 +58,37 @@ def check_entries(batch: TrainingBatch, parts: list[Microbatch]) -> None:
     assert sorted(found) == np.nonzero(trained_mask(batch))[0].tolist()
 
 
+def with_sets(episodes: list[Episode]) -> list[Episode]:
+    """The same, their tokens sampled from sets of a vocabulary of four."""
+    return [
+        replace(
+            episode,
+            kept_tokens=make_episode(
+                episode.token_ids, episode.loss_mask, seed=seed, cut_from=4
+            ).kept_tokens,
+        )
+        for seed, episode in enumerate(episodes)
+    ]
+
+
+def rows_of_logits(batch: TrainingBatch, sources: Iterable[int]) -> int:
+    """Distinct pairs of the tokens before a source and the set it was sampled from."""
+    starts, episodes = batch.episode_starts, batch.episode_ids
+    kept = np.full(batch.num_tokens, -1) if batch.kept is None else batch.kept
+    return len(
+        {
+            (tuple(batch.token_ids[starts[episodes[source]] : source]), kept[source])
+            for source in sources
+        }
+    )
+
+
+def rows_of_members(batch: TrainingBatch, members: SortedEpisodes, piece: Iterable[int]) -> int:
+    chosen = {members.indices[member] for member in piece}
+    selected = np.nonzero(predicted_mask(batch))[0]
+    return rows_of_logits(batch, [i for i in selected if batch.episode_ids[i] in chosen])
+
+
 def needed_prefixes(episodes: list[Episode]) -> list[tuple[int, ...]]:
     """Every token that a loss reads logits of or that such a token attends to, as its path."""
     prefixes = []
@@ -97,14 +131,16 @@ def test_without_sharing_every_episode_is_a_tree_of_its_own(episodes: list[Episo
     num_ranks=st.integers(1, 4),
     multiple=st.sampled_from([1, 2, 4]),
     on=st.booleans(),
+    cuts_tokens=st.booleans(),
 )
 def test_ranks_get_equally_many_microbatches_none_too_large_and_together_every_entry_once(
-    episodes: list[Episode], spare: int, num_ranks: int, multiple: int, on: bool
+    episodes: list[Episode], spare: int, num_ranks: int, multiple: int, on: bool, cuts_tokens: bool
 ) -> None:
-    batch = batch_of(episodes, row_len=MAX_LEN)
+    batch = batch_of(with_sets(episodes) if cuts_tokens else episodes, row_len=MAX_LEN)
     max_tokens = 4 * ((MAX_LEN + spare) // 4)
     of_ranks = shares(batch, max_tokens=max_tokens, num_ranks=num_ranks, multiple=multiple, on=on)
     parts = [part for share in of_ranks for part in share.parts]
+    assert all(rows_of_logits(batch, part.sources_E) <= max_tokens for part in parts)
     assert len({len(share.parts) for share in of_ranks}) == 1
     assert all(share.parts for share in of_ranks)
     sizes = [len(part.token_ids_T) for part in parts]
@@ -134,15 +170,20 @@ def test_the_trees_do_not_depend_on_the_order_of_the_episodes(
 
 
 @settings(max_examples=50)
-@given(episodes=branching_episodes(max_len=MAX_LEN), limit=st.integers(MAX_LEN, 40))
+@given(
+    episodes=branching_episodes(max_len=MAX_LEN),
+    limit=st.integers(MAX_LEN, 40),
+    cuts_tokens=st.booleans(),
+)
 def test_a_tree_is_cut_only_where_it_is_larger_than_the_limit(
-    episodes: list[Episode], limit: int
+    episodes: list[Episode], limit: int, cuts_tokens: bool
 ) -> None:
-    batch = batch_of(episodes, row_len=MAX_LEN)
+    batch = batch_of(with_sets(episodes) if cuts_tokens else episodes, row_len=MAX_LEN)
     members = sort_episodes(batch, predicted_mask(batch), share_prefixes=True)
     pieces = cut(members, limit)
     assert [m for piece in pieces for m in piece] == list(range(len(members.lengths)))
     assert all(members.num_computed(piece) <= limit for piece in pieces)
+    assert all(rows_of_members(batch, members, piece) <= limit for piece in pieces)
     for before, after in itertools.pairwise(pieces):
         if members.shared[after.start]:
             tree = [
@@ -150,8 +191,36 @@ def test_a_tree_is_cut_only_where_it_is_larger_than_the_limit(
                 for m in range(len(members.lengths))
                 if 0 not in members.shared[min(m, after.start) + 1 : max(m, after.start) + 1]
             ]
-            assert members.num_computed(tree) > limit
+            sizes = members.num_computed(tree), rows_of_members(batch, members, tree)
+            assert max(sizes) > limit
             assert before.stop == after.start
+
+
+@given(episodes=branching_episodes(max_len=MAX_LEN), ends=st.tuples(*[st.integers(0, 12)] * 2))
+def test_rows_of_logits_of_consecutive_members_are_counted_exactly(
+    episodes: list[Episode], ends: tuple[int, int]
+) -> None:
+    batch = batch_of(with_sets(episodes), row_len=MAX_LEN)
+    members = sort_episodes(batch, predicted_mask(batch), share_prefixes=True)
+    start, stop = (min(end, len(members.lengths)) for end in sorted(ends))
+    if members.rows_before is not None:
+        piece = range(start, stop)
+        assert num_rows(members, piece) == rows_of_members(batch, members, piece)
+
+
+def test_siblings_with_the_same_tokens_from_many_sets_are_bounded_by_their_rows_of_logits() -> None:
+    """Eight that compute ten tokens together, and read ten rows of logits each."""
+    tokens = list(range(11))
+    answers = [
+        replace(
+            make_episode(tokens, [False] + [True] * 10),
+            kept_tokens=tuple(pack_kept(np.arange(32) < 12 + answer) for _ in tokens),
+        )
+        for answer in range(8)
+    ]
+    (share,) = shares(batch_of(answers, row_len=16), max_tokens=30)
+    assert [len(part.sources_E) for part in share.parts] == [30, 30, 20]
+    assert [len(part.token_ids_T) for part in share.parts] == [10, 10, 10]
 
 
 def test_siblings_whose_tree_is_too_large_share_their_stem_in_every_microbatch() -> None:

@@ -48,12 +48,9 @@ def forward(
         model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
         to_device(rows.predecessors_S, layout),
     )
-    vocab_size, vocab_start = logits_1SV.shape[-1], 0
+    vocab_size = shard_size = logits_1SV.shape[-1]
     if isinstance(logits_1SV, DTensor):
-        # DTensor splits into chunks of ceil(V / ranks).
-        ranks = dist.get_world_size(layout.tensor_group)
-        chunk = -(-logits_1SV.shape[-1] // ranks)
-        vocab_start = chunk * dist.get_rank(layout.tensor_group)
+        shard_size = -(-vocab_size // dist.get_world_size(layout.tensor_group))  # as DTensor splits
         logits_1SV = logits_1SV.to_local()
     logprobs_E, entropy_E = selected_logprobs(
         logits_1SV[0],
@@ -61,7 +58,7 @@ def forward(
         to_device(rows.rows_E, layout),
         temperature=batch.temperature,
         group=layout.tensor_group,
-        vocab_start=vocab_start,
+        shard_size=shard_size,
         kept_SB=None if rows.kept_S is None else _bits(batch, rows.kept_S, vocab_size, layout),
     )
     return ForwardOutput(
