@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,91 @@ def test_a_request_with_a_smaller_budget_is_no_repetition():
     assert longest > 1
     assert len(rollout.turns[-1].completion.token_ids) == 1
     assert rollout.turns[-1].is_seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"stop": ("b",)},
+        {"stop_token_ids": (5,)},
+        {"engine_options": {"structured_outputs": {"regex": "b"}}},
+        {"num_logprobs": 2},
+    ],
+)
+def test_a_request_with_other_options_is_no_repetition(other):
+    async def agent(ask, call):
+        first = {"stop": ("a",), "engine_options": {"structured_outputs": {"regex": "a"}}}
+        is_first = len(hosted.calls) == 1
+        await ask((1,), **first)
+        await ask((2,), **(first if is_first else first | other))
+        if is_first:
+            raise OSError("crash")
+        return 1.0
+
+    hosted = Hosted(agent, replays=True)
+    (rollout,) = roll_out(hosted)
+    seen = [(turn.prompt_token_ids, turn.is_seen) for turn in rollout.turns]
+    assert seen == [((1,), True), ((2,), False), ((2,), True)]
+
+
+class LastFirst(SeededGenerate):
+    """Answers requests that are made at once in reverse."""
+
+    async def __call__(self, request, /):
+        await asyncio.sleep(5 - len(self.requests))
+        return await super().__call__(request)
+
+
+def test_equal_requests_at_once_get_their_own_answers_again():
+    async def agent(ask, call):
+        async def branch(number):
+            first = await ask((1,), max_tokens=3)
+            await ask((number, *first.token_ids), max_tokens=3)
+
+        await asyncio.gather(*map(branch, (10, 11)))
+        if len(hosted.calls) == 1:
+            raise OSError("crash")
+        return 1.0
+
+    hosted, generate = Hosted(agent, replays=True), LastFirst()
+    (rollout,) = roll_out(hosted, generate=generate)
+    assert len(generate.requests) == len(rollout.turns) == 4
+    assert rollout.metrics["agent/restarts"] == 1
+    assert all(turn.is_seen for turn in rollout.turns)
+
+
+async def best_of_four(ask, call) -> float:
+    answers = await asyncio.gather(*(ask((1, 2), max_tokens=3) for _ in range(4)))
+    return float(sum(sum(answer.token_ids) for answer in answers))
+
+
+def test_a_resumed_run_does_not_train_on_one_of_several_equal_requests_twice():
+    def bound():
+        return Hosted(best_of_four, replays=True).bound
+
+    def samples(group):
+        return [sorted(turn.completion.token_ids for turn in r.turns) for r in group.rollouts]
+
+    whole = samples(Run(bound(), rubric=None).whole())
+    for _, recorded in stops(bound(), rubric=None):
+        assert samples(Run(bound(), rubric=None).whole(recorded)) == whole
+
+
+def test_turns_without_a_request_key_are_answers_too():
+    def bound():
+        return Hosted(three_turns, replays=True).bound
+
+    whole = Run(bound(), rubric=None).whole()
+    for _, recorded in stops(bound(), rubric=None):
+        old = [
+            replace(entry, turns=tuple(replace(turn, request_key=None) for turn in entry.turns))
+            for entry in recorded
+            if entry.ended is None
+        ]
+        run = Run(bound(), rubric=None)
+        assert sampled(run.whole(old)) == sampled(whole)
+        kept = {turn.completion.request_id for entry in old for turn in entry.turns}
+        assert not kept & {request.request_id for request in run.generate.requests}
 
 
 async def branching(ask, call) -> float:
