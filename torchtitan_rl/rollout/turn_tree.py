@@ -181,10 +181,17 @@ class TurnTree:
         self._hooks.start_time()
 
     async def restart(self, *, replays: bool) -> None:
-        """The environment begins again; returns once the turns that run have ended."""
+        """The environment begins again; returns once the turns that run have ended.
+
+        Raises:
+            LimitReachedError: a limit is reached; turns that were seen stay so.
+        """
         if self._running:
             await asyncio.wait(self._running)
+        if self.limit is not None:
+            raise LimitReachedError
         self._forget_answers(replays=replays)
+        self._hooks.on_turns(tuple(self._turns), False)
 
     # For the rollout.
 

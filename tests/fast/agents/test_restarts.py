@@ -57,6 +57,53 @@ def test_an_agent_is_restarted_only_if_it_replays_and_only_so_often():
     assert len({call.session_id for call in hosted.calls}) == 3
 
 
+def failing_while_a_turn_runs(*, asks_again: bool):
+    async def agent(ask, call):
+        await ask((1,))
+        running = asyncio.create_task(ask((2,)))
+        await asyncio.sleep(0.3)
+        try:
+            if asks_again:
+                await ask((3,))
+            raise OSError("crash")
+        finally:
+            running.cancel()
+
+    return agent
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_an_agent_that_fails_after_a_limit_is_not_started_again(replays):
+    agent = failing_while_a_turn_runs(asks_again=True)
+    rollout, hosted = only(agent, replays=replays, generate=SlowGenerate(), max_turns=2)
+    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.MAX_TURNS, 1)
+    assert [turn.is_seen for turn in rollout.turns] == [True, False]
+    assert rollout.metrics["agent/unseen_turns"] == 1
+    assert rollout.metrics["agent/restarts"] == 0
+
+
+def test_an_agent_is_not_started_again_where_a_limit_ends_its_last_turns():
+    agent = failing_while_a_turn_runs(asks_again=False)
+    limits = {"rollout_timeout_s": 1.7}
+    rollout, hosted = only(agent, replays=True, generate=SlowGenerate(), **limits)
+    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.ROLLOUT_TIMEOUT, 1)
+    assert [turn.is_seen for turn in rollout.turns] == [True]
+    assert hosted.sessions.counts()["sessions_restarted"] == 0
+
+
+def test_turns_of_a_restarted_agent_that_asks_for_nothing_are_unseen():
+    async def agent(ask, call):
+        if len(hosted.calls) == 2:
+            await asyncio.Event().wait()
+        await ask((1,))
+        raise OSError("crash")
+
+    hosted = Hosted(agent, replays=True)
+    (rollout,) = roll_out(hosted, step_timeout_s=5.0)
+    assert rollout.status is RolloutStatus.STEP_TIMEOUT
+    assert [turn.is_seen for turn in rollout.turns] == [False]
+
+
 def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     async def agent(ask, call):
         life = len(hosted.calls)
