@@ -257,7 +257,8 @@ class Turn:
 
     A turn that was not seen (its agent ended before it got the completion) is not trained on.
     ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; the last
-    one of an episode counts.
+    one of an episode counts. ``request_key`` tells apart the requests with this prompt that a
+    `TurnTree` got.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -266,6 +267,7 @@ class Turn:
     text: str | None = None  # the completion as text, where the environment works in text
     is_seen: bool = True
     branch_reward: float | None = None
+    request_key: str | None = None  # None: no tree's, or of an earlier version's record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,7 @@ class AgentEnv:
         """
         Raises:
             AgentError: the agent ended, or its session was closed, without a request.
+            LimitReachedError: the agent failed after a limit; it is not started again.
             Exception: what the agent raised last.
         """
         self._turns = turns
@@ -135,9 +136,9 @@ class AgentEnv:
             if self._posted is None and isinstance(outcome, BaseException):
                 if not self._may_restart(outcome):
                     raise _rollout_error(outcome)
+                await turns.restart(replays=self.replays)
                 self._counts["restarts"] += 1
                 self._host.sessions.release(self._session_id, SessionEnding.RESTARTED)
-                await turns.restart(replays=self.replays)
                 continue
             if not turns.num_asked:
                 raise AgentError("the agent ended without asking for a single completion")

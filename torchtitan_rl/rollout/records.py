@@ -97,6 +97,7 @@ def turn_from_json(data: Json, previous: Turn | None = None) -> Turn:
         text=data["text"],
         is_seen=data.get("is_seen", True),
         branch_reward=data.get("branch_reward"),
+        request_key=data.get("request_key"),
     )
 
 

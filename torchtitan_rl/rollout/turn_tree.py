@@ -4,9 +4,10 @@ A turn is recorded when it is sampled, in the order of the ends; its seed depend
 on how often that prompt was asked for before, not on the order in which requests arrive. Limits
 count over the whole tree, but for the tokens, which each branch has for itself.
 
-Restarted environments: every turn so far counts as unseen. One that is asked for again (the same
-prompt, within the same budget) is answered from the record, in order, and is seen again; anything
-else is sampled, as a new branch. What stays unseen is not trained on.
+Restarted environments: every turn so far counts as unseen. One that is asked for again is answered
+from the record and is seen again: the same prompt, as often asked for before, with the same options
+(stops, constraints, logprobs), where the completion fits the budget. Anything else is sampled, as a
+new branch. What stays unseen is not trained on.
 
 Invariants: each request that was taken is answered, or its rollout ends with a cause; each sampled
 completion is in exactly one turn; a limit ends the rollout once the turns that run have ended.
@@ -33,6 +34,7 @@ from torchtitan_rl.types import (
     GenerationRequest,
     OnProgress,
     RolloutStatus,
+    SamplingParams,
     Turn,
 )
 
@@ -96,7 +98,7 @@ class TurnTree:
         self._rewards: dict[str, float] = {}  # of turns that are not recorded yet
         self._running: dict[asyncio.Task[None], str] = {}
         self._replayable: list[int] = []
-        self._num_like: Counter[bytes] = Counter()  # requests, by prompt
+        self._num_like: Counter[str] = Counter()  # requests, by prompt
         self._failure: BaseException | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -146,13 +148,14 @@ class TurnTree:
             self._changed.set()
             raise LimitReachedError
         self.num_asked += 1
-        branch = self._branch(observation.prompt_token_ids)
-        request = self._hooks.request(self._next_number, observation, branch)
-        replayed = self._replay(request, answer)
+        digest, ordinal = self._count_like(observation.prompt_token_ids)
+        request = self._hooks.request(self._next_number, observation, f"{digest}.{ordinal}")
+        key = f"{ordinal}.{_options_digest(request.sampling)}"
+        replayed = self._replay(request, key, answer)
         if replayed is not None:
             return replayed
         self._next_number += 1
-        task = asyncio.ensure_future(self._sample(request, answer, on_progress, decode))
+        task = asyncio.ensure_future(self._sample(request, key, answer, on_progress, decode))
         self._running[task] = request.request_id
         task.add_done_callback(self._on_sampled)
         self._hooks.on_activity(request.request_id, "")
@@ -178,10 +181,17 @@ class TurnTree:
         self._hooks.start_time()
 
     async def restart(self, *, replays: bool) -> None:
-        """The environment begins again; returns once the turns that run have ended."""
+        """The environment begins again; returns once the turns that run have ended.
+
+        Raises:
+            LimitReachedError: a limit is reached; turns that were seen stay so.
+        """
         if self._running:
             await asyncio.wait(self._running)
+        if self.limit is not None:
+            raise LimitReachedError
         self._forget_answers(replays=replays)
+        self._hooks.on_turns(tuple(self._turns), False)
 
     # For the rollout.
 
@@ -215,6 +225,7 @@ class TurnTree:
     async def _sample(
         self,
         request: GenerationRequest,
+        key: str,
         answer: Callable[[Completion], bool],
         on_progress: OnProgress | None,
         decode: Callable[[tuple[int, ...]], str] | None,
@@ -223,7 +234,9 @@ class TurnTree:
         if completion is None:
             self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
             return
-        turn = Turn(prompt_token_ids=request.prompt_token_ids, completion=completion)
+        turn = Turn(
+            prompt_token_ids=request.prompt_token_ids, completion=completion, request_key=key
+        )
         self._sampled[request.request_id] = turn
         try:
             if completion.finish_reason is FinishReason.ABORT:
@@ -267,11 +280,11 @@ class TurnTree:
         self._hooks.on_turns(tuple(self._turns), False)
 
     def _replay(
-        self, request: GenerationRequest, answer: Callable[[Completion], bool]
+        self, request: GenerationRequest, key: str, answer: Callable[[Completion], bool]
     ) -> str | None:
         for index in self._replayable:
             turn = self._turns[index]
-            if _answers(turn, request):
+            if turn.request_key in (key, None) and _answers(turn, request):
                 self._replayable.remove(index)
                 self.num_replayed += 1
                 self._amend(index, is_seen=answer(turn.completion))
@@ -286,14 +299,23 @@ class TurnTree:
         self._replayable = list(range(len(self._turns))) if replays else []
         self.is_amended = self.is_amended or bool(self._turns)
 
-    def _branch(self, prompt: tuple[int, ...]) -> str:
-        digest = blake2b(array("q", prompt).tobytes(), digest_size=16)
-        self._num_like[digest.digest()] += 1
-        return f"{digest.hexdigest()}.{self._num_like[digest.digest()]}"
+    def _count_like(self, prompt: tuple[int, ...]) -> tuple[str, int]:
+        """The prompt's digest, and how many requests have had it, this one included."""
+        digest = blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
+        self._num_like[digest] += 1
+        return digest, self._num_like[digest]
 
 
 def _number_of(turn: Turn) -> int:
     return int(turn.completion.request_id.rpartition("/t")[2])
+
+
+def _options_digest(sampling: SamplingParams) -> str:
+    """Of what an answer depends on besides prompt, budget and seed. Equal in every process."""
+    stops = sorted(sampling.stop), sorted(sampling.stop_token_ids)
+    constraints = sorted(map(repr, sampling.engine_options.items()))
+    options = repr((*stops, constraints, sampling.num_logprobs))
+    return blake2b(options.encode(), digest_size=8).hexdigest()
 
 
 def _answers(turn: Turn, request: GenerationRequest) -> bool:

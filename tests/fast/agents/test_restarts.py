@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,53 @@ def test_an_agent_is_restarted_only_if_it_replays_and_only_so_often():
     assert len({call.session_id for call in hosted.calls}) == 3
 
 
+def failing_while_a_turn_runs(*, asks_again: bool):
+    async def agent(ask, call):
+        await ask((1,))
+        running = asyncio.create_task(ask((2,)))
+        await asyncio.sleep(0.3)
+        try:
+            if asks_again:
+                await ask((3,))
+            raise OSError("crash")
+        finally:
+            running.cancel()
+
+    return agent
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_an_agent_that_fails_after_a_limit_is_not_started_again(replays):
+    agent = failing_while_a_turn_runs(asks_again=True)
+    rollout, hosted = only(agent, replays=replays, generate=SlowGenerate(), max_turns=2)
+    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.MAX_TURNS, 1)
+    assert [turn.is_seen for turn in rollout.turns] == [True, False]
+    assert rollout.metrics["agent/unseen_turns"] == 1
+    assert rollout.metrics["agent/restarts"] == 0
+
+
+def test_an_agent_is_not_started_again_where_a_limit_ends_its_last_turns():
+    agent = failing_while_a_turn_runs(asks_again=False)
+    limits = {"rollout_timeout_s": 1.7}
+    rollout, hosted = only(agent, replays=True, generate=SlowGenerate(), **limits)
+    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.ROLLOUT_TIMEOUT, 1)
+    assert [turn.is_seen for turn in rollout.turns] == [True]
+    assert hosted.sessions.counts()["sessions_restarted"] == 0
+
+
+def test_turns_of_a_restarted_agent_that_asks_for_nothing_are_unseen():
+    async def agent(ask, call):
+        if len(hosted.calls) == 2:
+            await asyncio.Event().wait()
+        await ask((1,))
+        raise OSError("crash")
+
+    hosted = Hosted(agent, replays=True)
+    (rollout,) = roll_out(hosted, step_timeout_s=5.0)
+    assert rollout.status is RolloutStatus.STEP_TIMEOUT
+    assert [turn.is_seen for turn in rollout.turns] == [False]
+
+
 def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     async def agent(ask, call):
         life = len(hosted.calls)
@@ -87,6 +135,91 @@ def test_a_request_with_a_smaller_budget_is_no_repetition():
     assert longest > 1
     assert len(rollout.turns[-1].completion.token_ids) == 1
     assert rollout.turns[-1].is_seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"stop": ("b",)},
+        {"stop_token_ids": (5,)},
+        {"engine_options": {"structured_outputs": {"regex": "b"}}},
+        {"num_logprobs": 2},
+    ],
+)
+def test_a_request_with_other_options_is_no_repetition(other):
+    async def agent(ask, call):
+        first = {"stop": ("a",), "engine_options": {"structured_outputs": {"regex": "a"}}}
+        is_first = len(hosted.calls) == 1
+        await ask((1,), **first)
+        await ask((2,), **(first if is_first else first | other))
+        if is_first:
+            raise OSError("crash")
+        return 1.0
+
+    hosted = Hosted(agent, replays=True)
+    (rollout,) = roll_out(hosted)
+    seen = [(turn.prompt_token_ids, turn.is_seen) for turn in rollout.turns]
+    assert seen == [((1,), True), ((2,), False), ((2,), True)]
+
+
+class LastFirst(SeededGenerate):
+    """Answers requests that are made at once in reverse."""
+
+    async def __call__(self, request, /):
+        await asyncio.sleep(5 - len(self.requests))
+        return await super().__call__(request)
+
+
+def test_equal_requests_at_once_get_their_own_answers_again():
+    async def agent(ask, call):
+        async def branch(number):
+            first = await ask((1,), max_tokens=3)
+            await ask((number, *first.token_ids), max_tokens=3)
+
+        await asyncio.gather(*map(branch, (10, 11)))
+        if len(hosted.calls) == 1:
+            raise OSError("crash")
+        return 1.0
+
+    hosted, generate = Hosted(agent, replays=True), LastFirst()
+    (rollout,) = roll_out(hosted, generate=generate)
+    assert len(generate.requests) == len(rollout.turns) == 4
+    assert rollout.metrics["agent/restarts"] == 1
+    assert all(turn.is_seen for turn in rollout.turns)
+
+
+async def best_of_four(ask, call) -> float:
+    answers = await asyncio.gather(*(ask((1, 2), max_tokens=3) for _ in range(4)))
+    return float(sum(sum(answer.token_ids) for answer in answers))
+
+
+def test_a_resumed_run_does_not_train_on_one_of_several_equal_requests_twice():
+    def bound():
+        return Hosted(best_of_four, replays=True).bound
+
+    def samples(group):
+        return [sorted(turn.completion.token_ids for turn in r.turns) for r in group.rollouts]
+
+    whole = samples(Run(bound(), rubric=None).whole())
+    for _, recorded in stops(bound(), rubric=None):
+        assert samples(Run(bound(), rubric=None).whole(recorded)) == whole
+
+
+def test_turns_without_a_request_key_are_answers_too():
+    def bound():
+        return Hosted(three_turns, replays=True).bound
+
+    whole = Run(bound(), rubric=None).whole()
+    for _, recorded in stops(bound(), rubric=None):
+        old = [
+            replace(entry, turns=tuple(replace(turn, request_key=None) for turn in entry.turns))
+            for entry in recorded
+            if entry.ended is None
+        ]
+        run = Run(bound(), rubric=None)
+        assert sampled(run.whole(old)) == sampled(whole)
+        kept = {turn.completion.request_id for entry in old for turn in entry.turns}
+        assert not kept & {request.request_id for request in run.generate.requests}
 
 
 async def branching(ask, call) -> float:

@@ -76,6 +76,7 @@ TURNS = st.lists(
         text=st.none() | st.text(max_size=3),
         is_seen=st.booleans(),
         branch_reward=st.none() | FLOATS,
+        request_key=st.none() | st.text(max_size=3),
     ),
     max_size=3,
 )
@@ -181,6 +182,13 @@ def test_records_of_the_format_before_with_lists_of_numbers_are_read():
         row["completion"]["token_ids"] = list(one.completion.token_ids)
         row["completion"]["logprobs"] = list(one.completion.logprobs)
     assert recorded_from_json(json.loads(json.dumps(data))) == recorded
+
+
+def test_a_record_from_before_turns_had_request_keys_is_read():
+    recorded = RecordedRollout(rollout_id="r", turns=(turn((1, 2), (3,)),))
+    data = recorded_to_json(recorded)
+    del data["turns"][0]["request_key"]
+    assert recorded_from_json(data) == recorded
 
 
 @given(st.lists(st.integers(-(2**40), 2**40)))
