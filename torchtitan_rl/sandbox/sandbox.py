@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import select
@@ -138,12 +139,7 @@ class SandboxConfig:
             if not value > 0:
                 found.append(f"{name}.limits.{limit}={value}: must be above 0")
         if not found:
-            try:
-                _Zygote(self).close()
-            except SandboxImportError as error:
-                found.append(f"{name}.preload: {error}")
-            except ConfigError as error:
-                found.append(f"{name}: {error}")
+            found += [f"{name}{error}" for error in _start_errors(self)]
         return found
 
     def _missing(self) -> list[str]:
@@ -221,6 +217,18 @@ def shared_sandbox(config: SandboxConfig) -> Sandbox:
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = (
     WeakKeyDictionary()
 )
+
+
+@functools.lru_cache(maxsize=64)
+def _start_errors(config: SandboxConfig) -> tuple[str, ...]:
+    """Why it cannot start here, after the field's name; a machine does not change in between."""
+    try:
+        _Zygote(config).close()
+    except SandboxImportError as error:
+        return (f".preload: {error}",)
+    except ConfigError as error:
+        return (f": {error}",)
+    return ()
 
 
 class _Zygote:

@@ -29,6 +29,7 @@ _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
 _BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
 _LINES = 30  # of stderr that an error looks at
 _NOISE_S = 5.0
+_DESCRIBE_S = 600.0  # an environment may fetch its data first
 
 
 class VerifiersError(AgentError):
@@ -87,7 +88,10 @@ def _tasks(text: str) -> list[dict[str, Any]]:
             encoding="utf-8",
             errors="replace",
             check=False,
+            timeout=_DESCRIBE_S,
         )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"its tasks were not loaded within {_DESCRIBE_S:g} s") from error
     except OSError as error:
         raise ConfigError(f"task.python is {spec.interpreter}: {error.strerror}") from error
     answer: dict[str, Any] = {"error": _last_line(ended.stderr.splitlines())}
