@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ _Send = Callable[..., _T]
 
 _MAX_WAIT_S = 60.0  # that a lease may wait at the server
 _RETRIED = (429, 502, 503, 504)
+_MAX_REWARD = 1e30  # that the endpoint takes
 _MAX_PAUSE_S = 10.0  # between two attempts
 
 
@@ -70,8 +72,12 @@ class Session(Generic[_T]):
         return_episodes: bool = False,
     ) -> _T:
         """Close the session with its reward. With a ``response_id`` (and a ``choice`` of it) only
-        the branch with that response gets the reward, and the session stays open."""
-        body = {"reward": reward, "response_id": response_id, "choice": choice}
+        the branch with that response gets the reward, and the session stays open.
+
+        Raises:
+            ValueError: the reward is no finite number.
+        """
+        body = {"reward": _number(reward), "response_id": response_id, "choice": choice}
         return self._post("reward", return_episodes=return_episodes, **body)
 
     def close(self) -> _T:
@@ -205,7 +211,8 @@ class Client:
         """Lease problems and solve them, one after another, while ``keeps_on()``.
 
         ``solve`` returns the reward, or None where it comes later. What it raises is logged, and
-        its problem is given back. Returns the number of problems.
+        its problem is given back; so is a reward that is no finite number. Returns the number of
+        problems.
 
         Raises:
             EndpointError, httpx.TransportError: the endpoint is gone, for example as its run ended.
@@ -219,6 +226,7 @@ class Client:
             with _kept(lease), _lost_leases_are_logged(lease):
                 try:
                     reward = solve(lease)
+                    reward = None if reward is None else _number(reward)
                 except Exception as error:
                     logger.exception("problem %s failed", lease.problem_id)
                     lease.failed(repr(error))
@@ -301,6 +309,7 @@ class AsyncClient:
                 with _lost_leases_are_logged(lease):
                     try:
                         reward = await solve(lease)
+                        reward = None if reward is None else _number(reward)
                     except Exception as error:
                         logger.exception("problem %s failed", lease.problem_id)
                         await lease.failed(repr(error))
@@ -326,6 +335,21 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _number(reward: Any) -> float:
+    """The reward for JSON, from a number of any library.
+
+    Raises:
+        ValueError: it is no finite number, or a larger one than the endpoint takes.
+    """
+    try:
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _MAX_REWARD:
+        raise ValueError(f"the reward {reward!r:.200} is no finite number of at most 1e30")
+    return number
 
 
 def _pauses(patience_s: float) -> Iterator[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 
@@ -113,6 +115,51 @@ async def test_a_worker_leases_problems_and_their_rewards_end_the_rollouts() -> 
     assert number == 3
     assert sorted(r.reward for r in group.rollouts) == sorted([0.5, rewards[-1]])
     assert sorted(r.metrics["agent/restarts"] for r in group.rollouts) == [0, 1]
+
+
+BAD_REWARDS = (math.nan, math.inf, 1e40, 10**400, "1.0", [1.0], np.zeros(2), 1j)
+GOOD_REWARDS = (np.float32(0.5), np.int64(1), True)
+
+
+def returned(posted: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What became of each problem: its reward, or how it was returned."""
+    return [body.get("reward", body.get("outcome")) for path, body in posted if "lease" not in path]
+
+
+def endpoint_of_one_worker(posted: list[tuple[str, dict[str, Any]]]) -> httpx.MockTransport:
+    lease = {"session_id": "s", "model": "m", "problem_id": "p", "data": {}, "lease_s": 60.0}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        posted.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, json=lease)
+
+    return httpx.MockTransport(answer)
+
+
+def test_a_reward_that_is_no_finite_number_gives_its_problem_back_and_the_worker_goes_on() -> None:
+    posted: list[tuple[str, dict[str, Any]]] = []
+    rewards: list[Any] = [*BAD_REWARDS, *GOOD_REWARDS]
+    http = httpx.Client(transport=endpoint_of_one_worker(posted))
+    client = Client("http://here/v1", http=http)
+    number = client.work(lambda lease: rewards.pop(0), keeps_on=lambda: bool(rewards))
+    assert number == len(BAD_REWARDS) + len(GOOD_REWARDS)
+    assert returned(posted) == ["failed"] * len(BAD_REWARDS) + [0.5, 1.0, 1.0]
+    assert "the reward nan is no finite number" in posted[1][1]["cause"]
+    with pytest.raises(ValueError, match="the reward nan"):
+        client.session("s").reward(math.nan)
+
+
+@on_event_loop
+async def test_the_async_client_converts_and_refuses_rewards_alike() -> None:
+    posted: list[tuple[str, dict[str, Any]]] = []
+    rewards: list[Any] = [*BAD_REWARDS, *GOOD_REWARDS]
+
+    async def solve(lease: Any) -> Any:
+        return rewards.pop(0)
+
+    http = httpx.AsyncClient(transport=endpoint_of_one_worker(posted))
+    await AsyncClient("http://here/v1", http=http).work(solve, keeps_on=lambda: bool(rewards))
+    assert returned(posted) == ["failed"] * len(BAD_REWARDS) + [0.5, 1.0, 1.0]
 
 
 @on_event_loop

@@ -6,6 +6,7 @@ These import vLLM, and play without an engine.
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +331,42 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
             assert (await client.get("/health")).status_code == 503
             with pytest.raises(EndpointLostError, match="outputs are no longer taken"):
                 await link.poll()
+        llm.shutdown()
+        link.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_schema_that_xgrammar_lacks_is_refused_by_its_keywords(tmp_path: Path) -> None:
+    number = {"type": "integer", "minimum": 0, "multipleOf": 5}
+    name = {"type": "string", "pattern": "^a", "maxLength": 3}
+    many = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+    async def scenario() -> None:
+        link = ControllerLink()
+        link.attach()
+        spec = endpoint_spec(tiny_model(tmp_path), max_model_len=64, constraints="constrained")
+        app = build_application(spec, link)
+        llm = app.state.engine_client
+        assert llm.vllm_config.structured_outputs_config.backend == "xgrammar"
+        llm.start()
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            for part, keywords in (
+                (number, "multipleOf"),
+                (name, "pattern with maxLength"),
+                (many, "uniqueItems"),
+            ):
+                schema = {"type": "object", "properties": {"x": part}}
+                for form in (schema, json.dumps(schema)):
+                    body = {
+                        "model": "policy",
+                        "prompt": [1, 2],
+                        "structured_outputs": {"json": form},
+                    }
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code == 400
+                    assert f"has {keywords}, which is not" in answer.json()["error"]["message"]
         llm.shutdown()
         link.close()
 

@@ -10,6 +10,7 @@ reward there.
 | a reward, or the session is closed | the lease ends, and the rollout with it |
 | returned as ``done`` | the lease ends; the reward may still come, for ``reward_timeout_s`` |
 | returned as ``failed``, or silence for ``lease_s`` | the lease is lost |
+| the worker has left before it got the lease | the problem waits again, as before |
 
 A problem whose lease is lost is handed out again, in a new session (`AgentEnv`), or its rollout
 fails with that cause.
@@ -76,7 +77,7 @@ class ProblemQueue:
         self._leased: dict[str, _Entry] = {}
         self._workers: dict[asyncio.Future[_Entry], str | None] = {}  # that wait; by problem id
         self._counts: Counter[str] = Counter(
-            leases=0, leases_expired=0, leases_failed=0, leases_done=0
+            leases=0, leases_expired=0, leases_failed=0, leases_done=0, leases_unused=0
         )
 
     def counts(self) -> dict[str, float]:
@@ -95,7 +96,7 @@ class ProblemQueue:
         """
         entry = _Entry(agent, call, waits, asyncio.get_running_loop().create_future())
         self._waiting[call.session_id] = entry
-        waits.expect("a worker that leases its problem", math.inf)
+        self._expect_worker(entry)
         try:
             self._hand_out(entry)
             return await entry.ended
@@ -152,12 +153,18 @@ class ProblemQueue:
         entry.used_s = _now()
         return {"session_id": session_id, "lease_s": entry.agent.lease_s}
 
-    def return_(self, session_id: str, outcome: Literal["done", "failed"], cause: str) -> None:
-        """
+    def return_(
+        self, session_id: str, outcome: Literal["done", "failed", "unused"], cause: str
+    ) -> None:
+        """End a lease. ``unused``: no worker got it, so its problem waits again in this session.
+
         Raises:
             RefusedError: there is no such lease any more.
         """
         entry = self._require(session_id)
+        if outcome == "unused":
+            self._give_back(entry)
+            return
         self._counts[f"leases_{outcome}"] += 1
         if outcome == "failed":
             entry.lose(f"returned it: {cause or 'it gave no cause'}")
@@ -198,12 +205,14 @@ class ProblemQueue:
         worker: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
         self._workers[worker] = problem_id
         try:
-            async with asyncio.timeout(wait_s):
-                return await worker
-        except TimeoutError:
-            return None
+            await asyncio.wait((worker,), timeout=wait_s)
+        except asyncio.CancelledError:
+            if worker.done():
+                self._give_back(worker.result())
+            raise
         finally:
             del self._workers[worker]
+        return worker.result() if worker.done() else None
 
     def _hand_out(self, entry: _Entry) -> None:
         """Give a new problem to the worker that has waited longest for it."""
@@ -212,6 +221,22 @@ class ProblemQueue:
                 worker.set_result(entry)
                 self._begin(entry)
                 return
+
+    def _give_back(self, entry: _Entry) -> None:
+        """No worker got its lease: it is the next problem again."""
+        session_id = entry.call.session_id
+        if entry.ended.done() or self._leased.pop(session_id, None) is None:
+            return
+        self._counts["leases_unused"] += 1
+        if entry.timer is not None:
+            entry.timer.cancel()
+        self._waiting[session_id] = entry
+        self._waiting.move_to_end(session_id, last=False)
+        self._expect_worker(entry)
+        self._hand_out(entry)
+
+    def _expect_worker(self, entry: _Entry) -> None:
+        entry.waits.expect("a worker that leases its problem", math.inf)
 
     def _begin(self, entry: _Entry) -> None:
         session_id = entry.call.session_id

@@ -4,7 +4,7 @@ Results leave at once after a silence, where no other request runs, and for comm
 with all others of the last interval.
 
 Invariants: each request that was polled and not aborted gets exactly one end, each command exactly
-one answer, also when the bridge is closed; a request that its client aborted is cancelled.
+one answer, also when the bridge is closed; what its client aborted is cancelled.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class EndpointBridge:
             interval_s=interval_s,
         )
         self._requests: dict[CallId, asyncio.Task[Completion]] = {}  # that a client waits for
-        self._tasks: set[asyncio.Future[Any]] = set()  # these, aborted ones and commands
+        self._commands: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()  # all of these, and aborted requests
         self._is_ready = asyncio.Event()
         self._is_closing = False
         self.counts = BridgeCounts()
@@ -174,8 +175,8 @@ class EndpointBridge:
                     self._start(request)
                 case Call(call_id=number, payload=Command() as command):
                     self._start_command(number, command)
-                case Abort(call_id=request_id):
-                    self._abort(request_id)
+                case Abort(call_id=call_id):
+                    self._abort(call_id)
                 case Counted(name=name):
                     self.counts.by_event[name] += 1
 
@@ -187,11 +188,12 @@ class EndpointBridge:
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._on_request_done, request_id))
 
-    def _abort(self, request_id: CallId) -> None:
-        task = self._requests.pop(request_id, None)
-        if task is not None:
+    def _abort(self, call_id: CallId) -> None:
+        if (request := self._requests.pop(call_id, None)) is not None:
             self.counts.aborted += 1
-            task.cancel()
+            request.cancel()
+        elif (command := self._commands.get(call_id)) is not None:
+            command.cancel()
 
     async def _run_request(self, request: Submission) -> Completion:
         request_id = request.request.request_id
@@ -222,6 +224,7 @@ class EndpointBridge:
 
     def _start_command(self, number: CallId, command: Command) -> None:
         task = asyncio.ensure_future(self._answer(command))
+        self._commands[number] = task
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._on_command_done, number))
 
@@ -233,6 +236,7 @@ class EndpointBridge:
 
     def _on_command_done(self, number: CallId, task: asyncio.Future[Mapping[str, Any]]) -> None:
         self._tasks.discard(task)
+        del self._commands[number]
         refusal = self._refusal(task)
         body = task.result() if refusal is None else None
         self._connection.put(End(call_id=number, result=body, error=refusal), is_urgent=True)

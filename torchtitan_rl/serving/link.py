@@ -5,8 +5,8 @@ a delivery of the controller, on any thread, reaches that thread in one callback
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
 one answer or error, also where the controller is lost (it has not polled for a while), the endpoint
-has failed or the link is closed. An aborted or ended request gets no further messages. The
-controller's next poll raises a failure.
+has failed or the link is closed. An aborted or ended request gets no further messages. A problem
+that is leased for a caller who is gone is given back. The controller's next poll raises a failure.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class ControllerLink:
     ) -> Mapping[str, Any]:
         """The controller's answer. A pause or a load may take minutes; other commands end soon.
 
+        A lease is aborted where its caller no longer waits; any other command is completed.
+
         Raises:
             RefusedError: the controller refused it, is lost, or did not answer in time.
         """
@@ -134,12 +136,17 @@ class ControllerLink:
         self._outbox.put(Call(call_id=number, payload=Command(name=name, arguments=arguments)))
         try:
             async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError as error:
+                return await asyncio.shield(answer)
+        except BaseException as error:
+            if name == "problem.lease":
+                self._outbox.put(Abort(call_id=number))
+                answer.add_done_callback(self._give_back)
+            else:
+                self._answers.pop(number, None)
+            if not isinstance(error, TimeoutError):
+                raise
             message = f"{name} was not answered within {timeout_s:.0f} s"
             raise RefusedError(Refusal(status=504, message=message, code="timeout")) from error
-        finally:
-            del self._answers[number]
 
     def count(self, name: str) -> None:
         """Have the controller count something that happened to a request."""
@@ -219,13 +226,20 @@ class ControllerLink:
             self._outputs.put(*outputs)
 
     def _answer(self, number: CallId, end: CommandEnd) -> None:
-        future = self._answers.get(number)
-        if future is None or future.done():
+        future = self._answers.pop(number, None)
+        if future is None:
             return
         if end.error is not None:
             future.set_exception(RefusedError(end.error))
         else:
             future.set_result(end.result or {})
+
+    def _give_back(self, answer: asyncio.Future[Mapping[str, Any]]) -> None:
+        """The problem of a lease, where there is one, which its caller did not get."""
+        if answer.exception() is None and (lease := answer.result()):
+            arguments = {"session_id": lease["session_id"], "outcome": "unused", "cause": ""}
+            command = Command(name="problem.return", arguments=arguments)
+            self._outbox.put(Call(call_id=next(self._numbers), payload=command))
 
     def _look_for_controller(self) -> None:
         """Check regularly that it still polls."""
@@ -255,5 +269,5 @@ class ControllerLink:
         # Where a request has ended already, that end comes first and this one is ignored.
         self._outputs.put(*(End(call_id=name, error=refusal) for name in self._pending))
         for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(RefusedError(refusal))
+            answer.set_exception(RefusedError(refusal))
+        self._answers.clear()

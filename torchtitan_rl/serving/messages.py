@@ -22,7 +22,7 @@ CommandName = Literal[
     "session.read",  # {"session_id"} -> its state and counts
     "problem.lease",  # {"problem_id"?, "worker"?, "wait_s"?} -> the lease; {} without a problem
     "problem.heartbeat",  # {"session_id"}
-    "problem.return",  # {"session_id", "outcome", "cause"}
+    "problem.return",  # {"session_id", "outcome": "done", "failed" or "unused", "cause"}
     "pause",  # {"mode"}
     "resume",
     "load",  # {"path", "version"?, "mode"} -> {"version", "replicas", "lost", "stall_s"}

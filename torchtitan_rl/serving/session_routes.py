@@ -5,9 +5,11 @@ A leased problem is a session: its id, which the lease names, is also that of th
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchtitan_rl.serving.admission import PROBLEMS_PREFIX, SESSIONS_PREFIX
@@ -145,10 +147,38 @@ def problem_routes(commands: Commands) -> APIRouter:
     router = APIRouter(prefix=PROBLEMS_PREFIX, tags=["problems"], responses=ERRORS)
 
     @router.post("/lease", response_model=LeaseAnswer, responses={204: {"model": None}})
-    async def lease_problem(request: LeaseProblem | None = None) -> Any:
+    async def lease_problem(client: Request, request: LeaseProblem | None = None) -> Any:
         """Lease a problem of the training run; 204 where none waits."""
         arguments = (request or LeaseProblem()).model_dump(exclude_none=True)
-        lease = await commands.command("problem.lease", arguments)
+        lease = await _lease(commands, arguments, client)
         return lease or Response(status_code=204)
 
     return router
+
+
+async def _lease(
+    commands: Commands, arguments: Mapping[str, Any], client: Request
+) -> Mapping[str, Any]:
+    """A lease for a client that waits for it; without the client nobody has it.
+
+    Raises:
+        RefusedError: there is none, or the client has left.
+    """
+    leases = asyncio.ensure_future(commands.command("problem.lease", arguments))
+    leaves = asyncio.create_task(_gone(client))
+    try:
+        await asyncio.wait({leases, leaves}, return_when=asyncio.FIRST_COMPLETED)
+        if not leaves.done():
+            return leases.result()
+        if leases.done() and (lease := leases.result()):
+            unused = {"session_id": lease["session_id"], "outcome": "unused", "cause": ""}
+            await commands.command("problem.return", unused)
+        raise refused(499, "client_gone", "the client has left")
+    finally:
+        leases.cancel()
+        leaves.cancel()
+
+
+async def _gone(client: Request) -> None:
+    while (await client.receive())["type"] != "http.disconnect":
+        pass

@@ -5,7 +5,8 @@ replicas: between two steps, with the prefix cache reset, and with the exact ver
 in the answers.
 
 Invariants: one checkpoint at a time; one that does not fit the served model is refused before any
-replica sees it.
+replica sees it. What is checked is what is published: files are read into memory first, so that one
+that is rewritten meanwhile changes nothing.
 """
 
 from __future__ import annotations
@@ -99,49 +100,79 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
         OSError, ValueError: it cannot be read, or is of another model.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    config = _config(directory)
-    _require_equal_configs(config, _config(served))
+    config = _json_object(directory / "config.json")
+    _require_equal_configs(config, _json_object(served / "config.json"))
     try:
-        tensors = {name: t for file in _files(directory) for name, t in load_file(file).items()}
-        expected = _shapes(served)
+        tensors = _tensors(directory)
+        expected = _layout(served)
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     if config.get("tie_word_embeddings"):  # then files may have the head or not
-        for found in (tensors, expected):
-            found.pop("lm_head.weight", None)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(shapes.keys() | expected.keys()):
-        if shapes.get(name) != expected.get(name):
-            raise ValueError(
-                f"{name} has shape {shapes.get(name)}; in the served model {expected.get(name)}"
-            )
+        tensors.pop("lm_head.weight", None)
+        expected.pop("lm_head.weight", None)
+    for name in sorted(tensors.keys() | expected.keys()):
+        tensor = tensors.get(name)
+        shape, is_floating = expected.get(name, (None, True))
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape:
+            raise ValueError(f"{name} has shape {found}; in the served model {shape}")
+        if tensor is not None and tensor.dtype.is_floating_point != is_floating:
+            kind = "floating-point numbers" if is_floating else "none"
+            raise ValueError(f"{name} has {tensor.dtype}; the served model has {kind} there")
     return tensors
 
 
-def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """In memory: a mapped file that shrinks while it is read would end this process."""
+    from safetensors.torch import load
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _files(directory):
+        found = load(path.read_bytes())
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ValueError(f"{path.name} has {twice[0]}, as another file has: write an index")
+        tensors |= found
+    return tensors
+
+
+def _layout(directory: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Of each tensor its shape, and whether it has floating-point numbers."""
     from safetensors import safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
+    layout: dict[str, tuple[tuple[int, ...], bool]] = {}
     for path in _files(directory):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                layout[name] = (tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
+    return layout
 
 
 def _files(directory: Path) -> list[Path]:
-    files = sorted(directory.glob("*.safetensors"))
+    """Those that the index names; without an index, all."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        named = _json_object(index).get("weight_map")
+        names = list(named.values()) if isinstance(named, dict) else []
+        if not all(isinstance(name, str) and name == Path(name).name for name in names):
+            raise ValueError(f"{index.name} names files that are not in its folder")
+        files = [directory / name for name in sorted(set(names))]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no *.safetensors file")
     return files
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    config = json.loads((directory / "config.json").read_text())
-    if not isinstance(config, dict):
-        raise ValueError("config.json is no JSON object")
-    return config
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return content
 
 
 def _require_equal_configs(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from tests.support.agent_rollouts import CLOSED, SlowGenerate, refusal
 from tests.support.agents import asked
+from tests.support.async_tests import on_event_loop
 from tests.support.resuming import Run, stops
 from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.agents.agent import RemoteAgent
+from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
@@ -152,6 +154,55 @@ def test_a_problem_is_handed_out_so_often_and_then_its_rollout_fails_by_name():
     assert rollout.status is RolloutStatus.ENV_ERROR
     assert "worker 'w7' was silent for 20 s" in rollout.cause
     assert run.queue.counts()["leases_expired"] == 2
+
+
+@pytest.mark.parametrize("moment", ["before", "as it is leased", "after"])
+def test_a_worker_that_left_while_it_waited_costs_its_problem_no_time(moment):
+    async def leaves(run):
+        first = asyncio.create_task(run.queue.lease(worker="gone", wait_s=60))
+        await asyncio.sleep(0)
+        if moment == "before":
+            first.cancel()
+        while not run.queue.counts()["leases"] and not first.done():
+            await asyncio.sleep(0)
+        if moment == "after":
+            run.queue.return_((await first)["session_id"], "unused", "")
+        first.cancel()
+        await asyncio.wait([first])
+        began_s = asyncio.get_running_loop().time()
+        await solves(run)
+        assert asyncio.get_running_loop().time() == began_s + 1.0  # of its one request
+
+    run = Hosting(RemoteAgent(lease_s=20.0, max_leases=1))
+    (rollout,) = run.with_workers(leaves)
+    assert (rollout.reward, rollout.metrics["agent/restarts"]) == (1.0, 0)
+    counts = run.queue.counts()
+    num_unused = 0 if moment == "before" else 1
+    assert (counts["leases"], counts["leases_unused"]) == (1 + num_unused, num_unused)
+    assert counts["leases_expired"] == 0
+
+
+class NoWaits:
+    """The waits of a rollout without limits."""
+
+    is_sampling = False
+
+    def expect(self, what: str, within_s: float | None = None) -> None: ...
+
+    def start_time(self) -> None: ...
+
+
+@on_event_loop
+async def test_a_problem_that_comes_as_the_wait_ends_is_not_leased_to_nobody():
+    queue = ProblemQueue()
+    worker = asyncio.create_task(queue.lease(wait_s=0.01))
+    await asyncio.sleep(0)
+    call = AgentCall(base_url="", api_key="", model="", problem=PROBLEM, session_id="s")
+    serving = asyncio.create_task(queue.serve(RemoteAgent(), call, NoWaits()))
+    time.sleep(0.02)  # the problem and the end of the wait are in one iteration of the loop
+    lease = await worker
+    assert queue.counts()["problems_leased"] == (1 if lease else 0)
+    await cancel_all([serving])
 
 
 def test_heartbeats_requests_and_running_requests_keep_a_lease():

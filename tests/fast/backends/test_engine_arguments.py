@@ -28,6 +28,7 @@ COMMON = {
     "async_scheduling": False,
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,
+    "structured_outputs_config": {"backend": "xgrammar"},
     "distributed_executor_backend": "external_launcher",
 }
 
@@ -56,7 +57,7 @@ def test_a_cuda_engine_takes_its_share_of_the_memory_and_gives_it_back_asleep() 
         "enforce_eager": False,
         "gpu_memory_utilization": 0.5,
         "enable_sleep_mode": True,
-        "structured_outputs_config": {"reasoning_parser": "qwen3"},
+        "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "qwen3"},
     }
 
 

@@ -28,6 +28,7 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     ReplicaError,
 )
+from torchtitan_rl.rpc.messages import End
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import Refusal, RefusedError
@@ -57,13 +58,17 @@ async def served(
     async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RefusedError(Refusal(status=400, message="not paused", code="invalid_request"))
 
+    async def lease(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
     link = ControllerLink(clock=now)
     link.attach()
     endpoint, generator = LinkedEndpoint(link, delivery_s=delivery_s), generator or Generator()
     bridge = EndpointBridge(
         endpoint,
         complete=generator.complete,
-        handlers={"versions": versions, "resume": resume},
+        handlers={"versions": versions, "resume": resume, "problem.lease": lease},
         status=lambda: HEALTHY,
         interval_s=INTERVAL_S,
     )
@@ -205,6 +210,20 @@ async def test_commands_are_answered_refused_or_not_available() -> None:
         with pytest.raises(RefusedError, match="not available") as raised:
             await system.link.command("pause", {})
         assert raised.value.refusal.status == 404
+
+
+@on_virtual_clock
+async def test_a_lease_whose_caller_is_gone_is_cancelled_and_other_commands_are_completed() -> None:
+    async with served() as system:
+        for name in ("problem.lease", "versions"):
+            asked = asyncio.create_task(system.link.command(name, {}))
+            await asyncio.sleep(0.05)
+            asked.cancel()
+        await asyncio.sleep(1.0)
+        delivered = [one for _, batch in system.endpoint.delivered for one in batch]
+        leased, read = (one for one in delivered if isinstance(one, End))
+        assert leased.error.code == "cancelled"
+        assert read.result == {"newest": 3}
 
 
 @on_virtual_clock

@@ -143,6 +143,33 @@ async def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> 
     await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("moment", ["waiting", "on its way", "answered", "refused"])
+@on_virtual_clock
+async def test_a_lease_without_its_caller_is_aborted_and_what_was_leased_is_given_back(
+    moment: str,
+) -> None:
+    link = linked()
+    asked = asyncio.create_task(link.command("problem.lease", {"wait_s": 60.0}))
+    (command,) = await link.poll()
+    refusal = Refusal(status=503, message="aborted", code="cancelled")
+    if moment == "answered":
+        link.deliver((End(call_id=command.call_id, result={"session_id": "s"}),))
+        await asyncio.sleep(0)  # the answer is there, and its caller has not gone on yet
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert asked.cancelled()
+    if moment == "on its way":
+        link.deliver((End(call_id=command.call_id, result={"session_id": "s"}),))
+    elif moment == "refused":
+        link.deliver((End(call_id=command.call_id, error=refusal),))
+    await asyncio.sleep(1.0)
+    abort, *returned = await link.poll()
+    assert abort == Abort(call_id=command.call_id)
+    arguments = [call.payload.arguments for call in returned]
+    given_back = {"session_id": "s", "outcome": "unused", "cause": ""}
+    assert arguments == ([given_back] if moment in ("on its way", "answered") else [])
+
+
 @on_virtual_clock
 async def test_a_controller_that_polls_no_more_fails_everything_that_waits_for_it() -> None:
     link = linked(lost_after_s=60.0)

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.async_tests import on_event_loop
-from tests.support.http_driver import Client
+from tests.support.http_driver import Client, settle
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
@@ -119,6 +119,55 @@ def test_a_reward_with_a_response_goes_to_its_branch(controller: Controller) -> 
     arguments = {"session_id": "a", "reward": 0.25, "response_id": "chatcmpl-1", "choice": 1}
     assert controller.calls == [("session.reward_branch", arguments)]
     assert ask("POST", "/v1/sessions/a/reward", {**body, "choice": -1})[0] == 422
+
+
+def test_a_lease_whose_client_leaves_is_aborted_or_given_back() -> None:
+    lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
+
+    class Queue(Controller):
+        def __init__(self) -> None:
+            self.calls, self.begins = [], asyncio.Event()
+            self.is_aborted = False  # then what is leased meanwhile is given back by the link
+            self.leased: asyncio.Future[Mapping[str, Any]] = asyncio.Future()
+
+        async def command(
+            self, name: CommandName, arguments: Mapping[str, Any]
+        ) -> Mapping[str, Any]:
+            self.calls.append((name, dict(arguments)))
+            self.begins.set()
+            try:
+                return await self.leased if name == "problem.lease" else {}
+            except asyncio.CancelledError:
+                self.is_aborted = True
+                raise
+
+    async def outcome(num_steps: int) -> str:
+        """The client leaves so many steps of the event loop before it gets a lease."""
+        queue = Queue()
+        app = EndpointApp(FastAPI(), CONFIG, keys=KEYS, commands=queue)
+        typed = {**CLIENT, "content-type": "application/json"}
+        client = Client(app, "/v1/problems/lease", body=b'{"wait_s": 60}', headers=typed)
+        await queue.begins.wait()
+        await settle()
+        leaving = asyncio.create_task(client.leave())
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        if not queue.leased.done():
+            queue.leased.set_result(lease)
+        await leaving
+        if queue.is_aborted:
+            assert len(queue.calls) == 1
+            return "aborted"
+        if client.status == 200:
+            assert len(queue.calls) == 1
+            return "answered"
+        unused = {"session_id": "run-1", "outcome": "unused", "cause": ""}
+        assert queue.calls[1:] == [("problem.return", unused)]
+        return "given back"
+
+    outcomes = [asyncio.run(outcome(num_steps)) for num_steps in range(20)]
+    assert set(outcomes) == {"answered", "given back", "aborted"}
+    assert outcomes == sorted(outcomes, key=["answered", "given back", "aborted"].index)
 
 
 def test_a_problem_is_leased_kept_and_returned(controller: Controller) -> None:

@@ -55,6 +55,9 @@ class Published:
         return SyncReport(version=handle.version, stage_s=1.0, pull_s=1.0, pulls=(pull,))
 
 
+INDEX = "model.safetensors.index.json"
+
+
 def checkpoint(folder: Path, config: Any = CONFIG, tensors: Any = TENSORS) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,6 +98,14 @@ async def test_a_checkpoint_of_the_served_model_becomes_the_next_version(tmp_pat
         (CONFIG, {"embed": torch.zeros(3, 2)}, "norm has shape None; in the served model (2,)"),
         (CONFIG, {**TENSORS, "norm": torch.ones(3)}, "norm has shape (3,)"),
         (CONFIG, {**TENSORS, "bias": torch.ones(3)}, "bias has shape (3,); in the served model No"),
+        *(
+            (
+                CONFIG,
+                {**TENSORS, "norm": torch.ones(2, dtype=dtype)},
+                f"norm has {dtype}; the served",
+            )
+            for dtype in (torch.int8, torch.bool, torch.complex64)
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_reaches_no_replica(tmp_path, config, tensors, cause):
@@ -108,6 +119,56 @@ def test_a_checkpoint_that_does_not_fit_reaches_no_replica(tmp_path, config, ten
         assert parts.tensors == {}
 
     asyncio.run(scenario())
+
+
+@on_event_loop
+async def test_a_file_that_is_rewritten_after_the_check_changes_nothing(tmp_path) -> None:
+    class Rewriting(Published):
+        def publish(self, version: int, tensors: Any, **keep: Any) -> SharedMemoryHandle:
+            (new / "model.safetensors").write_bytes(b"")  # as a writer of the next one begins
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            return super().publish(version, copies, **keep)
+
+    tensors = {"embed": torch.full((3, 2), 5.0), "norm": torch.ones(2)}
+    new = checkpoint(tmp_path / "new", tensors=tensors)
+    parts = Rewriting()
+    await WeightLoader(parts, parts, checkpoint(tmp_path / "served")).load(str(new))
+    assert parts.tensors["embed"].tolist() == [[5.0, 5.0]] * 3
+
+
+@on_event_loop
+async def test_the_index_says_which_files_are_of_the_checkpoint(tmp_path) -> None:
+    parts = Published()
+    loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
+    new = checkpoint(tmp_path / "new")
+    save_file({"norm": torch.full((2,), 9.0)}, new / "stale.safetensors")
+    assert "stale.safetensors has norm, as another" in (await refusal(loader.load(str(new))))[2]
+    index = {"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}
+    (new / INDEX).write_text(json.dumps(index))
+    await loader.load(str(new))
+    assert parts.tensors["norm"].tolist() == [1.0, 1.0]
+    for content, cause in (
+        ('{"weight_map": {"norm": "../served/model.safetensors"}}', "not in its folder"),
+        ('{"weight_map": {"norm": 3}}', "not in its folder"),
+        ('{"weight_map": {"norm": "gone.safetensors"}}', "gone.safetensors"),
+        ("{}", "has no *.safetensors file"),
+        ("[" * 100_000, "nested too deeply"),
+    ):
+        (new / INDEX).write_text(content)
+        status, code, message = await refusal(loader.load(str(new)))
+        assert (status, code) == (400, "wrong_checkpoint")
+        assert cause in message
+
+
+@on_event_loop
+async def test_a_configuration_that_is_nested_deeply_is_a_refusal(tmp_path) -> None:
+    parts = Published()
+    loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
+    new = checkpoint(tmp_path / "new")
+    (new / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    answer = await refusal(loader.load(str(new)))
+    assert answer[:2] == (400, "wrong_checkpoint")
+    assert "config.json is nested too deeply" in answer[2]
 
 
 @on_event_loop

@@ -7,6 +7,8 @@ Invariants
 - vLLM adds a random suffix, different on each rank, to request ids, so ids are mapped here.
 - Prefills are never chunked: on a CPU, seeded requests cannot be sampled in chunks.
 - Scheduling is synchronous: lengths read between steps are exact.
+- Grammars are xgrammar's; what it lacks is refused. vLLM fixes one backend at the first grammar, so
+  with "auto" one schema would decide which other requests are refused from then on.
 - Prefix blocks are salted with the number of the last pull, so a request that is added after a
   pull never reads older ones, whether or not the cache could be reset.
 """
@@ -36,7 +38,11 @@ from torchtitan_rl.backends.vllm.resume import (
     let_runner_resume,
     resumed_detokenizer,
 )
-from torchtitan_rl.backends.vllm.sampling import reasoning_of, vllm_sampling_params
+from torchtitan_rl.backends.vllm.sampling import (
+    GRAMMAR_BACKEND,
+    reasoning_of,
+    vllm_sampling_params,
+)
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
@@ -309,9 +315,10 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": is_cpu,
         "disable_log_stats": False,  # the stats have each request's times
+        "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
     }
     if spec.reasoning_parser:
-        args["structured_outputs_config"] = {"reasoning_parser": spec.reasoning_parser}
+        args["structured_outputs_config"]["reasoning_parser"] = spec.reasoning_parser
     if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
     if generator.tensor_parallel > 1:

@@ -53,10 +53,14 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
-from torchtitan_rl.backends.vllm.openai_constraints import ConstraintPolicy
+from torchtitan_rl.backends.vllm.openai_constraints import (
+    ConstraintPolicy,
+    refuse_unsupported_schema,
+)
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
 from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
+from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
@@ -138,6 +142,7 @@ class RouterLLM(AsyncLLM):
         """
         refuse_unserved(sampling_params)
         self.constraints.free(sampling_params)
+        refuse_unsupported_schema(sampling_params)
         _check_session(options.get("session_id"))
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
@@ -211,6 +216,7 @@ def _vllm_config(spec: EndpointSpec) -> Any:
             {"max_new_tokens": endpoint.max_tokens} if endpoint.max_tokens else {}
         ),
         reasoning_parser=endpoint.reasoning_parser,
+        structured_outputs_config={"backend": GRAMMAR_BACKEND},  # as the engines have it
     ).create_engine_config()
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.sampling_params import check_json_nesting
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from torchtitan_rl.serving.config import Constraints
 
@@ -91,6 +93,39 @@ class ConstraintPolicy:
             has_unread = mark is not None and text.count(mark) > len(arguments)
             if has_unread or not all(map(is_json_object, arguments)):
                 self._count(BROKEN_CALLS)
+
+
+def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
+    """Raises `VLLMValidationError` for a JSON schema that xgrammar cannot apply, and names the
+    keywords; vLLM's own message does not."""
+    schema = params.structured_outputs and params.structured_outputs.json
+    if not schema:
+        return
+    check_json_nesting(schema)
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError:
+            return  # vLLM's message says that
+    if has_xgrammar_unsupported_json_features(schema):
+        keywords = " with ".join(_unsupported_keywords(schema))
+        raise VLLMValidationError(
+            f"the JSON schema has {keywords}, which is not supported here: leave it out"
+        )
+
+
+def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
+    """Of the innermost part that is not supported, the keywords without which it would be."""
+    for value in schema.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict) and has_xgrammar_unsupported_json_features(part):
+                return _unsupported_keywords(part)
+    needed = dict(schema)
+    for name in schema:
+        rest = {key: value for key, value in needed.items() if key != name}
+        if has_xgrammar_unsupported_json_features(rest):
+            needed = rest
+    return [name for name in needed if name != "type"]
 
 
 def is_json_object(text: str) -> bool:

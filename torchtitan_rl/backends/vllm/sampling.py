@@ -33,6 +33,7 @@ ENGINE_OPTIONS = frozenset(
 )
 # Not sampling parameters of vLLM: they say where the reasoning before a structured output ends.
 REASONING_OPTIONS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
+GRAMMAR_BACKEND = "xgrammar"  # of engines and endpoint, and what `training/grammars.py` replays
 MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps only in its server, and infinities give NaN
 
 
