@@ -121,6 +121,12 @@ def test_a_reward_with_a_response_goes_to_its_branch(controller: Controller) -> 
     assert ask("POST", "/v1/sessions/a/reward", {**body, "choice": -1})[0] == 422
 
 
+def test_a_choice_without_its_response_closes_no_session(controller: Controller) -> None:
+    status, answer = ask("POST", "/v1/sessions/a/reward", {"reward": 1, "choice": 1})
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert controller.calls == []
+
+
 def test_a_problem_is_leased_kept_and_returned(controller: Controller) -> None:
     lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
     controller.lease = lease
