@@ -1,0 +1,153 @@
+"""Answers whose text is known: what each API makes of it, and to which session it belongs.
+
+These import vLLM, and play without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.real.local_endpoint import local_endpoint
+from tests.support.endpoints import endpoint_spec
+from torchtitan_rl.backends.vllm.openai import build_application
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    VersionRun,
+)
+
+USER = {"role": "user", "content": "hi"}
+CHAT = {"model": "policy", "messages": [USER], "max_tokens": 256}
+ASKED = {"model": "policy", "input": "hi"}
+
+
+@dataclass
+class Script:
+    """Completes every request with ``text``, a few tokens at a time."""
+
+    tokenizer: Any
+    text: str = "hello"
+    reason: FinishReason = FinishReason.STOP
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        token_ids = tuple(self.tokenizer.encode(self.text, add_special_tokens=False))
+        if self.reason is FinishReason.STOP:
+            token_ids += (self.tokenizer.eos_token_id,)
+        runs = (VersionRun(0, 0),)
+        for start in range(0, len(token_ids) - 1, 5) if on_progress else ():
+            part = token_ids[start : start + 5]
+            on_progress(
+                Progress(
+                    request_id=request.request_id,
+                    start=start,
+                    token_ids=part,
+                    logprobs=(-1.0,) * len(part),
+                    version_runs=runs,
+                )
+            )
+            await asyncio.sleep(0.001)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=(-1.0,) * len(token_ids),
+            version_runs=runs,
+            finish_reason=self.reason,
+        )
+
+
+@dataclass
+class Endpoints:
+    runner: asyncio.Runner
+    script: Script
+    urls: dict[str, str] = field(default_factory=dict)  # by the option `constraints`
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        session: str | None = None,
+        constraints: str = "free",
+    ) -> httpx.Response:
+        async def send() -> httpx.Response:
+            headers = {} if session is None else {"X-Session-ID": session}
+            async with httpx.AsyncClient(timeout=None) as client:
+                method = "GET" if body is None else "POST"
+                url = self.urls[constraints] + path
+                return await client.request(method, url, json=body, headers=headers)
+
+        answer: httpx.Response = self.run(send())
+        return answer
+
+
+@pytest.fixture(scope="module")
+def endpoints(checkpoint: Path) -> Iterator[Endpoints]:
+    from transformers import AutoTokenizer
+
+    with asyncio.Runner() as runner:
+        found = Endpoints(runner, Script(AutoTokenizer.from_pretrained(checkpoint)))
+        stack = AsyncExitStack()
+
+        async def start() -> None:
+            for constraints in ("free", "constrained"):
+                found.urls[constraints] = await stack.enter_async_context(
+                    scripted(checkpoint, constraints, found.script)
+                )
+
+        runner.run(start())
+        yield found
+        runner.run(stack.aclose())
+
+
+def scripted(checkpoint: Path, constraints: Any, script: Script) -> Any:
+    spec = endpoint_spec(
+        checkpoint, max_model_len=1024, tool_call_parser="hermes", constraints=constraints
+    )
+
+    def application(link: ControllerLink) -> EndpointApp:
+        application = build_application(spec, link)
+        return EndpointApp(application, spec.endpoint, keys=spec.keys, commands=link)
+
+    def status(bridge: EndpointBridge) -> SystemStatus:
+        return SystemStatus(is_healthy=True, gauges=bridge.counts.gauges())
+
+    return local_endpoint(application, script.complete, handlers={}, status=status)
+
+
+@pytest.mark.parametrize("named", [{"session_id": "b"}, {"vllm_xargs": {"session_id": "b"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_belongs_to_the_session_that_its_body_names(endpoints, named, stream) -> None:
+    endpoints.script.text = "hello"
+    text = endpoints.ask("/v1/responses", {**ASKED, **named, "stream": stream}).text
+    last = text.split("data: ")[-1]
+    kept = json.loads(last)["response"] if stream else json.loads(text)
+    path, more = f"/v1/responses/{kept['id']}", {**ASKED, "previous_response_id": kept["id"]}
+    assert endpoints.ask(path, session="b").status_code == 200
+    assert endpoints.ask("/v1/responses", more, session="b").status_code == 200
+    assert endpoints.ask("/v1/responses", {**more, **named}).status_code == 200
+    assert endpoints.ask(path).status_code == 404
+    assert endpoints.ask("/v1/responses", more).status_code == 404
+    other = {**more, "session_id": "other"}
+    assert endpoints.ask("/v1/responses", other).json()["error"]["code"] == "response_not_found"
+    assert endpoints.ask("/v1/responses", other, session="b").status_code == 400
