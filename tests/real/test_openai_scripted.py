@@ -151,3 +151,43 @@ def test_a_response_belongs_to_the_session_that_its_body_names(endpoints, named,
     other = {**more, "session_id": "other"}
     assert endpoints.ask("/v1/responses", other).json()["error"]["code"] == "response_not_found"
     assert endpoints.ask("/v1/responses", other, session="b").status_code == 400
+
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOL = {"name": "add", "parameters": PARAMETERS}
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}]},
+    "/v1/responses": {**ASKED, "tools": [{"type": "function", **TOOL}]},
+    "/v1/messages": {**CHAT, "tools": [{"name": "add", "input_schema": PARAMETERS}]},
+}
+
+
+def call(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+def parts(answer: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The text of an answer of any API, and its calls' arguments."""
+    if "choices" in answer:
+        message = answer["choices"][0]["message"]
+        calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+        return message["content"] or "", calls
+    if "output" in answer:
+        texts = [part["text"] for item in answer["output"] for part in item.get("content") or ()]
+        calls = [item["arguments"] for item in answer["output"] if "arguments" in item]
+        return "".join(texts), calls
+    texts = [block["text"] for block in answer["content"] if "text" in block]
+    return "".join(texts), [block["input"] for block in answer["content"] if "input" in block]
+
+
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_a_call_that_no_answer_can_have_is_text(endpoints, path: str, constraints: str) -> None:
+    arguments = '{"a": "\\ud800"}'
+    endpoints.script.text = f"so {call(arguments)}"
+    answer = endpoints.ask(path, WITH_TOOLS[path], constraints=constraints)
+    assert answer.status_code == 200
+    text, calls = parts(answer.json())
+    assert text.startswith("so ")
+    assert arguments in text
+    assert calls == []

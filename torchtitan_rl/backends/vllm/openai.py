@@ -66,7 +66,6 @@ from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
-from torchtitan_rl.serving.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +233,6 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
     state.openai_serving_chat = Chat(llm, models, "assistant", **common, **template, **parsers)
     state.openai_serving_completion = Completions(llm, models, **common)
     state.openai_serving_responses = Responses(llm, models, **common, **template, **parsers)
-    state.openai_serving_responses.store = ResponseStore()
     state.anthropic_serving_messages = Messages(
         llm, models, "assistant", **common, **template, **parsers
     )

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
-from torchtitan_rl.backends.vllm.openai_constraints import call_mark
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
 
@@ -114,6 +114,12 @@ class RefusalErrors:
 
 
 class Chat(RefusalErrors, OpenAIServingChat):
+    parser_cls: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser_cls = readable_calls(self.parser_cls)
+
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if request.use_beam_search:
             return self.create_error_response(_NO_BEAMS, param="use_beam_search")

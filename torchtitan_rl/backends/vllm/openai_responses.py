@@ -21,7 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 
 from torchtitan_rl.backends.vllm.openai_answers import AnswerStream, RefusalErrors
-from torchtitan_rl.backends.vllm.openai_constraints import call_mark
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, session_of_request
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.messages import RefusedError
@@ -41,7 +41,12 @@ class _Turn:
 
 
 class Responses(RefusalErrors, OpenAIServingResponses):
-    store: ResponseStore
+    parser: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = readable_calls(self.parser)
+        self.store = ResponseStore()
 
     async def create_responses(
         self, request: ResponsesRequest, raw_request: Request | None = None
