@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -191,3 +192,85 @@ def test_a_call_that_no_answer_can_have_is_text(endpoints, path: str, constraint
     assert text.startswith("so ")
     assert arguments in text
     assert calls == []
+
+
+def message(
+    endpoints: Endpoints, *, stream: bool, constraints: str = "free", **more: Any
+) -> tuple[str, list[Any], str | None]:
+    """The official client's message: its text, the input of its calls, and its stop reason."""
+
+    async def ask() -> Any:
+        url = endpoints.urls[constraints]
+        body: Any = {**WITH_TOOLS["/v1/messages"], **more}
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
+            if not stream:
+                return await client.messages.create(**body)
+            async with client.messages.stream(**body) as events:
+                return await events.get_final_message()
+
+    answer = endpoints.run(ask())
+    blocks = answer.content
+    texts = [block.text for block in blocks if block.type == "text"]
+    calls = [block.input for block in blocks if block.type == "tool_use"]
+    return "".join(texts), calls, answer.stop_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "arguments", ["[1, 2]", '"x"', "5", "null", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}']
+)
+def test_a_call_that_a_block_cannot_have_is_text(endpoints, arguments: str, stream: bool) -> None:
+    endpoints.script.text = call(arguments)
+    text, calls, reason = message(endpoints, stream=stream)
+    shown = arguments.replace("1e999", "Infinity") if not stream else arguments  # vLLM's parser
+    assert shown in text
+    assert (calls, reason) == ([], "end_turn")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_good_call_stays_a_call_with_a_broken_one_and_text_around_it(endpoints, stream) -> None:
+    endpoints.script.text = "so " + call('{"a": "\u00e4"}') + call("[1]") + call('{"a": "2"}')
+    expected = ("so [1]", [{"a": "\u00e4"}, {"a": "2"}], "tool_use")
+    assert message(endpoints, stream=stream) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+def test_a_message_without_a_call_does_not_end_with_one(endpoints, constraints, stream) -> None:
+    endpoints.script.text = "hello"
+    required = {"tool_choice": {"type": "any"}, "constraints": constraints}
+    assert message(endpoints, stream=stream, **required) == ("hello", [], "end_turn")
+
+
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": {"type": "tool", "name": "no"}},
+        {"tools": [], "tool_choice": {"type": "any"}},
+    ],
+)
+def test_a_required_tool_that_does_not_exist_is_refused(endpoints, constraints, more) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="does not match any"):
+        message(endpoints, stream=False, constraints=constraints, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_a_required_call_in_an_answer_that_was_cut_is_not_missing(endpoints, path, stream) -> None:
+    """Counts come in the order of the answers, so that of the second answer is the only one."""
+    body = {**WITH_TOOLS[path], "stream": stream}
+    body["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
+    before, script = num_missing(endpoints), endpoints.script
+    script.text, script.reason = call('{"a": "1"}') + " and", FinishReason.LENGTH
+    assert endpoints.ask(path, body).status_code == 200
+    script.text, script.reason = "hello", FinishReason.STOP
+    assert endpoints.ask(path, body).status_code == 200
+    while (now := num_missing(endpoints)) == before:
+        endpoints.run(asyncio.sleep(0.05))
+    assert now == before + 1
+
+
+def num_missing(endpoints: Endpoints) -> float:
+    lines = endpoints.ask("/metrics").text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if 'event="missing_calls"' in line)

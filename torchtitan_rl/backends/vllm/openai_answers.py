@@ -21,7 +21,7 @@ from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
 
 _NO_BEAMS = "beam search is not served"
-_LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
+LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
 
 
 class AnswerStream:
@@ -80,7 +80,7 @@ class _Versions:
 
     async def added(self, chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
-            yield self._with_versions(chunk) if _LAST_OF_CHOICE in chunk else chunk
+            yield self._with_versions(chunk) if LAST_OF_CHOICE in chunk else chunk
 
     def _with_versions(self, chunk: str) -> str:
         body = json.loads(chunk.removeprefix("data: "))
@@ -164,7 +164,7 @@ class Chat(RefusalErrors, OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         calls: defaultdict[int, defaultdict[int, str]] = defaultdict(lambda: defaultdict(str))
         async for chunk in chunks:
-            if '"tool_calls":[' in chunk or _LAST_OF_CHOICE in chunk:
+            if '"tool_calls":[' in chunk or LAST_OF_CHOICE in chunk:
                 for choice in json.loads(chunk.removeprefix("data: "))["choices"]:
                     arguments = calls[choice["index"]]
                     for call in choice["delta"].get("tool_calls") or ():
