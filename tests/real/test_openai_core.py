@@ -243,13 +243,16 @@ def test_only_streams_are_told_of_progress() -> None:
     assert [request.streams for request in link.submitted] == [True, False]
 
 
-def test_the_session_of_the_http_request_comes_before_the_one_in_the_body() -> None:
+def test_a_session_is_that_of_the_headers_or_of_the_body_and_two_are_refused() -> None:
     request = core_request("a")
     assert generation_request(request).session_id is None
     request.session_id = "body"
     assert generation_request(request).session_id == "body"
     token = session_id.set("header")
     try:
+        with pytest.raises(VLLMValidationError, match="different sessions"):
+            generation_request(request)
+        request.session_id = None
         assert generation_request(request).session_id == "header"
     finally:
         session_id.reset(token)

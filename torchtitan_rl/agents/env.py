@@ -42,7 +42,8 @@ from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.session_report import SessionEnding, is_of_response
+from torchtitan_rl.serving.response_names import requests_of_response
+from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
     CONSTRAINTS,
     Completion,
@@ -208,14 +209,10 @@ class AgentEnv:
 
     def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
         """`SessionDriver`: give the branches of a response a reward of their own."""
-        found = [
-            turn
-            for request_id, turn in self._turn_ids.items()
-            if is_of_response(request_id, response_id, choice)
-        ]
-        for turn_id in found:
+        found = requests_of_response(self._turn_ids, response_id, choice)
+        for request_id in found:
             assert self._turns is not None
-            self._turns.reward(turn_id, reward)
+            self._turns.reward(self._turn_ids[request_id], reward)
         return len(found)
 
     def close_session(self, reward: float | None) -> None:

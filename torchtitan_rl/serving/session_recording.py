@@ -18,11 +18,11 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.routing.continuation import reported
 from torchtitan_rl.serving.messages import RefusedError, refused
+from torchtitan_rl.serving.response_names import requests_of_response
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,
     SessionTurn,
-    is_of_response,
     session_report,
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
@@ -140,12 +140,12 @@ class SessionRecording:
 
     def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
         """Give the turns of a response a reward; returns their number."""
-        found = [
-            turn for turn in self.turns if is_of_response(turn.request_id, response_id, choice)
-        ]
-        for turn in found:
+        request_ids = [turn.request_id for turn in self.turns]
+        found = set(requests_of_response(request_ids, response_id, choice))
+        rewarded = [turn for turn in self.turns if turn.request_id in found]
+        for turn in rewarded:
             turn.branch_reward = reward
-        return len(found)
+        return len(rewarded)
 
     async def stop(self, request_ids: Collection[str]) -> None:
         """Abort requests, and wait until their turns are recorded."""

@@ -181,19 +181,6 @@ class SessionCounts:
             self._total[name] += sign * number
 
 
-def is_of_response(request_id: str, response_id: str, choice: int | None = None) -> bool:
-    """Whether a request is that of a response, or one of its choices.
-
-    vLLM names requests after the response's id: with a number or random characters at the end, and
-    with the choice in front (``1_chatcmpl-...``) where there are several.
-    """
-    index, separator, rest = request_id.partition("_")
-    if not (separator and index.isdigit()):
-        index, rest = "0", request_id
-    is_named = rest.startswith(response_id) and rest[len(response_id) :][:1] in ("", "-", "_")
-    return is_named and (choice is None or choice == int(index))
-
-
 def session_report(
     session_id: str,
     turns: Sequence[SessionTurn],

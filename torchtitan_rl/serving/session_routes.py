@@ -108,6 +108,8 @@ def session_routes(commands: Commands) -> APIRouter:
         """Close a session with its reward; `return_episodes` returns its episodes. With a
         `response_id` only the branch with that response gets the reward."""
         arguments: dict[str, Any] = {"session_id": session_id, "reward": request.reward}
+        if request.response_id is None and request.choice is not None:
+            raise refused(400, "invalid_request", "choice is one of a response: give response_id")
         if request.response_id is not None:
             arguments |= {"response_id": request.response_id, "choice": request.choice}
             answer = dict(await commands.command("session.reward_branch", arguments))

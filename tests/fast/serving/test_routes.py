@@ -170,6 +170,12 @@ def test_a_lease_whose_client_leaves_is_aborted_or_given_back() -> None:
     assert outcomes == sorted(outcomes, key=["answered", "given back", "aborted"].index)
 
 
+def test_a_choice_without_its_response_closes_no_session(controller: Controller) -> None:
+    status, answer = ask("POST", "/v1/sessions/a/reward", {"reward": 1, "choice": 1})
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert controller.calls == []
+
+
 def test_a_problem_is_leased_kept_and_returned(controller: Controller) -> None:
     lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
     controller.lease = lease

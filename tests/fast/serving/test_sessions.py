@@ -17,7 +17,6 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.serving import session_recording
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.session_recording import TURN_TOKENS
-from torchtitan_rl.serving.session_report import is_of_response
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 
@@ -322,24 +321,3 @@ async def test_at_the_end_all_sessions_and_their_requests_end():
     counts = sessions.counts()
     assert counts["sessions_shutdown"] == 2
     assert counts["session_tokens_discarded"] == counts["session_tokens_generated"] == 5
-
-
-@pytest.mark.parametrize(
-    ("request_id", "response_id", "choice", "is_one"),
-    [
-        ("chatcmpl-1", "chatcmpl-1", None, True),
-        ("chatcmpl-1-9f8e", "chatcmpl-1", None, True),
-        ("chatcmpl-12-9f8e", "chatcmpl-1", None, False),
-        ("1_chatcmpl-1-9f8e", "chatcmpl-1", None, True),
-        ("1_chatcmpl-1-9f8e", "chatcmpl-1", 1, True),
-        ("1_chatcmpl-1-9f8e", "chatcmpl-1", 0, False),
-        ("chatcmpl-1-9f8e", "chatcmpl-1", 0, True),
-        ("cmpl-1-0-9f8e", "cmpl-1", None, True),
-        ("resp_1_0-9f8e", "resp_1", None, True),
-        ("resp_1_0-9f8e", "resp_2", None, False),
-    ],
-)
-def test_a_request_belongs_to_the_response_that_it_is_named_after(
-    request_id, response_id, choice, is_one
-):
-    assert is_of_response(request_id, response_id, choice) is is_one

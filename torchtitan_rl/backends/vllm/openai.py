@@ -57,17 +57,19 @@ from torchtitan_rl.backends.vllm.openai_constraints import (
     ConstraintPolicy,
     refuse_unsupported_schema,
 )
-from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, refuse_unserved
+from torchtitan_rl.backends.vllm.openai_core import (
+    RefusedRequest,
+    RouterCore,
+    refuse_unserved,
+    session_of_request,
+)
 from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
-from torchtitan_rl.serving import context
-from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
-from torchtitan_rl.serving.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +140,12 @@ class RouterLLM(AsyncLLM):
         """As AsyncLLM's.
 
         Raises:
-            VLLMValidationError: it has an option that is not served.
+            VLLMValidationError: it has an option that is not served, or no valid session.
         """
         refuse_unserved(sampling_params)
         self.constraints.free(sampling_params)
         refuse_unsupported_schema(sampling_params)
-        _check_session(options.get("session_id"))
+        session_of_request(options.get("session_id"))  # checks it
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
         return super().generate(prompt, sampling_params, request_id, **options)
@@ -175,18 +177,6 @@ class RouterLLM(AsyncLLM):
         aborted = self.output_processor.abort_requests([whole], internal=True)
         self.engine_core.abort(aborted)
         state.queue.put(error)  # instead of the abort's output
-
-
-def _check_session(named: str | None) -> None:
-    """Raises `VLLMValidationError` for an invalid id, or one that differs from the headers'."""
-    if named is None:
-        return
-    if not is_session_id(named):
-        message = "session_id: use 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
-        raise VLLMValidationError(message, parameter="session_id")
-    if context.session_id.get() not in (None, named):
-        message = "the body and the headers name different sessions"
-        raise VLLMValidationError(message, parameter="session_id")
 
 
 @contextlib.contextmanager
@@ -249,7 +239,6 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
     state.openai_serving_chat = Chat(llm, models, "assistant", **common, **template, **parsers)
     state.openai_serving_completion = Completions(llm, models, **common)
     state.openai_serving_responses = Responses(llm, models, **common, **template, **parsers)
-    state.openai_serving_responses.store = ResponseStore()
     state.anthropic_serving_messages = Messages(
         llm, models, "assistant", **common, **template, **parsers
     )

@@ -16,12 +16,12 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 
-from torchtitan_rl.backends.vllm.openai_constraints import call_mark
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.context import close_at_end
 
 _NO_BEAMS = "beam search is not served"
-_LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
+LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
 
 
 class AnswerStream:
@@ -80,7 +80,7 @@ class _Versions:
 
     async def added(self, chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
-            yield self._with_versions(chunk) if _LAST_OF_CHOICE in chunk else chunk
+            yield self._with_versions(chunk) if LAST_OF_CHOICE in chunk else chunk
 
     def _with_versions(self, chunk: str) -> str:
         body = json.loads(chunk.removeprefix("data: "))
@@ -114,6 +114,12 @@ class RefusalErrors:
 
 
 class Chat(RefusalErrors, OpenAIServingChat):
+    parser_cls: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser_cls = readable_calls(self.parser_cls)
+
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if request.use_beam_search:
             return self.create_error_response(_NO_BEAMS, param="use_beam_search")
@@ -158,7 +164,7 @@ class Chat(RefusalErrors, OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         calls: defaultdict[int, defaultdict[int, str]] = defaultdict(lambda: defaultdict(str))
         async for chunk in chunks:
-            if '"tool_calls":[' in chunk or _LAST_OF_CHOICE in chunk:
+            if '"tool_calls":[' in chunk or LAST_OF_CHOICE in chunk:
                 for choice in json.loads(chunk.removeprefix("data: "))["choices"]:
                     arguments = calls[choice["index"]]
                     for call in choice["delta"].get("tool_calls") or ():

@@ -129,10 +129,38 @@ def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
 
 
 def is_json_object(text: str) -> bool:
+    """Whether an answer can have the object: it has no NaN, infinity or unpaired surrogate."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict)
+
+
+def readable_calls(parser_class: Any) -> Any:
+    """A class of parsers that leaves calls as text where UTF-8 cannot encode what it reads: a
+    policy may write ``"\\ud800"``, and the parsers replace the escape."""
+    if parser_class is None:
+        return None
+
+    class ReadableCalls(parser_class):
+        def parse(self, text: str, request: Any, *args: Any, **options: Any) -> Any:
+            parsed = super().parse(text, request, *args, **options)
+            if all(_is_encodable(call.name + call.arguments) for call in parsed[2] or ()):
+                return parsed
+            without_tools = request.model_copy(update={"tool_choice": "none"})
+            return super().parse(text, without_tools, *args, **options)
+
+    return ReadableCalls
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def call_mark(parser: Any) -> str | None:

@@ -37,6 +37,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from torchtitan_rl.rpc.messages import Submission
+from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import ControllerLink
@@ -96,12 +97,30 @@ def refuse_unserved(params: VllmSamplingParams) -> None:
             raise VLLMValidationError(f"{name} is not served here", parameter=name)
 
 
+def session_of_request(named: str | None) -> str | None:
+    """The session of the current HTTP request: that of its headers, else the one that its body
+    names.
+
+    Raises:
+        VLLMValidationError: the body's is no session id, or differs from the headers'.
+    """
+    of_headers = session_id.get()
+    if named is None:
+        return of_headers
+    if not is_session_id(named):
+        message = "session_id: use 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
+        raise VLLMValidationError(message, parameter="session_id")
+    if of_headers not in (None, named):
+        message = "the body and the headers name different sessions"
+        raise VLLMValidationError(message, parameter="session_id")
+    return named
+
+
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """The request for the router. Its session is that of the HTTP request's headers, else the one
-    in the body. ``model_reasons``: before a structured output."""
-    session = session_id.get() or request.session_id
+    """The request for the router. ``model_reasons``: before a structured output."""
+    session = session_of_request(request.session_id)
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:
         sampling = replace(sampling, with_logprobs=False)  # only sessions are recorded

@@ -1,12 +1,15 @@
 """`/v1/messages`: Anthropic's API, which vLLM translates to a chat and back.
 
 Errors leave as OpenAI error objects; `serving.anthropic_errors` gives them Anthropic's shape.
+
+A call whose arguments are no JSON object is text: a policy that samples freely may write one, and
+blocks of this API cannot have it. So the calls of a stream are held until its end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,8 +25,9 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
+from vllm.exceptions import VLLMValidationError
 
-from torchtitan_rl.backends.vllm.openai_answers import Chat
+from torchtitan_rl.backends.vllm.openai_answers import LAST_OF_CHOICE, Chat
 from torchtitan_rl.backends.vllm.openai_constraints import is_json_object
 from torchtitan_rl.serving.anthropic_errors import anthropic_error
 
@@ -46,17 +50,17 @@ class Messages(Chat, AnthropicServingMessages):
     def to_chat_completion_request(cls, *args: Any, **options: Any) -> ChatCompletionRequest:
         request = super().to_chat_completion_request(*args, **options)
         request.thinking_token_budget = None  # how long to think is the policy's
+        _check_tool_choice(request)
         return _CappedChat.model_construct(request.model_fields_set, **request.__dict__)
 
     def messages_full_converter(self, answer: Any) -> AnthropicMessagesResponse:
-        """A call whose arguments are no JSON object is text: a policy that samples freely may write
-        one, and blocks of this API cannot have it."""
-        message = answer.choices[0].message
+        choice = answer.choices[0]
+        message = choice.message
         calls = message.tool_calls or []
-        message.tool_calls = [call for call in calls if is_json_object(call.function.arguments)]
-        if len(message.tool_calls) < len(calls):
-            broken = [call.function.arguments for call in calls if call not in message.tool_calls]
-            message.content = "".join([message.content or "", *broken])
+        whole, broken = _split(calls, [call.function.arguments for call in calls])
+        message.tool_calls = whole
+        message.content = "".join([message.content or "", *broken])
+        choice.finish_reason = _reason(choice.finish_reason, whole)
         return super().messages_full_converter(answer)
 
     async def message_stream_converter(
@@ -73,11 +77,74 @@ class Messages(Chat, AnthropicServingMessages):
                     return
                 yield chunk
 
-        async for event in super().message_stream_converter(until_error()):
+        async for event in super().message_stream_converter(_with_whole_calls(until_error())):
             yield event
         if error:
             found = json.loads(error)["error"]
             yield f"event: error\ndata: {json.dumps(anthropic_error(found, 500))}\n\n"
+
+
+def _check_tool_choice(request: ChatCompletionRequest) -> None:
+    """vLLM checks this in requests that it parses itself.
+
+    Raises:
+        VLLMValidationError: a call is required, and the tool does not exist.
+    """
+    names = [tool.function.name for tool in request.tools or ()]
+    choice = request.tool_choice
+    named = getattr(getattr(choice, "function", None), "name", None)
+    if (choice == "required" and not names) or (named is not None and named not in names):
+        message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
+        raise VLLMValidationError(message, parameter="tool_choice")
+
+
+async def _with_whole_calls(chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """The chunks of a streamed chat, with all calls in the last chunk of the choice."""
+    calls: dict[int, dict[str, Any]] = {}
+    async for chunk in chunks:
+        if '"tool_calls":[' in chunk or LAST_OF_CHOICE in chunk:
+            body = json.loads(chunk.removeprefix("data: "))
+            for choice in body["choices"]:
+                for part in choice["delta"].pop("tool_calls", None) or ():
+                    _add(calls, part)
+                if choice.get("finish_reason"):
+                    _finish(choice, list(calls.values()))
+            chunk = f"data: {json.dumps(body)}\n\n"
+        yield chunk
+
+
+def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
+    """Add a part of a call to those of a stream."""
+    call = calls.setdefault(part["index"], {**part, "function": {"arguments": ""}})
+    function = part.get("function") or {}
+    call["function"]["arguments"] += function.get("arguments") or ""
+    if function.get("name"):
+        call["function"]["name"] = function["name"]
+
+
+def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
+    """Add the calls of a stream to the last chunk of its choice."""
+    delta = choice["delta"]
+    for call in calls:
+        call["function"]["arguments"] = call["function"]["arguments"] or "{}"
+    whole, broken = _split(calls, [call["function"]["arguments"] for call in calls])
+    delta["content"] = "".join([delta.get("content") or "", *broken])
+    delta["tool_calls"] = whole
+    choice["finish_reason"] = _reason(choice["finish_reason"], whole)
+
+
+def _split(calls: Sequence[Any], arguments: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """The calls that a block can have, and the arguments of the others."""
+    pairs = [
+        (call, text, is_json_object(text)) for call, text in zip(calls, arguments, strict=True)
+    ]
+    whole = [call for call, _, is_whole in pairs if is_whole]
+    return whole, [text for _, text, is_whole in pairs if not is_whole]
+
+
+def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
+    """Why a choice ended; vLLM says "tool_calls" where one was required, also without any."""
+    return "stop" if reason == "tool_calls" and not calls else reason
 
 
 def messages_routes(messages: Messages) -> APIRouter:

@@ -21,8 +21,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 
 from torchtitan_rl.backends.vllm.openai_answers import AnswerStream, RefusalErrors
-from torchtitan_rl.backends.vllm.openai_constraints import call_mark
-from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
+from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
+from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, session_of_request
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.response_store import ResponseStore
@@ -34,13 +34,19 @@ _UNSERVED = ("background", "conversation")
 class _Turn:
     """What is kept of a request; ``items`` are its own input."""
 
+    session: str | None
     items: list[Any]
     previous: str | None
     is_stored: bool
 
 
 class Responses(RefusalErrors, OpenAIServingResponses):
-    store: ResponseStore
+    parser: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = readable_calls(self.parser)
+        self.store = ResponseStore()
 
     async def create_responses(
         self, request: ResponsesRequest, raw_request: Request | None = None
@@ -49,21 +55,23 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             if getattr(request, name, None):
                 raise VLLMValidationError(f"{name} is not served here", parameter=name)
         assert raw_request is not None
+        session = session_of_request(self._get_session_id(request, raw_request))
         # Parsed anew: validation has replaced items of the body that FastAPI parsed.
-        request = self._with_conversation(request, json.loads(await raw_request.body()))
+        body = json.loads(await raw_request.body())
+        request = self._with_conversation(request, body, session)
         self.engine_client.constraints.admit(request)
         answer = await super().create_responses(request, raw_request)
         return await answer.begin() if isinstance(answer, AnswerStream) else answer
 
     def _with_conversation(
-        self, request: ResponsesRequest, body: dict[str, Any]
+        self, request: ResponsesRequest, body: dict[str, Any], session: str | None
     ) -> ResponsesRequest:
         items, previous, history = body["input"], request.previous_response_id, []
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         if previous is not None:
             try:
-                history = self.store.conversation(session_id.get(), previous)
+                history = self.store.conversation(session, previous)
             except RefusedError as error:
                 raise RefusedRequest(error.refusal) from error
         whole = [_with_one_text(item) for item in (*history, *items)]
@@ -72,7 +80,9 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             given.pop("previous_response_id", None)
             request = ResponsesRequest.model_validate({**given, "input": whole})
         request.request_id = f"resp_{random_uuid()}"  # no client may choose that of another
-        request.turn = _Turn(items=items, previous=previous, is_stored=bool(request.store))
+        request.turn = _Turn(
+            session=session, items=items, previous=previous, is_stored=bool(request.store)
+        )
         request.store = False  # by vLLM
         return request
 
@@ -101,7 +111,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             )
             if turn.is_stored:
                 response = answer.model_dump(mode="json", by_alias=True)
-                self.store.keep(session_id.get(), response, turn.items, turn.previous)
+                self.store.keep(turn.session, response, turn.items, turn.previous)
         return answer
 
     def responses_stream_generator(

@@ -1,0 +1,276 @@
+"""Answers whose text is known: what each API makes of it, and to which session it belongs.
+
+These import vLLM, and play without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.real.local_endpoint import local_endpoint
+from tests.support.endpoints import endpoint_spec
+from torchtitan_rl.backends.vllm.openai import build_application
+from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+    Progress,
+    VersionRun,
+)
+
+USER = {"role": "user", "content": "hi"}
+CHAT = {"model": "policy", "messages": [USER], "max_tokens": 256}
+ASKED = {"model": "policy", "input": "hi"}
+
+
+@dataclass
+class Script:
+    """Completes every request with ``text``, a few tokens at a time."""
+
+    tokenizer: Any
+    text: str = "hello"
+    reason: FinishReason = FinishReason.STOP
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None
+    ) -> Completion:
+        token_ids = tuple(self.tokenizer.encode(self.text, add_special_tokens=False))
+        if self.reason is FinishReason.STOP:
+            token_ids += (self.tokenizer.eos_token_id,)
+        runs = (VersionRun(0, 0),)
+        for start in range(0, len(token_ids) - 1, 5) if on_progress else ():
+            part = token_ids[start : start + 5]
+            on_progress(
+                Progress(
+                    request_id=request.request_id,
+                    start=start,
+                    token_ids=part,
+                    logprobs=(-1.0,) * len(part),
+                    version_runs=runs,
+                )
+            )
+            await asyncio.sleep(0.001)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=(-1.0,) * len(token_ids),
+            version_runs=runs,
+            finish_reason=self.reason,
+        )
+
+
+@dataclass
+class Endpoints:
+    runner: asyncio.Runner
+    script: Script
+    urls: dict[str, str] = field(default_factory=dict)  # by the option `constraints`
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        session: str | None = None,
+        constraints: str = "free",
+    ) -> httpx.Response:
+        async def send() -> httpx.Response:
+            headers = {} if session is None else {"X-Session-ID": session}
+            async with httpx.AsyncClient(timeout=None) as client:
+                method = "GET" if body is None else "POST"
+                url = self.urls[constraints] + path
+                return await client.request(method, url, json=body, headers=headers)
+
+        answer: httpx.Response = self.run(send())
+        return answer
+
+
+@pytest.fixture(scope="module")
+def endpoints(checkpoint: Path) -> Iterator[Endpoints]:
+    from transformers import AutoTokenizer
+
+    with asyncio.Runner() as runner:
+        found = Endpoints(runner, Script(AutoTokenizer.from_pretrained(checkpoint)))
+        stack = AsyncExitStack()
+
+        async def start() -> None:
+            for constraints in ("free", "constrained"):
+                found.urls[constraints] = await stack.enter_async_context(
+                    scripted(checkpoint, constraints, found.script)
+                )
+
+        runner.run(start())
+        yield found
+        runner.run(stack.aclose())
+
+
+def scripted(checkpoint: Path, constraints: Any, script: Script) -> Any:
+    spec = endpoint_spec(
+        checkpoint, max_model_len=1024, tool_call_parser="hermes", constraints=constraints
+    )
+
+    def application(link: ControllerLink) -> EndpointApp:
+        application = build_application(spec, link)
+        return EndpointApp(application, spec.endpoint, keys=spec.keys, commands=link)
+
+    def status(bridge: EndpointBridge) -> SystemStatus:
+        return SystemStatus(is_healthy=True, gauges=bridge.counts.gauges())
+
+    return local_endpoint(application, script.complete, handlers={}, status=status)
+
+
+@pytest.mark.parametrize("named", [{"session_id": "b"}, {"vllm_xargs": {"session_id": "b"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_belongs_to_the_session_that_its_body_names(endpoints, named, stream) -> None:
+    endpoints.script.text = "hello"
+    text = endpoints.ask("/v1/responses", {**ASKED, **named, "stream": stream}).text
+    last = text.split("data: ")[-1]
+    kept = json.loads(last)["response"] if stream else json.loads(text)
+    path, more = f"/v1/responses/{kept['id']}", {**ASKED, "previous_response_id": kept["id"]}
+    assert endpoints.ask(path, session="b").status_code == 200
+    assert endpoints.ask("/v1/responses", more, session="b").status_code == 200
+    assert endpoints.ask("/v1/responses", {**more, **named}).status_code == 200
+    assert endpoints.ask(path).status_code == 404
+    assert endpoints.ask("/v1/responses", more).status_code == 404
+    other = {**more, "session_id": "other"}
+    assert endpoints.ask("/v1/responses", other).json()["error"]["code"] == "response_not_found"
+    assert endpoints.ask("/v1/responses", other, session="b").status_code == 400
+
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOL = {"name": "add", "parameters": PARAMETERS}
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}]},
+    "/v1/responses": {**ASKED, "tools": [{"type": "function", **TOOL}]},
+    "/v1/messages": {**CHAT, "tools": [{"name": "add", "input_schema": PARAMETERS}]},
+}
+
+
+def call(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+def parts(answer: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The text of an answer of any API, and its calls' arguments."""
+    if "choices" in answer:
+        message = answer["choices"][0]["message"]
+        calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+        return message["content"] or "", calls
+    if "output" in answer:
+        texts = [part["text"] for item in answer["output"] for part in item.get("content") or ()]
+        calls = [item["arguments"] for item in answer["output"] if "arguments" in item]
+        return "".join(texts), calls
+    texts = [block["text"] for block in answer["content"] if "text" in block]
+    return "".join(texts), [block["input"] for block in answer["content"] if "input" in block]
+
+
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_a_call_that_no_answer_can_have_is_text(endpoints, path: str, constraints: str) -> None:
+    arguments = '{"a": "\\ud800"}'
+    endpoints.script.text = f"so {call(arguments)}"
+    answer = endpoints.ask(path, WITH_TOOLS[path], constraints=constraints)
+    assert answer.status_code == 200
+    text, calls = parts(answer.json())
+    assert text.startswith("so ")
+    assert arguments in text
+    assert calls == []
+
+
+def message(
+    endpoints: Endpoints, *, stream: bool, constraints: str = "free", **more: Any
+) -> tuple[str, list[Any], str | None]:
+    """The official client's message: its text, the input of its calls, and its stop reason."""
+
+    async def ask() -> Any:
+        url = endpoints.urls[constraints]
+        body: Any = {**WITH_TOOLS["/v1/messages"], **more}
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
+            if not stream:
+                return await client.messages.create(**body)
+            async with client.messages.stream(**body) as events:
+                return await events.get_final_message()
+
+    answer = endpoints.run(ask())
+    blocks = answer.content
+    texts = [block.text for block in blocks if block.type == "text"]
+    calls = [block.input for block in blocks if block.type == "tool_use"]
+    return "".join(texts), calls, answer.stop_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "arguments", ["[1, 2]", '"x"', "5", "null", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}']
+)
+def test_a_call_that_a_block_cannot_have_is_text(endpoints, arguments: str, stream: bool) -> None:
+    endpoints.script.text = call(arguments)
+    text, calls, reason = message(endpoints, stream=stream)
+    shown = arguments.replace("1e999", "Infinity") if not stream else arguments  # vLLM's parser
+    assert shown in text
+    assert (calls, reason) == ([], "end_turn")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_good_call_stays_a_call_with_a_broken_one_and_text_around_it(endpoints, stream) -> None:
+    endpoints.script.text = "so " + call('{"a": "\u00e4"}') + call("[1]") + call('{"a": "2"}')
+    expected = ("so [1]", [{"a": "\u00e4"}, {"a": "2"}], "tool_use")
+    assert message(endpoints, stream=stream) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+def test_a_message_without_a_call_does_not_end_with_one(endpoints, constraints, stream) -> None:
+    endpoints.script.text = "hello"
+    required = {"tool_choice": {"type": "any"}, "constraints": constraints}
+    assert message(endpoints, stream=stream, **required) == ("hello", [], "end_turn")
+
+
+@pytest.mark.parametrize("constraints", ["free", "constrained"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": {"type": "tool", "name": "no"}},
+        {"tools": [], "tool_choice": {"type": "any"}},
+    ],
+)
+def test_a_required_tool_that_does_not_exist_is_refused(endpoints, constraints, more) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="does not match any"):
+        message(endpoints, stream=False, constraints=constraints, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", WITH_TOOLS)
+def test_a_required_call_in_an_answer_that_was_cut_is_not_missing(endpoints, path, stream) -> None:
+    """Counts come in the order of the answers, so that of the second answer is the only one."""
+    body = {**WITH_TOOLS[path], "stream": stream}
+    body["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
+    before, script = num_missing(endpoints), endpoints.script
+    script.text, script.reason = call('{"a": "1"}') + " and", FinishReason.LENGTH
+    assert endpoints.ask(path, body).status_code == 200
+    script.text, script.reason = "hello", FinishReason.STOP
+    assert endpoints.ask(path, body).status_code == 200
+    while (now := num_missing(endpoints)) == before:
+        endpoints.run(asyncio.sleep(0.05))
+    assert now == before + 1
+
+
+def num_missing(endpoints: Endpoints) -> float:
+    lines = endpoints.ask("/metrics").text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if 'event="missing_calls"' in line)
