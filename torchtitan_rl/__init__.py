@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         WeightSyncConfig,
     )
     from torchtitan_rl.data.levels import CurriculumConfig
+    from torchtitan_rl.data.list_dataset import ListDataset
     from torchtitan_rl.data.resting import RestConfig
     from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
     from torchtitan_rl.environments.data_task import DataTask
@@ -139,6 +140,7 @@ __all__ = [
     "Judge",
     "JudgeConfig",
     "JudgedTask",
+    "ListDataset",
     "LossConfig",
     "McpServer",
     "McpServerError",
@@ -223,6 +225,7 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.message_env",
     "sandbox.sandbox",
     "data.levels",
+    "data.list_dataset",
     "data.resting",
     "environments.checkers",
     "environments.question",
@@ -252,6 +255,10 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "training.packing",
     "backends.titan.trainer",
 )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

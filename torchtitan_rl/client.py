@@ -211,15 +211,22 @@ class Client:
         """Lease problems and solve them, one after another, while ``keeps_on()``.
 
         ``solve`` returns the reward, or None where it comes later. What it raises is logged, and
-        its problem is given back; so is a reward that is no finite number. Returns the number of
-        problems.
+        its problem is given back; so is a reward that is no finite number. It also ends when the
+        endpoint has not answered for ``patience_s``, for example as its run has ended. Returns the
+        number of problems.
 
         Raises:
-            EndpointError, httpx.TransportError: the endpoint is gone, for example as its run ended.
+            EndpointError: the endpoint refuses to lease problems, for example to this key.
+            httpx.TransportError: the endpoint did not answer the first request.
         """
         number = 0
         while keeps_on():
-            lease = self.lease(worker=worker)
+            try:
+                lease = self.lease(worker=worker)
+            except (EndpointError, httpx.TransportError) as error:
+                if _endpoint_has_ended(error, number):
+                    return number
+                raise
             if lease is None:
                 continue
             number += 1
@@ -301,7 +308,12 @@ class AsyncClient:
     ) -> int:
         number = 0
         while keeps_on():
-            lease = await self.lease(worker=worker)
+            try:
+                lease = await self.lease(worker=worker)
+            except (EndpointError, httpx.TransportError) as error:
+                if _endpoint_has_ended(error, number):
+                    return number
+                raise
             if lease is None:
                 continue
             number += 1
@@ -412,11 +424,23 @@ async def _kept_async(lease: Lease[Awaitable[Answer]]) -> AsyncIterator[None]:
         await asyncio.gather(beating, return_exceptions=True)
 
 
+def _endpoint_has_ended(error: Exception, num_leased: int) -> bool:
+    """Whether a worker that has leased problems is done, which is logged."""
+    is_gone = isinstance(error, httpx.TransportError) or (
+        isinstance(error, EndpointError) and error.status in _RETRIED
+    )
+    if is_gone and num_leased:
+        logger.warning("the endpoint is gone after %d leased problems: %s", num_leased, error)
+    return is_gone and num_leased > 0
+
+
 @contextlib.contextmanager
 def _lost_leases_are_logged(lease: Lease[Any]) -> Iterator[None]:
     """A worker goes on where its rollout has ended without it."""
     try:
         yield
+    except httpx.TransportError as error:
+        logger.warning("problem %s: the endpoint does not answer: %s", lease.problem_id, error)
     except EndpointError as error:
         if error.code not in ("session_closed", "lease_lost"):
             raise

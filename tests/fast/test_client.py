@@ -256,6 +256,59 @@ def test_a_request_without_an_answer_is_sent_again_and_counts_once() -> None:
     assert len(set(keys)) == 1
 
 
+class EndedRun:
+    """Leases one problem; then nothing answers, or all is refused. Where ``loses_reward`` it ends
+    before the reward has come."""
+
+    def __init__(self, refusal: int | None = None, *, loses_reward: bool = False) -> None:
+        self._refusal, self._loses_reward = refusal, loses_reward
+        self._has_leased = False
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self._has_leased:
+            self._has_leased = True
+            lease = {"session_id": "s", "model": "policy", "problem_id": "p", "data": {}}
+            return httpx.Response(200, json={**lease, "lease_s": 60.0})
+        if request.url.path.endswith("/reward") and not self._loses_reward:
+            return httpx.Response(200, json={})
+        if self._refusal is None:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(self._refusal, json={"error": {"code": "some_code"}})
+
+    def work(self) -> int:
+        http = httpx.Client(transport=httpx.MockTransport(self))
+        return Client("http://here/v1", http=http, patience_s=0).work(lambda _: 1.0)
+
+    def work_async(self) -> int:
+        async def solve(_: Any) -> float:
+            return 1.0
+
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self))
+        client = AsyncClient("http://here/v1", http=http, patience_s=0)
+        return asyncio.run(client.work(solve))
+
+
+@pytest.mark.parametrize("refusal", [None, 503])
+@pytest.mark.parametrize("work", [EndedRun.work, EndedRun.work_async])
+def test_a_worker_ends_with_the_endpoint_that_it_had_problems_of(work, refusal) -> None:
+    assert work(EndedRun(refusal)) == 1
+
+
+@pytest.mark.parametrize("work", [EndedRun.work, EndedRun.work_async])
+def test_a_worker_whose_last_reward_came_too_late_ends_too(work) -> None:
+    assert work(EndedRun(loses_reward=True)) == 1
+
+
+@pytest.mark.parametrize("work", [EndedRun.work, EndedRun.work_async])
+def test_a_worker_without_an_endpoint_or_the_right_key_fails(work) -> None:
+    with pytest.raises(EndpointError, match="401 some_code"):
+        work(EndedRun(401))
+    nothing = EndedRun()
+    nothing._has_leased = True
+    with pytest.raises(httpx.ConnectError):
+        work(nothing)
+
+
 def test_the_client_needs_httpx_alone() -> None:
     code = (
         "import json, sys; import torchtitan_rl.client as client\n"

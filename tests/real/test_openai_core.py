@@ -293,6 +293,32 @@ def test_no_error_shows_what_is_inside(error: Exception, status: int) -> None:
         assert inside not in answer.text
 
 
+def test_tools_without_a_parser_are_refused_by_the_name_of_our_option(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        link = ControllerLink()
+        link.attach()
+        app = build_application(endpoint_spec(tiny_model(tmp_path), max_model_len=64), link)
+        tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+        body: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+        body |= {"tools": [{"type": "function", "function": tool}], "max_tokens": 4}
+        message = {**body, "tools": [{"name": "add", "input_schema": tool["parameters"]}]}
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            for url, asked in (
+                ("/v1/chat/completions", body),
+                ("/v1/chat/completions", body | {"tool_choice": "required", "stream": True}),
+                ("/v1/messages", message),
+            ):
+                answer = await client.post(url, json=asked)
+                assert answer.status_code == 400
+                text = answer.json()["error"]["message"]
+                assert "tools need endpoint.tool_call_parser" in text
+                assert "enable-auto" not in text
+        app.state.engine_client.shutdown()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("a error")])
 def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_link(
     tmp_path: Path, error: Exception | None

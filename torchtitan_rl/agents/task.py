@@ -112,6 +112,17 @@ def environment_factory(
     return partial(task.agent_environment, tokenizer=tokenizer, limits=limits, host=host)
 
 
+def agent_notes(task: Task, endpoint: EndpointConfig) -> list[str]:
+    """What a user should know before agents run: one line each."""
+    if not isinstance(task, AgentTask) or endpoint.tool_call_parser:
+        return []
+    return [
+        f"warning: endpoint.tool_call_parser is not set: requests of {type(task).__name__}'s "
+        "agents that have tools are refused or answered without calls; where they have tools, give "
+        "--endpoint.tool-call-parser and the parser of the policy's calls, such as hermes"
+    ]
+
+
 def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0) -> list[str]:
     """One message for each reason why the endpoint cannot serve a task's agents."""
     if not isinstance(task, AgentTask):

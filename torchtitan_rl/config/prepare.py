@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
@@ -123,7 +124,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
     if not wrong and not config.task.errors():
         problems, found = _problems(config)
         errors += found
-    notes: list[str] = []
+    notes = agent_notes(sound.task, sound.endpoint)
     if policy is not None:
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])

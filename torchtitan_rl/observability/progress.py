@@ -29,6 +29,7 @@ class ProgressState:
         self.step = step
         self.phase = "start"
         self.reward: float | None = None
+        self.num_failed = 0  # rollouts of the last step
         self.evaluation_step = 0
         self.evaluation_reward: float | None = None
         self.tokens_per_second: float | None = None
@@ -65,8 +66,10 @@ class ProgressState:
         staleness: float | None = None,
         buffer: BufferStates | None = None,
         overlap: Overlap | None = None,
+        num_failed: int = 0,
     ) -> None:
-        """The last three are shown where given; a synchronous run has no need of them."""
+        """``staleness``, ``buffer`` and ``overlap`` are shown where given; a synchronous run has no
+        need of them."""
         now = self._clock()
         self._durations.append(now - self._last_step_end)
         self._last_step_end = now
@@ -76,6 +79,7 @@ class ProgressState:
         self.staleness = staleness
         self.buffer = buffer
         self.overlap = overlap
+        self.num_failed = num_failed
 
     def end_evaluation(self, step: int, reward: float | None) -> None:
         self.evaluation_step, self.evaluation_reward = step, reward
@@ -174,6 +178,7 @@ def make_progress(
 def describe_step(state: ProgressState) -> str:
     """``step 12/50  reward 0.610  val 0.580  1,840 tok/s  ETA 3:10``
 
+    Where rollouts of the step failed it says ``2 failed`` after the reward.
     An asynchronous run shows before the ETA ``age 1.2  ready 7/33  idle 12%+3%``: the mean
     staleness, the finished groups of the buffer's room, and the idle shares of trainer and
     generator.
@@ -181,6 +186,8 @@ def describe_step(state: ProgressState) -> str:
     parts = [f"step {state.step}/{state.num_steps}"]
     if state.reward is not None:
         parts.append(f"reward {_number(state.reward)}")
+    if state.num_failed:
+        parts.append(f"{state.num_failed} failed")
     if state.evaluation_reward is not None:
         parts.append(f"val {_number(state.evaluation_reward)}")
     if state.tokens_per_second is not None:

@@ -34,6 +34,7 @@ from torchtitan_rl.observability.summary import describe_run
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
+from torchtitan_rl.rollout.failures import describe_failures, num_failed
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RunRecorder:
         self._engines: EngineSampler | None = None
         self._take_endpoint: Callable[[], Mapping[str, float]] = dict
         self._has_begun = False
+        self._has_shown_failures = False
         self._is_async = config.schedule.staleness > 0
         self._advisor = Advisor(
             staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
@@ -144,6 +146,7 @@ class RunRecorder:
                 self.say(text)
         self._metrics.record(record.step, record.version, metrics)
         self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
+        self._show_first_failures(record)
         self._state.end_step(
             record.step,
             reward=metrics.get("train/reward_mean"),
@@ -151,8 +154,19 @@ class RunRecorder:
             staleness=metrics.get("policy/staleness_mean") if self._is_async else None,
             buffer=record.buffer if self._is_async else None,
             overlap=overlap if self._is_async else None,
+            num_failed=num_failed(record.groups),
         )
         self._progress.update(describe_step(self._state))
+
+    def _show_first_failures(self, record: StepRecord) -> None:
+        """Once in a run; the controller explains steps that had nothing to train on."""
+        failures = describe_failures(record.groups)
+        if failures and record.tokens.trained and not self._has_shown_failures:
+            self._has_shown_failures = True
+            self.say(
+                f"warning: step {record.step}: {failures}; later steps show their number alone, "
+                "train/ended_* in metrics.jsonl counts them by status"
+            )
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         metrics = evaluation_metrics(record)

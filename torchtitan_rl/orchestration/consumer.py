@@ -26,6 +26,7 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.failures import describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle
@@ -138,7 +139,7 @@ class Consumer:
         with self._recorder.phase("train"):
             batch, tokens = await asyncio.to_thread(self._parts.batcher, groups)
             if batch is None:
-                self._note_empty_batch(step)
+                self._note_empty_batch(step, describe_failures(groups))
                 return tokens, None
             await self._devices.prepare_step()
             self._empty_batches = 0
@@ -149,15 +150,16 @@ class Consumer:
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return tokens, await self._parts.trainer.train_step(batch)
 
-    def _note_empty_batch(self, step: int) -> None:
+    def _note_empty_batch(self, step: int, failures: str) -> None:
         self._parts.router.require_unreserved()
         self._empty_batches += 1
-        self._recorder.say(f"step {step} has no token to train on; its weights stay")
+        reason = f" ({failures})" if failures else ""
+        self._recorder.say(f"step {step} has no token to train on; its weights stay{reason}")
         if self._empty_batches >= self._config.schedule.max_empty_batches:
             raise TorchtitanRLError(
-                f"{self._empty_batches} steps in a row had no token to train on; see the endings "
-                "by status and tokens/discarded/* in metrics.jsonl, and the causes in "
-                "rollouts.jsonl"
+                f"{self._empty_batches} steps in a row had no token to train on{reason}; see "
+                "the endings by status and tokens/discarded/* in metrics.jsonl, and the causes "
+                "in rollouts.jsonl"
             )
 
     def _commit(

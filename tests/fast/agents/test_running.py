@@ -19,7 +19,7 @@ from torchtitan_rl.agents.agent import AgentCommand, AgentResult, run_agent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.running import AgentThread, RunningAgent
-from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
+from torchtitan_rl.agents.task import AgentTask, agent_errors, agent_notes, environment_factory
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
@@ -288,6 +288,17 @@ def test_a_task_of_agents_needs_the_endpoint():
     assert message.startswith("endpoint.max_concurrent_requests is 256: up to 257 agents ask at")
     assert message.endswith("give at least 257")
     assert agent_errors(Task(), endpoint) == []
+
+
+def test_a_task_of_agents_without_a_tool_parser_gets_a_warning():
+    endpoint = EndpointConfig(enabled=True)
+    (note,) = agent_notes(OneQuestion(), endpoint)
+    assert note.startswith("warning: endpoint.tool_call_parser is not set: ")
+    assert "--endpoint.tool-call-parser" in note
+    assert (
+        agent_notes(OneQuestion(), dataclasses.replace(endpoint, tool_call_parser="hermes")) == []
+    )
+    assert agent_notes(Task(), endpoint) == []
 
 
 def test_a_task_of_an_agent_that_raises_system_exit_ends_no_other_agent():

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.fast.observability.test_metrics import make_rollout
 from tests.fast.observability.test_step_metrics import make_record
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
-from torchtitan_rl.types import EngineStats
+from torchtitan_rl.types import EngineStats, RolloutStatus
 
 
 def make_config(output_dir: Path, *, staleness: int) -> RunConfig:
@@ -97,6 +98,28 @@ def test_a_synchronous_step_is_shown_in_the_short_form(
     assert "step 8/9  reward 1.000" in out
     assert "age" not in out
     assert "ready" not in out
+
+
+def test_failed_rollouts_are_in_each_step_line_and_their_first_cause_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = asynchronous_record()
+    (group,) = record.groups
+    failed = make_rollout(None, status=RolloutStatus.ENV_ERROR)
+    failed = replace(failed, cause="tools need endpoint.tool_call_parser")
+    groups = (replace(group, rollouts=(*group.rollouts, failed)),)
+
+    def fail_one(recorder: RunRecorder) -> None:
+        recorder.record_step(replace(record, groups=groups))
+
+    def fail_all(recorder: RunRecorder) -> None:  # of which the controller tells
+        nothing = replace(record.tokens, trained=0)
+        recorder.record_step(replace(record, groups=groups, tokens=nothing))
+
+    record_run(make_config(tmp_path, staleness=0), fail_all, fail_one, fail_one, record_one)
+    out = capsys.readouterr().out
+    assert out.count("  1 failed") == 3
+    assert out.count("1 of 2 rollouts failed: env_error: tools need endpoint.tool_call_parser") == 1
 
 
 def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(

@@ -171,7 +171,9 @@ def test_a_checkpoint_that_is_due_after_a_step_without_an_update_waits_for_share
 ) -> None:
     plan = replace(PLAN, during_step="asleep", checkpoint_every=1, env_fails=0.4, chance=2)
     simulation = run(plan, tmp_path)
-    assert any("has no token to train on" in text for text in simulation.recorder.said)
+    (said, *_) = [one for one in simulation.recorder.said if "has no token to train on" in one]
+    assert " rollouts failed: env_error: " in said
+    assert "the environment failed by chance" in said
 
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "finish_checkpoint"])

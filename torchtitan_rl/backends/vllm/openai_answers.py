@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
@@ -22,6 +23,11 @@ from torchtitan_rl.serving.context import close_at_end
 
 _NO_BEAMS = "beam search is not served"
 LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
+_VLLMS_PARSER_OPTION = "--tool-call-parser to be set"  # in its refusal of a chat with tools
+_NO_PARSER = (
+    "tools need endpoint.tool_call_parser, which is not set: start the server with "
+    "--endpoint.tool-call-parser and the parser of the policy's calls, such as hermes"
+)
 
 
 class AnswerStream:
@@ -125,6 +131,8 @@ class Chat(RefusalErrors, OpenAIServingChat):
             return self.create_error_response(_NO_BEAMS, param="use_beam_search")
         self.engine_client.constraints.admit(request)
         answer = await super().create_chat_completion(request, raw_request)
+        if isinstance(answer, ErrorResponse) and _VLLMS_PARSER_OPTION in answer.error.message:
+            return self.create_error_response(_NO_PARSER, param="tools")
         return await answer.begin() if isinstance(answer, AnswerStream) else answer
 
     async def chat_completion_full_generator(
