@@ -118,6 +118,7 @@ def test_every_rollout_is_recorded_once(evaluation: Path) -> None:
     assert (evaluation / "results.png").is_file()
 
 
+@pytest.mark.soak
 def test_what_is_finished_is_not_run_again(config: Path, run_dir: Path, evaluation: Path) -> None:
     before = results(evaluation)
     again = evaluate(config, run_dir, evaluation, "--temperatures", "1.0", "0")
