@@ -234,6 +234,15 @@ def test_a_good_call_stays_a_call_with_a_broken_one_and_text_around_it(endpoints
     assert message(endpoints, stream=stream) == expected
 
 
+def test_a_streamed_call_that_was_cut_is_a_call_if_it_begins_an_object(endpoints) -> None:
+    script, found = endpoints.script, []
+    for arguments in ('{"a": "1", "b', "[1, 2"):
+        script.text, script.reason = call(arguments).split("}</tool_call>")[0], FinishReason.LENGTH
+        found.append(message(endpoints, stream=True))
+    script.reason = FinishReason.STOP
+    assert found == [("", [{"a": "1"}], "max_tokens"), ("[1, 2", [], "max_tokens")]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constraints", ["free", "constrained"])
 def test_a_message_without_a_call_does_not_end_with_one(endpoints, constraints, stream) -> None:
