@@ -24,6 +24,7 @@ from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.response_names import requests_of_response
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -45,10 +46,12 @@ class Script:
     tokenizer: Any
     text: str = "hello"
     reason: FinishReason = FinishReason.STOP
+    request_ids: list[str] = field(default_factory=list)
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
+        self.request_ids.append(request.request_id)
         token_ids = tuple(self.tokenizer.encode(self.text, add_special_tokens=False))
         if self.reason is FinishReason.STOP:
             token_ids += (self.tokenizer.eos_token_id,)
@@ -152,6 +155,27 @@ def test_a_response_belongs_to_the_session_that_its_body_names(endpoints, named,
     other = {**more, "session_id": "other"}
     assert endpoints.ask("/v1/responses", other).json()["error"]["code"] == "response_not_found"
     assert endpoints.ask("/v1/responses", other, session="b").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_choices"),
+    [
+        ("/v1/chat/completions", CHAT, 1),
+        ("/v1/chat/completions", {**CHAT, "n": 3}, 3),
+        ("/v1/completions", {"model": "policy", "prompt": "hi"}, 1),
+        ("/v1/completions", {"model": "policy", "prompt": ["a", "b", "c"]}, 3),
+        ("/v1/completions", {"model": "policy", "prompt": ["a", "b"], "n": 2}, 4),
+        ("/v1/responses", ASKED, 1),
+        ("/v1/messages", CHAT, 1),
+    ],
+)
+def test_the_requests_of_a_response_are_found_by_its_id(endpoints, path, body, num_choices) -> None:
+    endpoints.script.request_ids.clear()
+    response_id = endpoints.ask(path, body).json()["id"]
+    asked = list(endpoints.script.request_ids)
+    found = [requests_of_response(asked, response_id, choice) for choice in range(num_choices + 1)]
+    assert [len(requests) for requests in found] == [1] * num_choices + [0]
+    assert {request for requests in found for request in requests} == set(asked)
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
