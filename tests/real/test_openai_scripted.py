@@ -24,6 +24,7 @@ from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.response_names import requests_of_response
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -45,10 +46,12 @@ class Script:
     tokenizer: Any
     text: str = "hello"
     reason: FinishReason = FinishReason.STOP
+    request_ids: list[str] = field(default_factory=list)
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
+        self.request_ids.append(request.request_id)
         token_ids = tuple(self.tokenizer.encode(self.text, add_special_tokens=False))
         if self.reason is FinishReason.STOP:
             token_ids += (self.tokenizer.eos_token_id,)
@@ -154,6 +157,27 @@ def test_a_response_belongs_to_the_session_that_its_body_names(endpoints, named,
     assert endpoints.ask("/v1/responses", other, session="b").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "num_choices"),
+    [
+        ("/v1/chat/completions", CHAT, 1),
+        ("/v1/chat/completions", {**CHAT, "n": 3}, 3),
+        ("/v1/completions", {"model": "policy", "prompt": "hi"}, 1),
+        ("/v1/completions", {"model": "policy", "prompt": ["a", "b", "c"]}, 3),
+        ("/v1/completions", {"model": "policy", "prompt": ["a", "b"], "n": 2}, 4),
+        ("/v1/responses", ASKED, 1),
+        ("/v1/messages", CHAT, 1),
+    ],
+)
+def test_the_requests_of_a_response_are_found_by_its_id(endpoints, path, body, num_choices) -> None:
+    endpoints.script.request_ids.clear()
+    response_id = endpoints.ask(path, body).json()["id"]
+    asked = list(endpoints.script.request_ids)
+    found = [requests_of_response(asked, response_id, choice) for choice in range(num_choices + 1)]
+    assert [len(requests) for requests in found] == [1] * num_choices + [0]
+    assert {request for requests in found for request in requests} == set(asked)
+
+
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL = {"name": "add", "parameters": PARAMETERS}
 WITH_TOOLS: dict[str, dict[str, Any]] = {
@@ -232,6 +256,15 @@ def test_a_good_call_stays_a_call_with_a_broken_one_and_text_around_it(endpoints
     endpoints.script.text = "so " + call('{"a": "\u00e4"}') + call("[1]") + call('{"a": "2"}')
     expected = ("so [1]", [{"a": "\u00e4"}, {"a": "2"}], "tool_use")
     assert message(endpoints, stream=stream) == expected
+
+
+def test_a_streamed_call_that_was_cut_is_a_call_if_it_begins_an_object(endpoints) -> None:
+    script, found = endpoints.script, []
+    for arguments in ('{"a": "1", "b', "[1, 2"):
+        script.text, script.reason = call(arguments).split("}</tool_call>")[0], FinishReason.LENGTH
+        found.append(message(endpoints, stream=True))
+    script.reason = FinishReason.STOP
+    assert found == [("", [{"a": "1"}], "max_tokens"), ("[1, 2", [], "max_tokens")]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic_core import from_json
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
@@ -127,19 +128,32 @@ def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
     delta = choice["delta"]
     for call in calls:
         call["function"]["arguments"] = call["function"]["arguments"] or "{}"
-    whole, broken = _split(calls, [call["function"]["arguments"] for call in calls])
+    arguments = [call["function"]["arguments"] for call in calls]
+    whole, broken = _split(calls, arguments, is_cut=choice["finish_reason"] == "length")
     delta["content"] = "".join([delta.get("content") or "", *broken])
     delta["tool_calls"] = whole
     choice["finish_reason"] = _reason(choice["finish_reason"], whole)
 
 
-def _split(calls: Sequence[Any], arguments: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """The calls that a block can have, and the arguments of the others."""
-    pairs = [
-        (call, text, is_json_object(text)) for call, text in zip(calls, arguments, strict=True)
-    ]
-    whole = [call for call, _, is_whole in pairs if is_whole]
-    return whole, [text for _, text, is_whole in pairs if not is_whole]
+def _split(
+    calls: Sequence[Any], arguments: Sequence[str], *, is_cut: bool = False
+) -> tuple[list[Any], list[str]]:
+    """The calls that a block can have, and the arguments of the others.
+
+    ``is_cut``: the last one may be the beginning of an object, which clients accept in streams.
+    """
+    fits = [is_json_object(text) for text in arguments]
+    if is_cut and calls:
+        fits[-1] = fits[-1] or _begins_object(arguments[-1])
+    whole = [call for call, does in zip(calls, fits, strict=True) if does]
+    return whole, [text for text, does in zip(arguments, fits, strict=True) if not does]
+
+
+def _begins_object(text: str) -> bool:
+    try:
+        return isinstance(from_json(text, allow_inf_nan=False, allow_partial=True), dict)
+    except ValueError:
+        return False
 
 
 def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
