@@ -42,7 +42,7 @@ from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.session_report import SessionEnding, is_of_response
+from torchtitan_rl.serving.session_report import SessionEnding, choice_of, is_of_response
 from torchtitan_rl.types import (
     CONSTRAINTS,
     Completion,
@@ -216,6 +216,11 @@ class AgentEnv:
             assert self._turns is not None
             self._turns.reward(turn_id, reward)
         return len(found)
+
+    def choices_of(self, response_id: str) -> list[int]:
+        """`SessionDriver`: the choices of a response."""
+        found = (choice_of(request_id, response_id) for request_id in self._turn_ids)
+        return sorted({choice for choice in found if choice is not None})
 
     def close_session(self, reward: float | None) -> None:
         """`SessionDriver`: a reward ends the rollout, without one the agent may still return

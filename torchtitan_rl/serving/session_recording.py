@@ -22,6 +22,7 @@ from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,
     SessionTurn,
+    choice_of,
     is_of_response,
     session_report,
 )
@@ -146,6 +147,11 @@ class SessionRecording:
         for turn in found:
             turn.branch_reward = reward
         return len(found)
+
+    def choices_of(self, response_id: str) -> list[int]:
+        """The choices of a response; none where there is no such response."""
+        found = (choice_of(turn.request_id, response_id) for turn in self.turns)
+        return sorted({choice for choice in found if choice is not None})
 
     async def stop(self, request_ids: Collection[str]) -> None:
         """Abort requests, and wait until their turns are recorded."""

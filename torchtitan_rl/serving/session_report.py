@@ -182,7 +182,13 @@ class SessionCounts:
 
 
 def is_of_response(request_id: str, response_id: str, choice: int | None = None) -> bool:
-    """Whether a request is that of a response, or one of its choices.
+    """Whether a request is that of a response, or one of its choices."""
+    found = choice_of(request_id, response_id)
+    return found is not None and (choice is None or choice == found)
+
+
+def choice_of(request_id: str, response_id: str) -> int | None:
+    """Which choice of a response a request is; None if it belongs to another.
 
     vLLM names requests after the response's id: with a number or random characters at the end, and
     with the choice in front (``1_chatcmpl-...``) where there are several.
@@ -191,7 +197,7 @@ def is_of_response(request_id: str, response_id: str, choice: int | None = None)
     if not (separator and index.isdigit()):
         index, rest = "0", request_id
     is_named = rest.startswith(response_id) and rest[len(response_id) :][:1] in ("", "-", "_")
-    return is_named and (choice is None or choice == int(index))
+    return int(index) if is_named else None
 
 
 def session_report(

@@ -25,6 +25,7 @@ from torchtitan_rl.weights.transport import WeightPublisher
 if TYPE_CHECKING:
     import torch
 
+_OTHER_MODEL = "it is another model than the served one"
 # What two versions of one checkpoint may have different.
 _IGNORED_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
@@ -115,7 +116,8 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
     for name in sorted(shapes.keys() | expected.keys()):
         if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"{name} has shape {shapes.get(name)}; in the served model {expected.get(name)}"
+                f"{_OTHER_MODEL}: {name} has shape {shapes.get(name)}; "
+                f"in the served model {expected.get(name)}"
             )
     return tensors
 
@@ -138,6 +140,11 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            "it is not a Hugging Face directory (it has no config.json); a training run writes one "
+            "to RUN/policy (--checkpoint.export-hf), its checkpoints are of another format"
+        )
     config = json.loads((directory / "config.json").read_text())
     if not isinstance(config, dict):
         raise ValueError("config.json is no JSON object")
@@ -148,5 +155,6 @@ def _require_equal_configs(config: Mapping[str, Any], served: Mapping[str, Any])
     for name in sorted((config.keys() & served.keys()) - _IGNORED_FIELDS):
         if config[name] != served[name]:
             raise ValueError(
-                f"config.json has {name} {config[name]!r}; the served model has {served[name]!r}"
+                f"{_OTHER_MODEL}: config.json has {name} {config[name]!r}; the served model has "
+                f"{served[name]!r}"
             )
