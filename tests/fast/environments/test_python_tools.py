@@ -107,6 +107,3 @@ def test_a_sandbox_that_this_machine_does_not_have_is_an_error_before_the_run():
     task = PythonTask(train=("unused.jsonl",), sandbox=SandboxConfig(preload=("no_such_module",)))
     wanted = "task.sandbox.preload: ModuleNotFoundError: No module named 'no_such_module'"
     assert wanted in task.errors()
-        "task.sandbox.preload: ModuleNotFoundError: No module named 'no_such_module'"
-        in task.errors()
-    )
