@@ -62,6 +62,17 @@ def test_the_whole_configuration_of_an_agent_task_is_complete(tmp_path: Path) ->
     assert evaluation_problems(with_value(config, "evaluation.num_problems", 100))
 
 
+def test_the_task_of_all_agent_libraries_has_problems_for_both_splits() -> None:
+    page = (ROOT / "docs" / "agent_libraries.md").read_text()
+    (program, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    task = names["WordProblems"]()
+    train, validation = (task.dataset(split, seed=0) for split in ("train", "validation"))
+    answers = {train.next().data["answer"] for _ in range(800)}
+    assert {"20", "78"} <= answers | {validation.next().data["answer"] for _ in range(100)}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_option_that_a_page_names_exists(page: str) -> None:
     lines = [line for line in (ROOT / page).read_text().splitlines() if not NOT_OURS.search(line)]
