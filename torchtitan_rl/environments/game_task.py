@@ -71,11 +71,11 @@ class GameTask(Task):
 
     def name(self) -> str:
         """Problems' ids begin with it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not override `name`")
 
     def game(self, seed: int) -> Game:
         """A new game. Called on the event loop: slow set-up belongs into its `reset`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not override `game`")
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         def make(problem_id: str, place: str, row: Row) -> Problem | None:

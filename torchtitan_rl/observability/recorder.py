@@ -4,6 +4,7 @@ the trace. Used in the controller's process, on its event loop."""
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.failures import describe_failures, num_failed
+from torchtitan_rl.serving.config import EndpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class RunRecorder:
             staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
         )
         self._run_dir = run_dir
+        self._serve_options = _serve_options(config.endpoint)
         self._phases: list[str] = []  # that are open, in several loops
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
@@ -106,7 +109,8 @@ class RunRecorder:
         audit = f"torchtitan-rl audit {run_dir}"
         if not ending:
             headline = f"done: {state.num_steps} steps in {took}"
-            commands = [f"torchtitan-rl serve {policy}"] if policy.exists() else []
+            serve = shlex.join(["torchtitan-rl", "serve", str(policy), *self._serve_options])
+            commands = [serve] if policy.exists() else []
         else:
             where = f"after step {state.step}" if state.step else "before the end of step 1"
             headline = f"{ending} {where} of {state.num_steps}, after {took}"
@@ -201,6 +205,16 @@ class RunRecorder:
         if self._phases:
             self._state.phase = self._phases[-1]
             self._progress.update()
+
+
+def _serve_options(endpoint: EndpointConfig) -> list[str]:
+    """Those that the run's policy needs again to be served as the run has served it."""
+    given = {
+        "--endpoint.tool-call-parser": endpoint.tool_call_parser,
+        "--endpoint.reasoning-parser": endpoint.reasoning_parser,
+        "--endpoint.chat-template": endpoint.chat_template,
+    }
+    return [word for name, value in given.items() if value for word in (name, str(value))]
 
 
 def _remove_old_traces(folder: Path) -> None:

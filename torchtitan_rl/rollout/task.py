@@ -127,7 +127,7 @@ class Task:
         Also called before the run starts, to check the first problems of a dataset that is not
         used otherwise.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not override `dataset`")
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
         """A new environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
@@ -135,7 +135,7 @@ class Task:
         Called on the controller's event loop: slow set-up belongs in the environment's `reset`.
         ``limits`` are enforced elsewhere, and given for tasks that depend on them.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not override `environment`")
 
     def rubric(self) -> Rubric | None:
         """None if the environment's reward is the rollout's."""

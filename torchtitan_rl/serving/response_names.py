@@ -42,14 +42,21 @@ def requests_of_response(
 
     ``choice`` is the index in the response: those of its first prompt come first.
     """
+    found = _choices(request_ids, response_id)
+    return [key for key, index in found.items() if choice in (None, index)]
+
+
+def choices_of_response(request_ids: Iterable[str], response_id: str) -> list[int]:
+    """The choices of a response; none where there is no such response."""
+    return sorted(set(_choices(request_ids, response_id).values()))
+
+
+def _choices(request_ids: Iterable[str], response_id: str) -> dict[str, int]:
+    """The requests of a response, with the choice that each one is."""
     names = {request_id: _name(request_id) for request_id in request_ids}
     found = {key: name for key, name in names.items() if name.response == response_id}
     per_prompt = 1 + max((name.index for name in found.values()), default=0)
-    return [
-        key
-        for key, name in found.items()
-        if choice is None or choice == name.prompt * per_prompt + name.index
-    ]
+    return {key: name.prompt * per_prompt + name.index for key, name in found.items()}
 
 
 def _name(request_id: str) -> _Name:

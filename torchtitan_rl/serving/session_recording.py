@@ -18,7 +18,7 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.routing.continuation import reported
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.response_names import requests_of_response
+from torchtitan_rl.serving.response_names import choices_of_response, requests_of_response
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,
@@ -146,6 +146,11 @@ class SessionRecording:
         for turn in rewarded:
             turn.branch_reward = reward
         return len(rewarded)
+
+    def choices_of(self, response_id: str) -> list[int]:
+        """The choices of a response; none where there is no such response."""
+        request_ids = [turn.request_id for turn in self.turns]
+        return choices_of_response(request_ids, response_id)
 
     async def stop(self, request_ids: Collection[str]) -> None:
         """Abort requests, and wait until their turns are recorded."""

@@ -58,6 +58,10 @@ class SessionDriver(Protocol):
         """
         ...
 
+    def choices_of(self, response_id: str, /) -> list[int]:
+        """The choices of a response; none where there is no such response."""
+        ...
+
     def close_session(self, reward: float | None, /) -> None:
         """A client closed the session: with a reward the rollout is over, else it gets no more
         turns."""
@@ -203,6 +207,9 @@ class Sessions:
         assert part is not None
         if not part.reward_response(response_id, choice, reward):
             message = f"session {session_id!r} has no response {response_id!r}"
+            if choices := part.choices_of(response_id):
+                known = f"{choices[0]} to {choices[-1]}" if len(choices) > 1 else f"{choices[0]}"
+                message = f"response {response_id!r} has no choice {choice} ({known})"
             raise refused(404, "response_not_found", message)
         return session.report()
 

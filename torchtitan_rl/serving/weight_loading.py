@@ -26,6 +26,7 @@ from torchtitan_rl.weights.transport import WeightPublisher
 if TYPE_CHECKING:
     import torch
 
+_OTHER_MODEL = "it is another model than the served one"
 # What two versions of one checkpoint may have different.
 _IGNORED_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
@@ -101,8 +102,8 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
     """
     from safetensors import SafetensorError
 
-    config = _json_object(directory / "config.json")
-    _require_equal_configs(config, _json_object(served / "config.json"))
+    config = _config(directory)
+    _require_equal_configs(config, _config(served))
     try:
         tensors = _tensors(directory)
         expected = _layout(served)
@@ -116,7 +117,9 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
         shape, is_floating = expected.get(name, (None, True))
         found = None if tensor is None else tuple(tensor.shape)
         if found != shape:
-            raise ValueError(f"{name} has shape {found}; in the served model {shape}")
+            raise ValueError(
+                f"{_OTHER_MODEL}: {name} has shape {found}; in the served model {shape}"
+            )
         if tensor is not None and tensor.dtype.is_floating_point != is_floating:
             kind = "floating-point numbers" if is_floating else "none"
             raise ValueError(f"{name} has {tensor.dtype}; the served model has {kind} there")
@@ -175,9 +178,19 @@ def _json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def _config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            "it is not a Hugging Face directory (it has no config.json); a training run writes one "
+            "to RUN/policy (--checkpoint.export-hf), its checkpoints are of another format"
+        )
+    return _json_object(directory / "config.json")
+
+
 def _require_equal_configs(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
     for name in sorted((config.keys() & served.keys()) - _IGNORED_FIELDS):
         if config[name] != served[name]:
             raise ValueError(
-                f"config.json has {name} {config[name]!r}; the served model has {served[name]!r}"
+                f"{_OTHER_MODEL}: config.json has {name} {config[name]!r}; the served model has "
+                f"{served[name]!r}"
             )

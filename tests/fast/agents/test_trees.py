@@ -173,6 +173,10 @@ def rewarded(kind="mean"):
             with pytest.raises(RefusedError) as caught:
                 hosted.sessions.reward_branch(call.session_id, 0.25, response_id="other")
             assert refusal(caught.value) == (404, "response_not_found")
+            with pytest.raises(RefusedError, match=r"has no choice 5 \(0\)"):
+                hosted.sessions.reward_branch(
+                    call.session_id, 0.25, response_id=request.request_id, choice=5
+                )
             return 1.0
         return 0.0
 

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.config_mutations import with_value
 from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.new import NewTaskConfig
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.checks.problems import evaluation_problems
 from torchtitan_rl.config.evaluate import EvalConfig
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import ServeConfig
 
@@ -22,7 +27,7 @@ PAGES = (
     *("README.md", "CONTRIBUTING.md"),
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "training", "endpoint", "debugging", "evaluation")
+        for name in ("architecture", "training", "endpoint", "debugging", "evaluation", "agents")
     ),
 )
 FLAGS = {"--dry-run", "--help", "--no-pin-cores"}
@@ -43,6 +48,29 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 def known() -> frozenset[str]:
     commands = (ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig)
     return fields(RunConfig).union(*(fields(kind) for kind in commands))
+
+
+def test_the_whole_configuration_of_an_agent_task_is_complete(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    block = r"^```python\n(# my_agent\.py\n.*?)^```"
+    (program,) = re.findall(block, page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "my_agent.py"
+    file.write_text(program)
+    config = load_config(file, ["--output-dir", str(tmp_path)])
+    prepared = prepare_run(config, MachineFacts(num_cores=2, memory_bytes=24 << 30))
+    assert prepared.notes == ()
+    assert evaluation_problems(with_value(config, "evaluation.num_problems", 100))
+
+
+def test_the_task_of_all_agent_libraries_has_problems_for_both_splits() -> None:
+    page = (ROOT / "docs" / "agent_libraries.md").read_text()
+    (program, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    task = names["WordProblems"]()
+    train, validation = (task.dataset(split, seed=0) for split in ("train", "validation"))
+    answers = {train.next().data["answer"] for _ in range(800)}
+    assert {"20", "78"} <= answers | {validation.next().data["answer"] for _ in range(100)}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -144,6 +144,13 @@ def test_a_dataset_that_fails_is_one_line_each() -> None:
     ]
 
 
+def test_a_task_without_a_dataset_is_told_what_to_override() -> None:
+    class Unfinished(Task): ...
+
+    (error,) = training_errors(replace(config(ListedTask()), task=Unfinished()))
+    assert error == "task: Unfinished does not override `dataset`"
+
+
 def test_a_prepared_run_has_its_evaluation_problems(tmp_path: Path) -> None:
     prepared = prepare_run(replace(TINY, output_dir=tmp_path), LAPTOP)
     assert len({problem.problem_id for problem in prepared.evaluation_problems}) == 128

@@ -14,6 +14,7 @@ from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.types import EngineStats, RolloutStatus
 
 
@@ -120,6 +121,22 @@ def test_failed_rollouts_are_in_each_step_line_and_their_first_cause_is_said_onc
     out = capsys.readouterr().out
     assert out.count("  1 failed") == 3
     assert out.count("1 of 2 rollouts failed: env_error: tools need endpoint.tool_call_parser") == 1
+
+
+def test_the_next_command_has_the_parsers_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=0)
+    (config.run_dir / "policy").mkdir(parents=True)
+    endpoint = EndpointConfig(enabled=True, tool_call_parser="hermes")
+    for one in (config, replace(config, endpoint=endpoint)):
+        record_run(one, record_one)
+    out = capsys.readouterr().out
+    serve = f"next: torchtitan-rl serve {config.run_dir / 'policy'}"
+    assert [line for line in out.splitlines() if line.startswith(serve)] == [
+        serve,
+        f"{serve} --endpoint.tool-call-parser hermes",
+    ]
 
 
 def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(

@@ -17,6 +17,7 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.serving import session_recording
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.session_recording import TURN_TOKENS
+from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 
@@ -321,3 +322,15 @@ async def test_at_the_end_all_sessions_and_their_requests_end():
     counts = sessions.counts()
     assert counts["sessions_shutdown"] == 2
     assert counts["session_tokens_discarded"] == counts["session_tokens_generated"] == 5
+
+
+@on_virtual_clock
+async def test_a_choice_that_a_response_does_not_have_is_refused_with_those_that_it_has() -> None:
+    sessions = Sessions(TokenRouter())
+    session_id = sessions.open("one")
+    for name in ("0_chatcmpl-1-01234567", "1_chatcmpl-1-89abcdef"):
+        await sessions.complete(replace(asked((1,), session_id), request_id=name))
+    with pytest.raises(RefusedError, match=r"'chatcmpl-1' has no choice 5 \(0 to 1\)"):
+        sessions.reward_branch(session_id, 1.0, response_id="chatcmpl-1", choice=5)
+    with pytest.raises(RefusedError, match="session 'one' has no response 'chatcmpl-2'"):
+        sessions.reward_branch(session_id, 1.0, response_id="chatcmpl-2", choice=0)

@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import CheckpointError, ConfigError
+from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     check_sizes,
@@ -165,6 +166,12 @@ def test_a_policy_that_is_neither_directory_nor_package_is_refused(
         resolve_checkpoint("package:llm_gpt")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_the_policy_of_an_experiment_is_found_by_the_experiments_name() -> None:
+    assert resolve_checkpoint("package:calculator_agent") == POLICY_DIR.resolve()
+    with pytest.raises(ConfigError, match="package:calculator_agent, package:code_interpreter"):
+        resolve_checkpoint("package:calculator")
 
 
 def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def _of_task(name: str, call: Callable[[], _T]) -> _T:
     except StopIteration:
         raise
     except Exception as error:
+        if isinstance(error, NotImplementedError) and error.args:  # of `Task`
+            raise ProblemsError(f"task: {error}") from error
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ProblemsError(f"task: its {name} dataset cannot be read ({cause})") from error
 
