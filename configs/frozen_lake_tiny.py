@@ -22,7 +22,7 @@ config = RunConfig(
     name="frozen_lake_tiny",
     policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
     task=TASK,
-    num_steps=40,
+    num_steps=30,
     rollout=RolloutConfig(
         groups_per_step=8,
         group_size=8,
@@ -35,7 +35,7 @@ config = RunConfig(
         row_len=320,
         rows_per_microbatch=32,
         threads=2,
-        optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=20, min_lr_factor=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=15, min_lr_factor=0.1),
     ),
     evaluation=EvaluationConfig(every=10, num_problems=128, temperature=1.0),
 )
