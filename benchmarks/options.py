@@ -51,9 +51,9 @@ def keep_options(folder: Path, options: Mapping[str, Any]) -> None:
         return
     kept = json.loads(record.read_text())
     others = [
-        f"--{name.replace('_', '-')} {kept.get(name)} instead of {value}"
+        f"--{name.replace('_', '-')} {kept[name]} instead of {value}"
         for name, value in given.items()
-        if kept.get(name) != value
+        if kept.get(name, value) != value
     ]
     if others:
         raise SystemExit(

@@ -100,6 +100,7 @@ def test_router_gives_every_strategy_the_same_sessions(tmp_path):
 def copy_of_run(run_dir: Path, *, of: Path) -> None:
     """What benchmarks read of a run that was made before."""
     run_dir.mkdir(parents=True)
+    (run_dir.parent / "options.json").write_text("{}")  # made with whatever is asked for
     shutil.copy(of / "metrics.jsonl", run_dir)
     (run_dir / "benchmark.json").write_text('{"seconds": 60.0}')
 
@@ -167,6 +168,7 @@ def test_peers_generates_the_fixed_lengths_on_our_side(tmp_path):
     """Our asynchronous side runs; the other two are runs that are there."""
     workload = replace(WORKLOADS["heavy tail"], groups=2, group_size=4, median=4)
     generated = [sum(workload.step_lengths(step)) for step in range(PEERS_STEPS)]
+    (tmp_path / "options.json").write_text("{}")
     place = tmp_path / "heavy-tail" / "0"
     (place / "ours-s0").mkdir(parents=True)
     (place / "ours-s0" / "benchmark.json").write_text('{"seconds": 9.0}')

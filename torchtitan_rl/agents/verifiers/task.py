@@ -125,7 +125,7 @@ class VerifiersTask(AgentTask):
             try:
                 environment_tasks(self._spec(split))
             except ConfigError as error:
-                found.append(f"task.env is {self.env!r} with task.{name}: {error}")
+                found.append(f"task.env is {self.env!r:.100} with task.{name}: {error!s:.1000}")
         return found
 
     def _spec(self, split: Split) -> EnvironmentSpec:

@@ -28,6 +28,7 @@ import prometheus_client
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
@@ -206,7 +207,7 @@ def _vllm_config(spec: EndpointSpec) -> Any:
             {"max_new_tokens": endpoint.max_tokens} if endpoint.max_tokens else {}
         ),
         reasoning_parser=endpoint.reasoning_parser,
-        structured_outputs_config={"backend": GRAMMAR_BACKEND},  # as the engines have it
+        structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),  # the engines'
     ).create_engine_config()
 
 
