@@ -93,7 +93,11 @@ def test_a_bad_request_is_refused_in_vllms_words(urls, case: str, stream: bool) 
     assert answers[1].status_code in (400, 404, 422)
     assert answers[1].headers["content-type"] == "application/json"
     words = [answer.text.removeprefix("data: ").partition("\n")[0] for answer in answers]
-    assert json.loads(words[1]) == json.loads(words[0])
+    own, ours = map(json.loads, words)
+    if "schema" in case:  # vLLM's own server asks another library, whose words these are
+        own["error"].pop("message")
+        ours["error"].pop("message")
+    assert ours == own
 
 
 @pytest.mark.parametrize("stream", [False, True])
