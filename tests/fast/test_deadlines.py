@@ -72,3 +72,27 @@ def test_a_wait_for_a_task_ends_with_it_or_after_its_time_without_that_of_standi
         assert await wait_within(10.0, task)
 
     run_virtually(work())
+
+
+def test_a_loop_that_was_blocked_reads_the_answers_that_arrived_meanwhile():
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, stand_still, 4.0)
+        async with deadline(2.0) as limit:
+            await asyncio.sleep(3.0)
+        assert not limit.expired()
+        loop.call_later(1.0, stand_still, 4.0)
+        assert await wait_within(2.0, asyncio.ensure_future(asyncio.sleep(3.0)))
+
+    run_virtually(work())
+
+
+def test_after_it_was_blocked_the_rest_of_the_time_counts():
+    async def work() -> float:
+        asyncio.get_running_loop().call_later(1.0, stand_still, 4.0)
+        with pytest.raises(TimeoutError):
+            async with deadline(2.0):
+                await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(work()) == pytest.approx(1.0 + 4.0 + 2.0)
