@@ -281,7 +281,9 @@ def draw(results: dict[str, dict[str, list[Measured]]], path: Path) -> None:
                     label = side if i == 0 else None
                     axis.bar(place, median(values), 0.3, color=f"C{j}", alpha=0.6, label=label)
                     axis.plot([place] * len(values), values, "k.", markersize=4)
-            axis.set(title=title, xticks=range(len(results)), xticklabels=list(results))
+            names = [mode.replace(", ", "\n") for mode in results]
+            axis.set(title=title, xticks=range(len(results)))
+            axis.set_xticklabels(names, fontsize=7)
         axes[0].legend(loc="lower left", fontsize=8)
     print(f"drawn to {path}")
 
