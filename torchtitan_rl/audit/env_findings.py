@@ -109,11 +109,9 @@ def rollout_findings(
         if turn.reward is not None and not math.isfinite(turn.reward):
             note(Mistake.REWARD, f"the reward of turn {number} is {turn.reward}")
     if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
-        whole = (
-            number for number, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn)
-        )
-        if (number := next(whole, None)) is not None:
-            note(Mistake.HISTORY, _divergence(rollout.turns, number, decode))
+        seen = (n for n, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn))
+        if (left := next(seen, None)) is not None:
+            note(Mistake.HISTORY, _divergence(rollout.turns, left, decode))
     return found
 
 
