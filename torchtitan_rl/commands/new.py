@@ -54,7 +54,7 @@ class {title}Task(rl.Task):
         problems = [make_problem(split, index) for index in range(self.num_problems)]
         return rl.ListDataset(problems, seed=seed, shuffle=split == "train")
 
-    def environment(self, problem: rl.Problem, *, tokenizer: Any, limits: Any) -> rl.MessageTokenEnv:
+    def environment(self, problem: rl.Problem, *, tokenizer: Any, limits: Any) -> rl.TokenEnv:
         messages = [{{"role": "user", "content": problem.data["question"]}}]
         env = rl.QuestionEnv(messages, partial(score, right=problem.data["answer"]))
         return rl.MessageTokenEnv(env, rl.make_renderer(tokenizer))
