@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,7 +54,7 @@ def own_servers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.cmdline()[-1:] == [COMMAND[-1]]
+        if child.cmdline()[1:] == list(COMMAND[1:])  # not of the shim before it
     ]
 
 
@@ -150,3 +153,35 @@ def test_tools_of_the_same_name_are_refused_and_can_be_chosen(http: McpServer) -
         "b": McpServer(**{**vars(http), "tools": ("note", "wait")}),
     }
     assert with_tools(some, nothing) == ["calculator", "note", "wait"]
+
+
+PARENT = """
+import asyncio, sys
+from torchtitan_rl import McpServer, McpTools
+
+async def main():
+    await McpTools({"deaf": McpServer(command=tuple(sys.argv[1:]), start_timeout_s=600)}).open()
+
+asyncio.run(main())
+"""
+
+
+def test_servers_that_ignore_their_input_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    deaf = f"sleep 1000 & echo $$ $! > {pids}; exec sleep 1000"
+    command = [sys.executable, "-c", PARENT, "sh", "-c", deaf]
+    with subprocess.Popen(command, cwd=ROOT) as parent:
+        try:
+            wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+            servers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        finally:
+            parent.kill()
+    gone, alive = psutil.wait_procs(servers, timeout=60)
+    assert (len(gone), alive) == (2, [])
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_so()
