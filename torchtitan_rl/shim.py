@@ -8,8 +8,8 @@ so that it starts in milliseconds. It kills everything
 - on SIGTERM, SIGINT or SIGHUP.
 
 LINK is the number of a file descriptor, one end of a socket pair with the caller (`run_command`),
-or ``parent=PID`` with the caller's pid. The shim kills everything when the other end is closed, too.
-It reports to it in lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error
+or ``parent=PID`` with the caller's pid. Where the other end is closed, the shim kills everything;
+it reports to it in lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error
 MESSAGE``. There is no last line where the caller closed its end first.
 
 As a child subreaper, the shim inherits every orphan below it, also daemons that forked twice and

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.servers import ROOT, served
+from torchtitan_rl.commands import cli
 from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
 from torchtitan_rl.environments.mcp_task import McpTools
 from torchtitan_rl.environments.tool_env import ToolAnswer
@@ -178,6 +179,33 @@ def test_servers_that_ignore_their_input_end_with_a_parent_that_is_killed(tmp_pa
             parent.kill()
     gone, alive = psutil.wait_procs(servers, timeout=60)
     assert (len(gone), alive) == (2, [])
+
+
+CONFIG = """
+from torchtitan_rl import McpServer, McpTask, MixtureTask, PolicyConfig, RunConfig
+
+command = ("sh", "-c", "echo started >> {folder}/starts; exec {python} -m {module}")
+servers = {{"s": McpServer(command=command, env={{"PYTHONPATH": {root!r}}}, start_timeout_s=120)}}
+config = RunConfig(
+    policy=PolicyConfig(checkpoint="package:calculator_agent"),
+    task=MixtureTask(
+        tasks={{"one": McpTask(train=("{folder}/rows.jsonl",), renderer="qwen3", servers=servers)}}
+    ),
+)
+"""
+
+
+def test_a_preview_starts_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    config = tmp_path / "config.py"
+    config.write_text(
+        CONFIG.format(folder=tmp_path, python=sys.executable, module=COMMAND[-1], root=ROOT)
+    )
+    assert cli.main(["data", "preview", str(config), "--count", "3", "--all"]) == 0
+    assert capsys.readouterr().out.count('"name": "calculator"') == 3
+    assert (tmp_path / "starts").read_text() == "started\n"
+    assert not own_servers()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
