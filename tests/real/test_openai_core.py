@@ -471,7 +471,7 @@ def test_a_streamed_call_that_was_cut_has_only_what_was_written(num_chunks: int)
     found = []
     for chunk in chunks:
         ids = tokenizer.encode(chunk, add_special_tokens=False)
-        delta = parser.parse_delta(chunk, ids, request, finished=chunk is chunks[-1])
+        delta = parser.parse_delta(chunk, ids, request, [1], finished=chunk is chunks[-1])
         found += (delta and delta.tool_calls) or []
     assert [call.function.name for call in found if call.function.name] == ["add"]
     assert "".join(call.function.arguments or "" for call in found) == ""
