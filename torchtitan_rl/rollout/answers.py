@@ -134,7 +134,8 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def wrong_answer(expected: str, got: object) -> WrongAnswerError:
-    hint = "; does every path through it return one?" if got is None else ""
-    if type(got).__name__ == "MessageObservation" and "Observation" in expected:
+    is_whole = "Observation" in expected or expected == "a Terminal"
+    hint = "; does every path through it return one?" if got is None and is_whole else ""
+    if type(got).__name__ == "MessageObservation" and is_whole:
         hint = "; a MessageEnv is wrapped: MessageTokenEnv(MyEnv(), make_renderer(tokenizer))"
     return WrongAnswerError(f"expected {expected}, got {_brief.repr(got)}{hint}")

@@ -160,9 +160,10 @@ def readable_calls(parser_class: Any) -> Any:
             delta = super().parse_delta(*args, **options)
             calls = getattr(self.tool_parser, "prev_tool_call_arr", ())
             if delta and delta.tool_calls and calls and "arguments" not in calls[-1]:
-                function = delta.tool_calls[-1].function
-                if function.arguments == "{}" and not self.tool_parser.streamed_args_for_tool[-1]:
-                    function.arguments = None
+                last = delta.tool_calls[-1].function
+                was_sent = self.tool_parser.streamed_args_for_tool[-1:] != [""]
+                if last and last.arguments == "{}" and not was_sent:
+                    last.arguments = None
             return delta
 
     return ReadableCalls
