@@ -1,4 +1,4 @@
-"""A mixture of a data file and reasoning-gym through vLLM, the checkers and the trainer."""
+"""A mixture of a data file, reasoning-gym and search through vLLM, the checkers and the trainer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 
 from tests.real.runs import ONE_REPLICA, SMALL, Run, read_metrics, read_rollouts, require_audit
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main
+from torchtitan_rl.experiments.search.world import make_world
 
 NUM_STEPS = 3
 CONFIG = """
 from dataclasses import replace
 
 from torchtitan_rl import CurriculumConfig, MixtureTask
-from torchtitan_rl.configs import reasoning_gym_tiny
+from torchtitan_rl.configs import search_tiny
 from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
+from torchtitan_rl.experiments.reasoning_gym.task import TASK
 
-base = reasoning_gym_tiny.config
-gym = replace(base.task, options={{}}, curriculum=CurriculumConfig(enabled=True, window=2))
+base = search_tiny.config
+gym = replace(TASK, options={{}}, curriculum=CurriculumConfig(enabled=True, window=2))
 words = Gsm8kTask(train=({file!r},), prompt="{{question}}", answer_pattern="", renderer="chatml")
 config = replace(
     base,
     task=MixtureTask(
-        tasks={{"gym": gym, "words": replace(words, validation=())}}, weights={{"gym": 3.0}}
+        tasks={{"gym": gym, "words": replace(words, validation=()), "search": base.task}},
+        weights={{"gym": 2.0}},
     ),
-    rollout=replace(base.rollout, max_total_tokens=256),
-    generator=replace(base.generator, max_model_len=256),
-    trainer=replace(base.trainer, row_len=256),
 )
 """
 
@@ -37,6 +37,7 @@ config = replace(
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("reasoning_gym")
     pytest.importorskip("math_verify")
+    pytest.importorskip("bm25s")
     root = tmp_path_factory.mktemp("runs")
     main(MakeFile(output=root / "words.jsonl"))
     config = root / "config.py"
@@ -57,7 +58,8 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 def test_every_rollout_is_completed_and_scored(rows: list[dict[str, Any]], run_dir: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["train/ended_completed"] == row["train/rollouts"] == 16
+        ends = ("completed", "max_turns", "max_tokens")  # the last two of searches without an end
+        assert sum(row[f"train/ended_{end}"] for end in ends) == row["train/rollouts"] == 16
         assert row["train/task/check_timeouts"] == 0
     require_audit(run_dir)
 
@@ -67,7 +69,9 @@ def test_parts_have_their_shares_and_their_own_rewards(rows: list[dict[str, Any]
         assert row["train/of_task/words/groups"] == 1
         assert 0 <= row["train/of_task/words/reward_mean"] <= 1
         gym = [name for name in row if name.startswith("train/of_task/gym/")]
-        assert sum(row[name] for name in gym if name.endswith("/groups")) == 3
+        assert sum(row[name] for name in gym if name.endswith("/groups")) == 2
+        assert row["train/of_task/search/groups"] == 1
+        assert row["dataset/gym/chain_sum/level"] >= 0
     names = {name for row in rows for name in row if name.endswith("/groups")}
     assert "train/of_task/gym/chain_sum/level0/groups" in names
     assert "train/of_task/gym/spell_backward/level0/groups" in names
@@ -75,8 +79,25 @@ def test_parts_have_their_shares_and_their_own_rewards(rows: list[dict[str, Any]
 
 def test_what_is_trained_on_is_what_the_task_asked_and_scored(run_dir: Path) -> None:
     for rollout in read_rollouts(run_dir):
+        if "world" in rollout["problem"]:
+            continue
         question = rollout["messages"][-2]["content"]
         problem = rollout["problem"]
         assert question == problem.get("question") or problem["messages"][0]["content"]
         if rollout["messages"][-1]["content"] == problem["answer"]:
             assert rollout["reward"] == 1.0
+
+
+def test_searches_are_answered_by_the_documents_and_the_conversation_is_one_episode(
+    rows: list[dict[str, Any]], run_dir: Path
+) -> None:
+    found = set()
+    for rollout in read_rollouts(run_dir):
+        if world := rollout["problem"].get("world"):
+            replies = [one["content"] for one in rollout["messages"] if one["role"] == "tool"]
+            found.update(replies)
+            known = {*make_world(world).documents, "nothing found"}
+            assert [text for text in replies if text not in known and "error" not in text] == []
+    assert len(found) > 5
+    assert all(row["train/episodes_mean"] == 1 for row in rows)
+    assert all(row["trainer/logprob_diff_max"] < 1e-4 for row in rows)

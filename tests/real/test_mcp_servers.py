@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.servers import ROOT, served
+from torchtitan_rl.commands import cli
 from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
 from torchtitan_rl.environments.mcp_task import McpTools
 from torchtitan_rl.environments.tool_env import ToolAnswer
@@ -51,7 +55,7 @@ def own_servers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.cmdline()[-1:] == [COMMAND[-1]]
+        if child.cmdline()[1:] == list(COMMAND[1:])  # not of the shim before it
     ]
 
 
@@ -150,3 +154,62 @@ def test_tools_of_the_same_name_are_refused_and_can_be_chosen(http: McpServer) -
         "b": McpServer(**{**vars(http), "tools": ("note", "wait")}),
     }
     assert with_tools(some, nothing) == ["calculator", "note", "wait"]
+
+
+PARENT = """
+import asyncio, sys
+from torchtitan_rl import McpServer, McpTools
+
+async def main():
+    await McpTools({"deaf": McpServer(command=tuple(sys.argv[1:]), start_timeout_s=600)}).open()
+
+asyncio.run(main())
+"""
+
+
+def test_servers_that_ignore_their_input_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    deaf = f"sleep 1000 & echo $$ $! > {pids}; exec sleep 1000"
+    command = [sys.executable, "-c", PARENT, "sh", "-c", deaf]
+    with subprocess.Popen(command, cwd=ROOT) as parent:
+        try:
+            wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+            servers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        finally:
+            parent.kill()
+    gone, alive = psutil.wait_procs(servers, timeout=60)
+    assert (len(gone), alive) == (2, [])
+
+
+CONFIG = """
+from torchtitan_rl import McpServer, McpTask, MixtureTask, PolicyConfig, RunConfig
+
+command = ("sh", "-c", "echo started >> {folder}/starts; exec {python} -m {module}")
+servers = {{"s": McpServer(command=command, env={{"PYTHONPATH": {root!r}}}, start_timeout_s=120)}}
+config = RunConfig(
+    policy=PolicyConfig(checkpoint="package:calculator_agent"),
+    task=MixtureTask(
+        tasks={{"one": McpTask(train=("{folder}/rows.jsonl",), renderer="qwen3", servers=servers)}}
+    ),
+)
+"""
+
+
+def test_a_preview_starts_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    config = tmp_path / "config.py"
+    config.write_text(
+        CONFIG.format(folder=tmp_path, python=sys.executable, module=COMMAND[-1], root=ROOT)
+    )
+    assert cli.main(["data", "preview", str(config), "--count", "3", "--all"]) == 0
+    assert capsys.readouterr().out.count('"name": "calculator"') == 3
+    assert (tmp_path / "starts").read_text() == "started\n"
+    assert not own_servers()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_so()

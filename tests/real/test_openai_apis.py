@@ -287,6 +287,7 @@ def await_count(url: str, event: str, number: float) -> None:
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', False),
         ('<tool_call>{"name": "add", "arguments": 7}</tool_call>', True),
+        ('<tool_call>{"name": "add", "arguments"', True),
         ("<tool_call>add</tool_call>", True),
     ],
 )

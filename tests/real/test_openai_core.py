@@ -22,16 +22,21 @@ from starlette.exceptions import HTTPException
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.parser import ParserManager
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from tests.real.models import tiny_model
-from tests.real.openai_requests import BASE, CHATS
+from tests.real.models import tiny_model, tiny_tokenizer
+from tests.real.openai_requests import ADD, BASE, CHATS
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application, handle_errors
-from torchtitan_rl.backends.vllm.openai_constraints import ConstraintPolicy, constraining_fields
+from torchtitan_rl.backends.vllm.openai_constraints import (
+    ConstraintPolicy,
+    constraining_fields,
+    readable_calls,
+)
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.rpc.messages import Call, End, Submission
@@ -449,3 +454,24 @@ def test_every_form_of_a_constraint_is_known() -> None:
         "tools.strict",
         "parallel_tool_calls",
     }
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 45])
+def test_a_streamed_call_that_was_cut_has_only_what_was_written(num_chunks: int) -> None:
+    """However its text is divided; vLLM adds ``{}`` where the last chunk has the name."""
+    written = '<tool_call>{"name": "add", "arguments"'
+    request = ChatCompletionRequest.model_validate({**BASE, "tools": [ADD]})
+    parser_class = readable_calls(
+        ParserManager.get_parser(tool_parser_name="hermes", enable_auto_tools=True)
+    )
+    tokenizer = tiny_tokenizer()
+    parser = parser_class(tokenizer, request.tools)
+    size = -(-len(written) // num_chunks)
+    chunks = [written[at : at + size] for at in range(0, len(written), size)]
+    found = []
+    for chunk in chunks:
+        ids = tokenizer.encode(chunk, add_special_tokens=False)
+        delta = parser.parse_delta(chunk, ids, request, [1], finished=chunk is chunks[-1])
+        found += (delta and delta.tool_calls) or []
+    assert [call.function.name for call in found if call.function.name] == ["add"]
+    assert "".join(call.function.arguments or "" for call in found) == ""

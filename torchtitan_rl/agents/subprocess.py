@@ -20,7 +20,7 @@ from pathlib import Path
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.tasks import uninterrupted
 
-_SHIM = Path(__file__).with_name("shim.py")
+_SHIM = Path(__file__).parents[1] / "shim.py"
 _CHUNK_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 10.0  # from the end of the program to the end of its output
 

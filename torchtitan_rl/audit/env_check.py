@@ -7,6 +7,7 @@ more with room for many turns.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,9 @@ from torchtitan_rl.audit.env_findings import (
     Finding,
     Mistake,
     blocking_findings,
+    cut_note,
     rollout_findings,
+    says_nothing_of_the_end,
 )
 from torchtitan_rl.audit.env_probe import Watched, watching
 from torchtitan_rl.rollout.config import RolloutConfig
@@ -73,11 +76,34 @@ class ScriptedPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class CheckedProblem:
-    """The first sibling, and what is wrong with all. ``watched`` is None for agents."""
+    """The first sibling, and what is wrong with all. ``watched`` is None for agents.
 
+    ``part`` is that of a mixture; ``has_ended``: the environment ended a rollout by itself.
+    ``unclear`` says why it is not known whether it does.
+    """
+
+    part: str
     rollout: Rollout
     watched: Watched | None
+    has_ended: bool
     findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unclear: str = ""
+
+
+def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
+    """All findings and notes. What ended for one problem can end: a rollout of another that
+    reached a limit is the policy's doing."""
+    ending = {one.part for one in checked if one.has_ended}
+    findings = [
+        finding
+        for one in checked
+        for finding in one.findings
+        if finding.mistake is not Mistake.NEVER_ENDS or one.part not in ending
+    ]
+    unclear = (one.unclear for one in checked if one.unclear and one.part not in ending)
+    notes = [note for one in checked for note in one.notes]
+    return findings, [*notes[:1], *itertools.islice(unclear, 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +136,23 @@ class EnvChecker:
             for finding in rollout_findings(rollout, watched, self.limits, self.decode)
         ]
         rollout, watched = pairs[0]
+        checked = CheckedProblem(
+            part=problem.task,
+            rollout=rollout,
+            watched=watched,
+            has_ended=any(_has_ended(one) for one in group.rollouts),
+            findings=findings,
+            notes=[note for one in group.rollouts if (note := cut_note(one))],
+        )
         if watched is None:
-            return CheckedProblem(rollout=rollout, watched=None, findings=findings)
+            return checked
         for one, of_one in pairs[1 if is_first else 0 :]:
             findings += blocking_findings(of_one, one.rollout_id, max_block_s=self.max_block_s)
         if not findings:
-            findings += await self._ending(rollout, problem)
+            if not checked.has_ended and rollout.status in _BY_LIMIT:
+                await self._check_end(checked, problem)
             findings += await self._resuming(rollout, watched)
-        return CheckedProblem(rollout=rollout, watched=watched, findings=findings)
+        return checked
 
     def _rollouter(
         self, generate: GenerateFn, limits: RolloutConfig, found: list[Watched]
@@ -129,21 +164,26 @@ class EnvChecker:
             rubric=self.rubric,
         )
 
-    async def _ending(self, rollout: Rollout, problem: Problem) -> list[Finding]:
-        if rollout.status not in _BY_LIMIT:
-            return []
+    async def _check_end(self, checked: CheckedProblem, problem: Problem) -> None:
+        """Roll out once more, with room for many turns."""
         turns = max(_MANY_TURNS, 2 * self.limits.max_turns)
         limits = replace(self.limits, max_turns=turns, max_total_tokens=_MANY_TOKENS)
         found: list[Watched] = []
         rollouter = self._rollouter(self.scripted, limits, found)
         group = await rollouter.run_group("check/end", problem, size=1, seed=self.seed)
         (longer,) = group.rollouts
-        findings = rollout_findings(longer, found[0], limits, self.decode)
-        if longer.status in _BY_LIMIT:
+        checked.findings += rollout_findings(longer, found[0], limits, self.decode)
+        if longer.status not in _BY_LIMIT:
+            checked.has_ended = _has_ended(longer)
+        elif why := says_nothing_of_the_end(longer):
+            checked.unclear = (
+                f"whether the environment ends by itself is not known: {why}; --say some that it "
+                "understands, or take --policy real"
+            )
+        else:
             what = f"{len(longer.turns)} turns, and no end"
-            name = rollout.rollout_id
-            findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
-        return findings
+            name = checked.rollout.rollout_id
+            checked.findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
 
     async def _resuming(self, rollout: Rollout, watched: Watched) -> list[Finding]:
         """From each saved state; of an environment that is replayed, before its last turn."""
@@ -196,6 +236,11 @@ class EnvChecker:
             return None
         finally:
             await session.close()
+
+
+def _has_ended(rollout: Rollout) -> bool:
+    """By the environment's own decision."""
+    return rollout.status not in _BY_LIMIT and not rollout.status.is_failure
 
 
 def _difference(before: Observation | Terminal, now: Observation | Terminal) -> str:

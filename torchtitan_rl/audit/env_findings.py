@@ -9,10 +9,11 @@ from enum import StrEnum
 from textwrap import indent
 
 from torchtitan_rl.audit.env_probe import Watched
+from torchtitan_rl.environments.games import INVALID_ACTIONS
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.episodes import turns_by_episode
-from torchtitan_rl.types import Rollout, RolloutStatus
+from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus, Turn
 
 _MS = 1000.0
 _CONTEXT_TOKENS = 12
@@ -40,7 +41,8 @@ _MENDS = {
     Mistake.REWARD: "return Terminal(reward=...) with a finite number, or give the task a rubric; "
     "guard divisions and logarithms",
     Mistake.NEVER_ENDS: "return a Terminal from step when the problem is solved or lost; if the "
-    "limits are the end, --allow never-ends",
+    "environment waits for another answer, --say one that it understands, or take --policy real; "
+    "if the limits are the end, --allow never-ends",
     Mistake.HISTORY: "each turn is trained on as an episode of its own, with its whole prompt: "
     "return only the new messages (MessageObservation.messages), not replace_messages, or, as a "
     "TokenEnv, the previous prompt and completion followed by what is new; a template that "
@@ -107,21 +109,51 @@ def rollout_findings(
         if turn.reward is not None and not math.isfinite(turn.reward):
             note(Mistake.REWARD, f"the reward of turn {number} is {turn.reward}")
     if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
-        note(Mistake.HISTORY, _divergence(rollout, decode))
+        seen = (n for n, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn))
+        if (left := next(seen, None)) is not None:
+            note(Mistake.HISTORY, _divergence(rollout.turns, left, decode))
     return found
 
 
-def _divergence(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
-    """Where the second prompt leaves the first prompt and completion."""
-    first, second = rollout.turns[:2]
+def cut_note(rollout: Rollout) -> str:
+    """Says that the length limit cut answers, which has consequences like those of mistakes; empty
+    where it did not."""
+    cut = [turn for turn in rollout.turns if _is_cut(turn)]
+    if not cut:
+        return ""
+    return (
+        f"{rollout.rollout_id}: {len(cut)} of {len(rollout.turns)} answers were cut, the first one "
+        f"after {len(cut[0].completion.token_ids)} tokens, so the environment did not see their "
+        "ends, and the next prompt may not extend them: raise rollout.sampling.max_tokens_per_turn "
+        "or rollout.max_total_tokens if answers are meant to be so long"
+    )
+
+
+def says_nothing_of_the_end(rollout: Rollout) -> str:
+    """Why a rollout that did not end is not the environment's fault; empty where it may be."""
+    turns = rollout.turns
+    if all(_is_cut(turn) for turn in turns):
+        return "all of its answers were cut by the length limit"
+    if rollout.metrics.get(INVALID_ACTIONS, 0.0) >= len(turns):
+        return "none of its answers was an action"
+    return ""
+
+
+def _is_cut(turn: Turn) -> bool:
+    return turn.completion.finish_reason is FinishReason.LENGTH
+
+
+def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:
+    """Where the prompt after turn ``number`` leaves the prompt and completion of that turn."""
+    first, second = turns[number - 1 : number + 1]
     before = first.prompt_token_ids + first.completion.token_ids
     after = second.prompt_token_ids
     pairs = enumerate(zip(before, after, strict=False))
     at = next((n for n, (old, new) in pairs if old != new), min(len(before), len(after)))
     old, new = (decode(tokens[at : at + _CONTEXT_TOKENS]) for tokens in (before, after))
     return (
-        f"the prompt of turn 2 does not extend turn 1: at token {at} it has {new!r} where the "
-        f"policy saw {old!r}"
+        f"the prompt of turn {number + 1} does not extend turn {number}: at token {at} it has "
+        f"{new!r} where the policy saw {old!r}"
     )
 
 

@@ -10,8 +10,8 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,17 +21,20 @@ from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.environments.mcp_task import sharing_servers
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
 _USAGE = "usage: torchtitan-rl data preview CONFIG [--count N] [--split SPLIT] [--all] [options]\n"
+_PROG = "torchtitan-rl data preview CONFIG"
 _SHOWN_CHARS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewConfig:
-    """Shows the first problems of a configuration's task."""
+    """Show the problems of a configuration's task as the policy sees them. All further options,
+    such as ``--task.prompt "{text}"``, change the configuration."""
 
     count: int = 3
     """Number of problems to show."""
@@ -48,17 +51,19 @@ def main(words: Sequence[str]) -> int:
         ConfigError: something cannot be used as it is.
     """
     match words:
+        case ["preview", *options] if {"-h", "--help"} & set(options):
+            parse_options(PreviewConfig, ["--help"], prog=_PROG)
+            return 0
         case ["preview", config_file, *options] if not config_file.startswith("-"):
             own, others = _split(options)
-            preview = parse_options(PreviewConfig, own, prog="torchtitan-rl data preview CONFIG")
+            preview = parse_options(PreviewConfig, own, prog=_PROG)
             config = load_config(Path(config_file), others)
             try:
-                for line in _lines(config, preview):
-                    print(line)
+                asyncio.run(_show(config, preview))
             except TorchtitanRLError as error:
                 raise ConfigError(str(error)) from error
             return 0
-        case ["-h" | "--help"] | ["preview", "-h" | "--help"]:
+        case ["-h" | "--help"]:
             print(_USAGE, end="")
             return 0
         case _:
@@ -81,23 +86,30 @@ def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
-def _lines(config: RunConfig, preview: PreviewConfig) -> Iterator[str]:
+async def _show(config: RunConfig, preview: PreviewConfig) -> None:
     if errors := config.task.errors():
         raise ConfigError(errors)
+    config = replace(config, task=sharing_servers(config.task))
+    async for line in _lines(config, preview):
+        print(line)
+
+
+async def _lines(config: RunConfig, preview: PreviewConfig) -> AsyncIterator[str]:
     tokenizer = None if isinstance(config.task, AgentTask) else _tokenizer(config)
     source = config.task.dataset(preview.split, seed=config.seed)
     for problem in _first(source, preview.count):
         yield f"=== {problem.problem_id}"
         yield json.dumps(dict(problem.data), ensure_ascii=False, default=str)[:_SHOWN_CHARS]
         if tokenizer is not None:
-            prompt = asyncio.run(_prompt(config, problem, tokenizer))
+            prompt = await _prompt(config, problem, tokenizer)
             yield f"--- prompt, {len(prompt)} tokens"
             yield tokenizer.decode(list(prompt))
     if preview.all:
-        yield from _epoch(config, preview.split, tokenizer)
+        async for line in _epoch(config, preview.split, tokenizer):
+            yield line
 
 
-def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> Iterator[str]:
+async def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> AsyncIterator[str]:
     """Number of problems, by part, and how long their prompts are."""
     source = config.task.dataset(split, seed=config.seed)
     parts: Counter[str] = Counter()
@@ -109,7 +121,7 @@ def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> Iterator[str]:
         ids.add(problem.problem_id)
         parts[problem.task] += 1
         if tokenizer is not None:
-            lengths.append(len(asyncio.run(_prompt(config, problem, tokenizer))))
+            lengths.append(len(await _prompt(config, problem, tokenizer)))
     named = ", ".join(f"{count} {part}" for part, count in parts.items() if part)
     yield f"=== {len(ids)} {split} problems{f' ({named})' if named else ''}"
     if lengths:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import EnumChoicesFromValues, Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, environment_factory
-from torchtitan_rl.audit.env_check import EnvChecker, ScriptedPolicy
+from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy, settled
 from torchtitan_rl.audit.env_findings import Finding, Mistake, describe_rollout
 from torchtitan_rl.audit.env_probe import Watched
 from torchtitan_rl.commands.console import print_error, run_command
@@ -156,18 +156,18 @@ async def _with_replica(
 
 
 async def _show(checker: EnvChecker, problems: Sequence[Problem], options: EnvCheckConfig) -> int:
-    findings: list[Finding] = []
-    watched: Watched | None = None
-    for number, problem in enumerate(problems):
-        checked = await checker.check(problem, is_first=number == 0)
-        watched = checked.watched
-        for line in describe_rollout(checked.rollout, watched, checker.decode):
+    checked: list[CheckedProblem] = []
+    for problem in problems:
+        checked.append(one := await checker.check(problem, is_first=not checked))
+        for line in describe_rollout(one.rollout, one.watched, checker.decode):
             print(line, flush=True)
-        findings += checked.findings
-        if any(one.mistake is Mistake.TIMEOUT for one in findings):
+        if any(finding.mistake is Mistake.TIMEOUT for finding in one.findings):
             break  # others would take as long
-    if watched is not None:
+    if checked and (watched := checked[-1].watched) is not None:
         print(_resumes(watched))
+    findings, notes = settled(checked)
+    for note in notes:
+        print(f"note: {note}")
     return _conclude(findings, options.allow)
 
 

@@ -242,7 +242,7 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
         "results": rows,
     }
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
-    console.print(result_table(rows))
+    console.print(result_table(rows, width=console.width))
     picture = folder / "results.png" if evaluation_picture.can_draw() else None
     try:
         _write(folder / "results.json", document)
@@ -252,7 +252,7 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
         raise OutputError(f"{folder}: {error}") from error
     print(f"results:  {folder / 'results.json'}")
     print(evaluation_picture.MISSING if picture is None else f"picture:  {picture}")
-    print(f"rollouts: {folder}/*/rollouts.jsonl")
+    print(f"rollouts: {prepared.rollout_files()}")
     failed = [one for of_one in evaluated for one in of_one.rollouts if one.status.is_failure]
     if not failed:
         return 0

@@ -27,16 +27,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchtitan_rl import Dataset, MessageTokenEnv, Problem, QuestionEnv, Split, Task, make_renderer
-from torchtitan_rl.experiments.procedural import ProceduralDataset
+import torchtitan_rl as rl
 
 
-def make_problem(split: Split, index: int) -> Problem:
+def make_problem(split: rl.Split, index: int) -> rl.Problem:
     """No problem of one split is in the other, and no id comes twice in one."""
     b, a = divmod(2 * index + (split == "validation"), 10)
     question = f"State the final answer to the following arithmetic problem: {{a}} + {{b}} ="
     data = {{"question": question, "answer": str(a + b)}}
-    return Problem(problem_id=f"{{split}}/{{index}}", data=data)
+    return rl.Problem(problem_id=f"{{split}}/{{index}}", data=data)
 
 
 async def score(answer: str, *, right: str) -> float:
@@ -45,31 +44,30 @@ async def score(answer: str, *, right: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class {title}Task(Task):
+class {title}Task(rl.Task):
     """Its fields are options of the command line: ``--task.num-problems 20``."""
 
     num_problems: int = 64
     """Problems of each split."""
 
-    def dataset(self, split: Split, *, seed: int) -> Dataset:
-        number = self.num_problems
-        return ProceduralDataset(split, seed=seed, num_problems=number, make=make_problem)
+    def dataset(self, split: rl.Split, *, seed: int) -> rl.Dataset:
+        problems = [make_problem(split, index) for index in range(self.num_problems)]
+        return rl.ListDataset(problems, seed=seed, shuffle=split == "train")
 
-    def environment(self, problem: Problem, *, tokenizer: Any, limits: Any) -> MessageTokenEnv:
+    def environment(self, problem: rl.Problem, *, tokenizer: Any, limits: Any) -> rl.TokenEnv:
         messages = [{{"role": "user", "content": problem.data["question"]}}]
-        env = QuestionEnv(messages, partial(score, right=problem.data["answer"]))
-        return MessageTokenEnv(env, make_renderer(tokenizer))
+        env = rl.QuestionEnv(messages, partial(score, right=problem.data["answer"]))
+        return rl.MessageTokenEnv(env, rl.make_renderer(tokenizer))
 '''
 
 _CONFIG = """\
 from {name}_task import {title}Task
 from torchtitan_rl import GeneratorConfig, PolicyConfig, RolloutConfig, RunConfig, SamplingConfig
-from torchtitan_rl.experiments.reasoning_gym.task import POLICY_DIR  # or a model of your own
 
 sampling = SamplingConfig(max_tokens_per_turn=8)
 config = RunConfig(
     name="{name}",
-    policy=PolicyConfig(checkpoint=str(POLICY_DIR)),
+    policy=PolicyConfig(checkpoint="package:reasoning_gym"),  # or a model of your own
     task={title}Task(),
     rollout=RolloutConfig(max_turns=1, max_total_tokens=64, sampling=sampling),
     generator=GeneratorConfig(replicas=1, max_model_len=64),

@@ -63,7 +63,8 @@ class EvalConfig:
     split: Split = "validation"
     """Which problems: ``validation`` or ``train``."""
     temperatures: tuple[float, ...] = ()
-    """Sampling temperatures; 0 is greedy. None: ``evaluation.temperature``."""
+    """Sampling temperatures, each a row of the table: ``--temperatures 0 0.6 1.0``; 0 takes the
+    likeliest token. Without the option: ``evaluation.temperature``."""
     output: Path | None = None
     """Folder for the results. None: ``outputs/eval/NAME``, by the name of the configuration."""
     max_rollouts: int | None = None
@@ -101,6 +102,16 @@ class PreparedEvaluation:
 
     def rollouts_file(self, model: EvalModel, temperature: float) -> Path:
         return self.folder / model.name / f"temperature-{temperature:g}" / "rollouts.jsonl"
+
+    def rollout_files(self) -> str:
+        """The one file of rollouts, or patterns for a shell that match all of them."""
+        cells = [(model, one) for model in self.models for one in self.temperatures]
+        files = [self.rollouts_file(model, temperature) for model, temperature in cells]
+        if len(files) == 1:
+            return str(files[0])
+        depths = {len(file.relative_to(self.folder).parent.parts) for file in files}
+        patterns = (self.folder.joinpath(*["*"] * depth, files[0].name) for depth in sorted(depths))
+        return " ".join(map(str, patterns))
 
     def directory(self, model: EvalModel) -> Path:
         """The model in Hugging Face format."""

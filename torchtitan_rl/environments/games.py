@@ -20,6 +20,7 @@ from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus
 
+INVALID_ACTIONS = "invalid_actions"  # a metric; `torchtitan-rl env check` reads it, too
 Total = Literal["sum", "last", "discounted"]
 
 
@@ -138,7 +139,7 @@ class GameEnv:
             turn_reward=earned,
             metrics={
                 "game_steps": float(len(self._earned)),
-                "invalid_actions": float(self._num_invalid),
+                INVALID_ACTIONS: float(self._num_invalid),
                 "truncated": float(truncated),
             },
         )

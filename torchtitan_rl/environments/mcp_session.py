@@ -2,7 +2,8 @@
 
 The `mcp` library binds a connection to the task that made it, so each session has a task of its
 own, which others may call from. Invariant: the task ends with the session, and with it the server's
-process and all that this started (the library closes its input, waits, and kills its group).
+process and all that this started: the library closes its input, waits, and ends `shim.py`, which is
+between the two and kills what is left. It does so, too, when this process is killed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan_rl.data.rows import require
@@ -21,6 +25,7 @@ from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.environments.tool_env import ToolAnswer
 from torchtitan_rl.errors import TorchtitanRLError
 
+_SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
 _LAST_BYTES = 2000  # of what a server wrote to its standard error
 _SESSION_ENDED = "Session terminated"  # which has no code of its own
@@ -174,9 +179,13 @@ class McpSession:
             return
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        command, *arguments = server.command
+        env = _expanded(server.env)
+        program = server.command[0]
+        if shutil.which(program, path=env.get("PATH")) is None:
+            raise FileNotFoundError(f"there is no program {program!r}")
+        shim = ["-I", "-S", str(_SHIM), f"parent={os.getpid()}"]
         parameters = StdioServerParameters(
-            command=command, args=arguments, env=_expanded(server.env)
+            command=sys.executable, args=[*shim, *server.command], env=env
         )
         yield stdio_client(parameters, errlog=self._words)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -134,3 +135,21 @@ class McpTask(DataTask):
         except ConfigError as error:
             found.append(f"task: {error}")
         return found
+
+
+def sharing_servers(task: Task) -> Task:
+    """The task, and its parts, with one session for all rollouts: enough to look at prompts."""
+    changes: dict[str, Any] = {}
+    for one in fields(task):
+        value = getattr(task, one.name)
+        if isinstance(value, Task):
+            changes[one.name] = sharing_servers(value)
+        elif isinstance(value, dict):
+            changes[one.name] = {name: _sharing(part) for name, part in value.items()}
+    return replace(task, **changes)
+
+
+def _sharing(part: Any) -> Any:
+    if isinstance(part, McpServer):
+        return replace(part, shared=True)
+    return sharing_servers(part) if isinstance(part, Task) else part

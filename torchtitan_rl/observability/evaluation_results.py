@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+_MAX_NAME_WIDTH = 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
@@ -119,28 +121,55 @@ def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> J
     return found
 
 
-def result_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """For a terminal: a row for each of `results`."""
+def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
+    """For a terminal of this width: a row for each of `results`; where these are too wide, one for
+    each number."""
     from rich.table import Table
+    from rich.text import Text
 
+    names, cells = _figures(rows)
+    if _least_width(names, cells) > width:
+        cells = [
+            [*row[:2], name, text]
+            for row in cells
+            for name, text in zip(names[2:], row[2:], strict=True)
+        ]
+        names = [*names[:2], "", "value"]
     table = Table(caption="95 % intervals over problems", caption_justify="left")
+    longest = max(len(row[0]) for row in (names, *cells))
+    table.add_column(names[0], width=min(longest, _MAX_NAME_WIDTH), overflow="fold")
+    for column, name in enumerate(names[1:], start=1):
+        is_word = not any(" " in row[column] for row in cells)
+        table.add_column(name, justify="right", no_wrap=is_word)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The names of all columns, and their texts for each row."""
     ks = sorted({int(k) for row in rows for k in row["pass_at_k"]} - {1})
     samples = max((row["samples_per_problem"] for row in rows), default=0)
-    optional = {"difference": len(rows) > 1, "failed": any(row["failed"] for row in rows)}
+    is_compared, has_failed = len(rows) > 1, any(row["failed"] for row in rows)
     names = ["model", "temperature", "reward", f"avg@{samples}", *(f"pass@{k}" for k in ks)]
-    for name in (*names, *(name for name, is_shown in optional.items() if is_shown)):
-        is_text = name == "model"
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+    cells = []
     for row in rows:
-        cells = [row["model"], f"{row['temperature']:g}", _cell(row["reward"])]
-        cells.append(_cell(row["avg_at_k"]))
-        cells += [_cell(row["pass_at_k"].get(str(k))) for k in ks]
-        if optional["difference"]:
-            cells.append(_cell(row.get("difference_to_first"), sign="+"))
-        if optional["failed"]:
-            cells.append(str(sum(row["failed"].values())))
-        table.add_row(*cells)
-    return table
+        texts = [row["model"], f"{row['temperature']:g}", _cell(row["reward"])]
+        texts.append(_cell(row["avg_at_k"]))
+        texts += [_cell(row["pass_at_k"].get(str(k))) for k in ks]
+        if is_compared:
+            texts.append(_cell(row.get("difference_to_first"), sign="+"))
+        if has_failed:
+            texts.append(str(sum(row["failed"].values())))
+        cells.append(texts)
+    return names + ["difference"] * is_compared + ["failed"] * has_failed, cells
+
+
+def _least_width(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Of a table whose texts are broken between words."""
+    columns = zip(names, *cells, strict=True)
+    words = [[word for text in column for word in text.split()] for column in columns]
+    return sum(max(map(len, of_column)) + len(" | ") for of_column in words) + 1
 
 
 def _cell(value: Mapping[str, float] | None, *, sign: str = "") -> str:
@@ -149,5 +178,5 @@ def _cell(value: Mapping[str, float] | None, *, sign: str = "") -> str:
         return "-"
     text = f"{value['mean']:{sign}.3f}"
     if "ci95_low" in value:
-        text += rf" \[{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
+        text += f" [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
     return text

@@ -35,7 +35,7 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
     if isinstance(answer, Terminal):
         return checked_terminal(answer)
     if not isinstance(answer, Observation):
-        raise _wrong("an Observation or a Terminal", answer)
+        raise wrong_answer("an Observation or a Terminal", answer)
     return replace(
         answer,
         prompt_token_ids=_prompt(answer.prompt_token_ids, max_prompt_tokens),
@@ -55,11 +55,11 @@ def checked_terminal(answer: object) -> Terminal:
         WrongAnswerError: it is not a `Terminal`, or one of its fields has a wrong type.
     """
     if not isinstance(answer, Terminal):
-        raise _wrong("a Terminal", answer)
+        raise wrong_answer("a Terminal", answer)
     if not isinstance(answer.status, RolloutStatus):
-        raise _wrong("a RolloutStatus as status", answer.status)
+        raise wrong_answer("a RolloutStatus as status", answer.status)
     if not isinstance(answer.metrics, Mapping):
-        raise _wrong("a mapping as metrics", answer.metrics)
+        raise wrong_answer("a mapping as metrics", answer.metrics)
     metrics = {str(key): _number(f"metrics[{key!r}]", v) for key, v in answer.metrics.items()}
     return replace(
         answer,
@@ -72,7 +72,7 @@ def checked_terminal(answer: object) -> Terminal:
 def _turn_fields(answer: Observation | Terminal) -> dict[str, Any]:
     text: object = answer.turn_text
     if text is not None and not isinstance(text, str):
-        raise _wrong("a string as turn_text", text)
+        raise wrong_answer("a string as turn_text", text)
     return {
         "turn_reward": _number("turn_reward", answer.turn_reward),
         "turn_text": text,
@@ -81,10 +81,10 @@ def _turn_fields(answer: Observation | Terminal) -> dict[str, Any]:
 
 def _prompt(value: Any, max_prompt_tokens: int) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise _wrong("a sequence of token ids as prompt_token_ids", value)
+        raise wrong_answer("a sequence of token ids as prompt_token_ids", value)
     prompt = _token_ids("prompt_token_ids", islice(value, max_prompt_tokens + 1))
     if not prompt:
-        raise _wrong("at least one token in prompt_token_ids", value)
+        raise wrong_answer("at least one token in prompt_token_ids", value)
     return prompt
 
 
@@ -92,9 +92,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     try:
         token_ids = tuple(index(token_id) for token_id in value)
     except TypeError as error:
-        raise _wrong(f"integers as {name}", value) from error
+        raise wrong_answer(f"integers as {name}", value) from error
     if token_ids and min(token_ids) < 0:
-        raise _wrong(f"no negative token id in {name}", min(token_ids))
+        raise wrong_answer(f"no negative token id in {name}", min(token_ids))
     return token_ids
 
 
@@ -102,22 +102,22 @@ def _count(name: str, value: Any, *, least: int = 1) -> int:
     try:
         count = index(value)
     except TypeError as error:
-        raise _wrong(f"an integer as {name}", value) from error
+        raise wrong_answer(f"an integer as {name}", value) from error
     if count < least:
-        raise _wrong(f"{name} of at least {least}", value)
+        raise wrong_answer(f"{name} of at least {least}", value)
     return count
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
     strings = () if isinstance(value, str) else tuple(value)
     if isinstance(value, str) or not all(isinstance(s, str) and s for s in strings):
-        raise _wrong("a tuple of non-empty strings as stop", value)
+        raise wrong_answer("a tuple of non-empty strings as stop", value)
     return strings
 
 
 def _constraints(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not CONSTRAINTS.issuperset(value):
-        raise _wrong(f"a mapping with names of {sorted(CONSTRAINTS)} as constraints", value)
+        raise wrong_answer(f"a mapping with names of {sorted(CONSTRAINTS)} as constraints", value)
     return value
 
 
@@ -130,8 +130,12 @@ def _number(name: str, value: Any) -> float | None:
             raise TypeError("text is not a number")
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _wrong(f"a number as {name}", value) from error
+        raise wrong_answer(f"a number as {name}", value) from error
 
 
-def _wrong(expected: str, got: object) -> WrongAnswerError:
-    return WrongAnswerError(f"expected {expected}, got {_brief.repr(got)}")
+def wrong_answer(expected: str, got: object) -> WrongAnswerError:
+    is_whole = "Observation" in expected or expected == "a Terminal"
+    hint = "; does every path through it return one?" if got is None and is_whole else ""
+    if type(got).__name__ == "MessageObservation" and is_whole:
+        hint = "; a MessageEnv is wrapped: MessageTokenEnv(MyEnv(), make_renderer(tokenizer))"
+    return WrongAnswerError(f"expected {expected}, got {_brief.repr(got)}{hint}")

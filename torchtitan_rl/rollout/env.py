@@ -7,7 +7,7 @@ methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -163,6 +163,8 @@ class ThreadedEnv(Generic[_Action, _Answer]):
     def __init__(self, env: BlockingEnv[_Action, _Answer]) -> None:
         for name in _METHODS:
             method = getattr(env, name, None)
+            if method is None:
+                raise _missing(env, name, _METHODS)
             if not callable(method) or inspect.iscoroutinefunction(method):
                 raise TypeError(
                     f"threaded({type(env).__name__}): {name} must be a plain method; give "
@@ -216,11 +218,21 @@ def require_async(env: object) -> None:
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
     methods = _METHODS if hasattr(env, "step") or not hasattr(env, "run") else _TREE_METHODS
     for name in (*methods, *optional):
+        if getattr(env, name, None) is None:
+            raise _missing(env, name, methods)
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
             raise TypeError(
                 f"{type(env).__name__}.{name} must be an async method; wrap environments with "
                 "plain methods in threaded(...)"
             )
+
+
+def _missing(env: object, name: str, methods: Sequence[str]) -> TypeError:
+    if env is None:
+        return TypeError("expected an environment, got None; does Task.environment return one?")
+    return TypeError(
+        f"{type(env).__name__} has no {name}: an environment has the methods {', '.join(methods)}"
+    )
 
 
 def is_stateful(env: object) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from torchtitan_rl.rollout.answers import wrong_answer
 from torchtitan_rl.rollout.calls import compute
 from torchtitan_rl.rollout.chatml import Message, TokenIds
 from torchtitan_rl.rollout.env import (
@@ -132,7 +133,7 @@ class MessageTokenEnv:
         self._prompt = tuple(state["prompt"])
 
     async def reset(self) -> Observation:
-        observation = await self._env.reset()
+        observation = _checked(await self._env.reset(), "a MessageObservation")
         self._restart(observation, observation.replace_messages or observation.messages)
         first: Observation = await self._compute(self._render, observation, None)
         return first
@@ -143,6 +144,7 @@ class MessageTokenEnv:
         answer = await self._env.step(dict(message))
         if isinstance(answer, Terminal):
             return replace(answer, turn_text=text)
+        answer = _checked(answer, "a MessageObservation or a Terminal")
         if answer.replace_messages is not None:
             self._restart(answer, answer.replace_messages)
             completion_ids = None
@@ -189,3 +191,16 @@ class MessageTokenEnv:
             stop_token_ids=self._renderer.stop_token_ids,
             turn_reward=observation.turn_reward,
         )
+
+
+def _checked(answer: object, expected: str) -> MessageObservation:
+    """
+    Raises:
+        WrongAnswerError: it is none, or what it adds are no messages.
+    """
+    if not isinstance(answer, MessageObservation):
+        raise wrong_answer(expected, answer)
+    for message in (*answer.messages, *(answer.replace_messages or ())):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise wrong_answer('messages like {"role": "user", "content": "..."}', message)
+    return answer

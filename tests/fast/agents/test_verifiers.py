@@ -255,7 +255,7 @@ for text in sys.argv[1:]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"python": "/nowhere/python"}, "task.python is /nowhere/python: No such file"),
+        ({"python": "/nowhere/python"}, "task.python='/nowhere/python': there is no such program"),
         ({"python": sys.executable}, "No module named 'verifiers' in "),
         ({"validation_share": 1.0}, "task.validation_share=1.0: must be between 0 and 1"),
         ({"num_processes": 0}, "task.num_processes=0: must be at least 1"),

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.rollouts import CountingEnv, config
-from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy
+from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy, settled
 from torchtitan_rl.audit.env_findings import Mistake, describe_rollout
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
-from torchtitan_rl.types import Completion, Problem
+from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 BLOCKS_S, MAX_BLOCK_S = 0.1, 0.05
 WAITS_S, MAX_WHILE_WAITING_S = 0.6, 0.5
@@ -80,6 +80,13 @@ class NeverEnds(CountingEnv):
     async def step(self, completion: Completion) -> Observation | Terminal:
         self.prompt = (*self.prompt, *completion.token_ids, 0)
         return Observation(prompt_token_ids=self.prompt)
+
+
+class AsksAgain(NeverEnds):
+    """The script's answers are no actions of this game."""
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return Terminal(reward=0.0, metrics={"invalid_actions": self.prompt.count(0)})
 
 
 class NotFinite(CountingEnv):
@@ -209,6 +216,30 @@ def test_each_mistake_is_found_and_has_a_mend(env: type, mistake: Mistake, what:
 @pytest.mark.parametrize("env", SOUND)
 def test_nothing_is_found_in_a_sound_environment(env: type) -> None:
     assert check(env).findings == []
+
+
+def test_a_script_without_actions_leaves_open_whether_a_game_ends() -> None:
+    checked = check(AsksAgain)
+    assert checked.findings == []
+    assert "none of its answers was an action; --say some that" in checked.unclear
+
+
+def test_answers_that_were_cut_are_no_mistake_of_the_environment() -> None:
+    checked = check(Rerendered, max_tokens_per_turn=2)
+    assert checked.findings == []
+    assert checked.notes[0].startswith("check/p/r0: 1 of 2 answers were cut, the first one after 2")
+    checked = check(NeverEnds, max_tokens_per_turn=1)
+    assert checked.findings == []
+    assert "all of its answers were cut by the length limit" in checked.unclear
+
+
+def test_what_ends_for_one_problem_can_end_for_others_of_its_part() -> None:
+    endless, ending, asking = check(NeverEnds), check(CountingEnv), check(AsksAgain)
+    assert settled([endless, ending, asking]) == ([], [])
+    ending.part = "other"
+    findings, notes = settled([endless, ending, asking, asking])
+    assert findings == endless.findings
+    assert notes == [asking.unclear]
 
 
 def test_an_environment_that_waits_does_not_block() -> None:

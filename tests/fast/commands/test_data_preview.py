@@ -67,3 +67,12 @@ def test_a_wrong_call_shows_the_usage(
     assert cli.main(["data", *words]) == code
     out, err = capsys.readouterr()
     assert (out or err).startswith("usage: torchtitan-rl data preview CONFIG")
+
+
+def test_the_help_says_what_each_option_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "preview", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: torchtitan-rl data preview CONFIG" in shown
+    assert "Number of problems to show." in shown

@@ -66,6 +66,15 @@ def test_what_is_meant_so_is_allowed(config: str, capsys: pytest.CaptureFixture[
     assert "allowed: never-ends: 64 turns, and no end\n" in capsys.readouterr().out
 
 
+def test_a_game_that_the_script_cannot_play_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gymnasium")
+    words = ["--problems", "1", "--rollout.sampling.max-tokens-per-turn", "16"]
+    assert cli.main(["env", "check", "frozen_lake_tiny", *words]) == 0
+    printed = capsys.readouterr()
+    assert "note: whether the environment ends by itself is not known: none of its" in printed.out
+    assert printed.err == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

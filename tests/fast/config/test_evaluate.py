@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 from dataclasses import replace
@@ -99,6 +100,21 @@ def test_settings_that_are_not_given_are_those_of_the_configuration(tmp_path: Pa
     assert own.folder == tmp_path / "out"
     train = prepare(tmp_path, split="train", problems=3).run.evaluation_problems
     assert [one.problem_id.split("/")[1] for one in train] == ["train"] * 3
+
+
+def test_the_patterns_of_rollouts_match_the_files(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(POLICY_DIR, model)
+    run = make_run(tmp_path / "run", 10)
+    one = prepare(tmp_path, str(model))
+    assert one.rollout_files() == str(one.rollouts_file(one.models[0], 1.0))
+    prepared = prepare(tmp_path, str(model), str(run), temperatures=(0.0, 1.0))
+    files = {prepared.rollouts_file(model, one) for model in prepared.models for one in (0.0, 1.0)}
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    patterns = prepared.rollout_files().split(" ")
+    assert {Path(file) for pattern in patterns for file in glob.glob(pattern)} == files
 
 
 def test_agents_get_an_endpoint(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ async def test_without_a_score_it_is_an_error_or_the_default_score_and_counted_e
 
 
 @on_event_loop
+async def test_a_judge_that_cannot_be_reached_is_named_with_its_field_and_address() -> None:
+    judge = Judge(JudgeConfig(base_url="http://127.0.0.1:9/v1", attempts=1))
+    score = await judge.score(rollout(), PROBLEM)
+    await judge.close()
+    assert score.cause == (
+        "JudgeConfig.base_url http://127.0.0.1:9/v1: 1 requests gave no score; the last: "
+        "APIConnectionError: All connection attempts failed"
+    )
+
+
+@on_event_loop
 async def test_the_same_question_is_asked_once_also_at_the_same_time() -> None:
     async with judging(says("Score: 5"), says("Score: 6")) as (judge, server):
         scores = await asyncio.gather(*(judge.score(rollout(), PROBLEM) for _ in range(8)))

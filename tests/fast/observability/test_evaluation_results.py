@@ -94,9 +94,22 @@ def test_each_part_of_a_mixture_has_its_own_row() -> None:
 def test_results_are_json_and_a_table_of_all_models() -> None:
     json.dumps(ROWS)
     text = io.StringIO()
-    Console(file=text, width=160).print(result_table(ROWS))
+    Console(file=text, width=160).print(result_table(ROWS, width=160))
     for word in ("base", "run/step-000010", "avg@2", "pass@2", "difference", "failed", "0.417 ["):
         assert word in text.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 250])
+def test_with_many_columns_every_number_and_name_is_still_there(width: int) -> None:
+    pass_at_k = {str(2**n): {"mean": n / 100} for n in range(7)}
+    rows = [{**row, "samples_per_problem": 64, "pass_at_k": pass_at_k} for row in ROWS]
+    text = io.StringIO()
+    Console(file=text, width=width).print(result_table(rows, width=width))
+    shown = text.getvalue()
+    for word in ("base", "run/step-000010", "pass@64", "avg@64", "failed", "0.010", "0.060"):
+        assert word in shown
+    assert "+0.417" in shown
+    assert "…" not in shown
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

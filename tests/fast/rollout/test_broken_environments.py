@@ -23,6 +23,7 @@ from tests.support.rollouts import (
 )
 from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
+from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -99,6 +100,39 @@ def test_an_environment_that_cannot_be_made_is_an_env_error():
     rollout = only(Factory(explode))
     assert rollout.status is RolloutStatus.ENV_ERROR
     assert "creation: OSError: no disk" in rollout.cause
+
+
+class NoFinish:
+    reset, step, close = CountingEnv.reset, CountingEnv.step, CountingEnv.close
+
+
+class NoClose:
+    reset, step, finish = BlockingEnv.reset, BlockingEnv.step, BlockingEnv.finish
+
+
+METHODS = "an environment has the methods reset, step, finish, close"
+
+
+@pytest.mark.parametrize(
+    ("maker", "cause"),
+    [
+        (NoFinish, f"NoFinish has no finish: {METHODS}"),
+        (lambda: threaded(NoClose()), f"NoClose has no close: {METHODS}"),
+        (lambda: None, "expected an environment, got None; does Task.environment return one?"),
+        (
+            answering("step", None),
+            "step: expected an Observation or a Terminal, got None; does every path through it",
+        ),
+        (
+            answering("reset", MessageObservation(messages=[])),
+            "a MessageEnv is wrapped: MessageTokenEnv(MyEnv(), make_renderer(tokenizer))",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_the_mend(maker, cause):
+    rollout = only(Factory(maker))
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert cause in rollout.cause
 
 
 def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():

@@ -146,3 +146,18 @@ def test_an_answer_of_the_wrong_kind_is_an_env_error_that_keeps_the_conversation
     rollout, _ = play(Dialogue(answer), "x$")
     assert rollout.status is RolloutStatus.ENV_ERROR
     assert rollout.messages[2] == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (None, "expected a MessageObservation or a Terminal, got None; does every path"),
+        (1.0, "expected a MessageObservation or a Terminal, got 1.0"),
+        (MessageObservation(messages="go on"), "messages like {"),
+        (MessageObservation(messages=[{"content": "go on"}]), "got {'content': 'go on'}"),
+    ],
+)
+def test_an_answer_that_is_none_names_what_is_expected(answer, cause):
+    rollout, _ = play(Dialogue(answer), "x$")
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert cause in rollout.cause

@@ -93,7 +93,7 @@ def _tasks(text: str) -> list[dict[str, Any]]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"its tasks were not loaded within {_DESCRIBE_S:g} s") from error
     except OSError as error:
-        raise ConfigError(f"task.python is {spec.interpreter}: {error.strerror}") from error
+        raise ConfigError(f"task.python is {spec.interpreter!r:.200}: {error.strerror}") from error
     answer: dict[str, Any] = {"error": _last_line(ended.stderr.splitlines())}
     if ended.stdout:
         answer = json.loads(ended.stdout)

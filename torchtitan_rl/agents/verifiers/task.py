@@ -8,6 +8,7 @@ their text.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,8 @@ class VerifiersTask(AgentTask):
         for name in ("num_problems", "num_processes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 found.append(f"task.{name}={value}: must be at least 1")
+        if self.python and shutil.which(self.python) is None:
+            found.append(f"task.python={self.python!r:.200}: there is no such program")
         if found:
             return found
         splits: dict[Split, str] = {"train": "args"}

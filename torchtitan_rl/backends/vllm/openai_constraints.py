@@ -139,8 +139,12 @@ def is_json_object(text: str) -> bool:
 
 
 def readable_calls(parser_class: Any) -> Any:
-    """A class of parsers that leaves calls as text where UTF-8 cannot encode what it reads: a
-    policy may write ``"\\ud800"``, and the parsers replace the escape."""
+    """A class of parsers that reads only what the policy wrote.
+
+    It leaves calls as text where UTF-8 cannot encode what it reads: a policy may write
+    ``"\\ud800"``, and the parsers replace the escape. Where a stream ends in the same chunk that
+    named the function, a call without arguments stays one: vLLM would complete it with ``{}``.
+    """
     if parser_class is None:
         return None
 
@@ -151,6 +155,16 @@ def readable_calls(parser_class: Any) -> Any:
                 return parsed
             without_tools = request.model_copy(update={"tool_choice": "none"})
             return super().parse(text, without_tools, *args, **options)
+
+        def parse_delta(self, *args: Any, **options: Any) -> Any:
+            delta = super().parse_delta(*args, **options)
+            calls = getattr(self.tool_parser, "prev_tool_call_arr", ())
+            if delta and delta.tool_calls and calls and "arguments" not in calls[-1]:
+                last = delta.tool_calls[-1].function
+                was_sent = self.tool_parser.streamed_args_for_tool[-1:] != [""]
+                if last and last.arguments == "{}" and not was_sent:
+                    last.arguments = None
+            return delta
 
     return ReadableCalls
 

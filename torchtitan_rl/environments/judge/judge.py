@@ -68,13 +68,14 @@ class Judge:
         place = f"{rollout.rollout_id}, the judge's prompt"
         system = fill(self._config.system, row, place)
         messages = as_messages(system, fill(self._config.prompt, row, place))
+        where = f"JudgeConfig.base_url {self._config.base_url}"
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 value = await self._score_of(messages, cost)
         except TimeoutError:
-            cause = f"no score after {self._config.deadline_s} s; the last: {cost.last}"
+            cause = f"{where}: no score after {self._config.deadline_s} s; the last: {cost.last}"
         except JudgeError as error:
-            cause = str(error)
+            cause = f"{where}: {error}"
         except sqlite3.Error as error:
             cause = f"the judge's cache_file {self._config.cache_file}: {error}"
         else:

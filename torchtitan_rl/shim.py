@@ -1,13 +1,16 @@
-"""A process between `run_command` and the command, which kills everything the command started.
+"""A process between a caller and its command, which kills everything the command started.
 
-Run as a script (``python -I -S shim.py FD PROGRAM ARG...``), never imported; it imports little, so
-that it starts in milliseconds. FD is one end of a socket pair with the calling process:
+Run as a script (``python -I -S shim.py LINK PROGRAM ARG...``), never imported; it imports little,
+so that it starts in milliseconds. It kills everything
 
-- where the other end is closed (the call ended, or its process died), the shim kills everything;
-- where the command ends, it kills the processes that the command left, then reports.
+- when the command has ended, and left processes;
+- when the calling process has died;
+- on SIGTERM, SIGINT or SIGHUP.
 
-The report has lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error MESSAGE``.
-There is no last line where the caller closed its end first.
+LINK is the number of a file descriptor, one end of a socket pair with the caller (`run_command`),
+or ``parent=PID`` with the caller's pid. Where the other end is closed, the shim kills everything;
+it reports to it in lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error
+MESSAGE``. There is no last line where the caller closed its end first.
 
 As a child subreaper, the shim inherits every orphan below it, also daemons that forked twice and
 started sessions of their own, so its descendants are exactly the processes to kill (Linux;
@@ -22,6 +25,7 @@ import signal
 import sys
 import time
 
+NO_LINK = -1
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5  # between two checks that the parent is still the same process
@@ -30,8 +34,12 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
-    parent, link = os.getppid(), int(sys.argv[1])
-    os.set_inheritable(link, False)
+    parent, link = os.getppid(), NO_LINK
+    if sys.argv[1].startswith("parent="):
+        parent = int(sys.argv[1].removeprefix("parent="))  # which may be dead already
+    else:
+        link = int(sys.argv[1])
+        os.set_inheritable(link, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -52,6 +60,10 @@ def main() -> None:
 
 
 def tell(link: int, line: str) -> None:
+    if link == NO_LINK:
+        if line.startswith("error"):
+            print(line, file=sys.stderr, flush=True)
+        return
     try:
         os.write(link, line.encode(errors="replace"))
     except OSError:  # the other end is closed, which `watch` sees too
@@ -81,12 +93,13 @@ def start(argv: list[str], link: int) -> tuple[int, str]:
 
 def watch(command: int, link: int, wake: int, parent: int) -> str:
     """How the command ended; "" where the caller has gone, or a signal stopped this process."""
+    watched = [wake] if link == NO_LINK else [link, wake]
     while True:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are reaped, too
             if ended[0] == command:
                 code = os.waitstatus_to_exitcode(ended[1])
                 return f"signal {-code}" if code < 0 else f"exit {code}"
-        readable, _, _ = select.select([link, wake], [], [], POLL_S)
+        readable, _, _ = select.select(watched, [], [], POLL_S)
         woken_by = os.read(wake, 512) if wake in readable else b""
         if link in readable or set(STOPPING) & set(woken_by) or os.getppid() != parent:
             return ""

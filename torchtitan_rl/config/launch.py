@@ -1,0 +1,24 @@
+"""Which machines a run uses, and how it reaches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The hosts of a run. Without ``attach`` it runs on this machine alone."""
+
+    attach: tuple[str, ...] = ()
+    """The hosts, in order: addresses of ``torchtitan-rl worker`` processes, one on each
+    (``tls://10.0.0.2:26600``), or ``local`` for this machine."""
+    hosts: str = ""
+    """With ``--dry-run``: plan for hosts that are not there, ``4x8`` is 4 hosts of 8 devices."""
+    address: str = ""
+    """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone."""
+    keys: Path | None = None
+    """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
+    allow_plain_tcp: bool = False
+    """Also use ``tcp://`` between machines: neither encrypted nor authenticated. On loopback
+    addresses it is always allowed."""
