@@ -41,6 +41,7 @@ from torchtitan_rl.config.run_folder import (
 )
 from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease_folder import Lease
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.types import Problem
 
@@ -153,7 +154,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
 
 
 @contextmanager
-def claim_run(prepared: PreparedRun) -> Iterator[None]:
+def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
     """Hold the run's folder, made if need be, and write down what the run is.
 
     Raises:
@@ -161,7 +162,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             written to.
     """
     run_dir = prepared.config.run_dir
-    with hold_run(run_dir):
+    with hold_run(run_dir) as lease:
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
         try:
@@ -169,7 +170,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(run_dir, error) from error
-        yield
+        yield lease
 
 
 def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:

@@ -60,6 +60,7 @@ class RunCheckpointer:
             state.recorder.say(f"resumed after step {state.step} from {resume_from.path}")
         groups, mark = saved.groups, saved.journal_mark
         rollouts: Mapping[str, RecordedRollout] = {}
+        self._parts.claim.check()
         if resume_from is not None:
             rollouts = journals.restore(state.step, groups.rollouts, mark=mark)
         self._recorded = RecordedGroups(rollouts, groups.entries, restored_version=state.version)
@@ -106,6 +107,7 @@ class RunCheckpointer:
 
     async def _begin(self) -> None:
         step = self._state.step
+        self._parts.claim.check()
         try:
             moment = await self._copy(step)
         except CheckpointError as error:
@@ -165,6 +167,7 @@ class RunCheckpointer:
             return
         self._saved = moment
         self._failures.clear()
+        self._parts.claim.check()
         checkpoints = self._parts.checkpoints
         try:
             await asyncio.to_thread(checkpoints.prune, self._keep)
