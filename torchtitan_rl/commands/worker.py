@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.addresses import address_errors
+from torchtitan_rl.launch.addresses import Address, address_errors
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
 
@@ -50,7 +50,8 @@ def main(words: Sequence[str]) -> int:
     )
     if errors:
         raise ConfigError(errors)
-    set_monarch_environment(options.keys)
+    own = Address.parse(options.address)
+    set_monarch_environment(options.keys, own, field="--keys")
     from monarch.actor import start_worker_loop_forever  # seconds
 
     for number in (signal.SIGINT, signal.SIGTERM):
