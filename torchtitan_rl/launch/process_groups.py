@@ -56,11 +56,11 @@ def interface_towards(host: str) -> str:
 
 
 def _serve_store(host: str, port: int) -> Any:
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    return TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]
         host,
         port,
         is_master=True,
