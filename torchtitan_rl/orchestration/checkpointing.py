@@ -107,7 +107,6 @@ class RunCheckpointer:
 
     async def _begin(self) -> None:
         step = self._state.step
-        self._parts.claim.check()
         try:
             moment = await self._copy(step)
         except CheckpointError as error:
@@ -126,6 +125,7 @@ class RunCheckpointer:
             # At staleness 0 a resumed run samples running turns again, bit for bit, from the same
             # weights and seeds; continuing them in the middle would draw other tokens.
             partials = await self._parts.router.partials() if state.capacity.staleness else {}
+            self._parts.claim.check()
             # No await from here until the trainer is called: all of it is of one moment.
             moment = self._moment()
             try:
