@@ -60,6 +60,7 @@ def test_a_run_over_tls_listens_on_the_given_addresses_alone(tmp_path: Path) -> 
         )
         run = here.start([*_CLI, "train", *words], log=tmp_path / "log")
         wait_until(lambda: len(read_metrics(run_dir)) > 1 or not run.is_running, "the first step")
+        assert run.is_running, run.text()[-3000:]
         seen = listening_on(here), listening_on(there)
         assert run.wait(_TIMEOUT_S) == 0, run.text()[-3000:]
         assert seen == ({here.address, "127.0.0.1"}, {there.address, "127.0.0.1"})
