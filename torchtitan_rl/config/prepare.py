@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import pprint
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.launch import plain_text_between
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     find_weight_room,
@@ -28,8 +29,11 @@ from torchtitan_rl.config.checks.resume import (
     run_identity,
     step_errors,
 )
-from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.checks.run import errors_on_hosts, find_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
+from torchtitan_rl.config.host_plan import plan_on_hosts
+from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
+from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
@@ -41,6 +45,7 @@ from torchtitan_rl.config.run_folder import (
 )
 from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease_folder import Lease
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.types import Problem
 
@@ -99,8 +104,18 @@ class PreparedRun:
         return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
 
 
-def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> PreparedRun:
+AskHosts = Callable[[Path], tuple[HostFacts, ...]]
+"""Attaches to the hosts of a run, with the policy's directory here: what the hosts have. Raises
+`ConfigError` where one cannot be used."""
+
+
+def prepare_run(
+    config: RunConfig, machine: MachineFacts | None = None, *, ask_hosts: AskHosts | None = None
+) -> PreparedRun:
     """Find, check and plan. ``machine`` replaces the one that this runs on.
+
+    With ``launch.attach``, ``ask_hosts`` is called once everything else is right; the plan is made
+    for what the hosts answer.
 
     Raises:
         ConfigError: with all errors; the task's problems are read where its fields are right.
@@ -125,7 +140,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         problems, found = _problems(config)
         errors += found
     notes = agent_notes(sound.task, sound.endpoint)
-    if policy is not None:
+    if policy is not None and not has_hosts(sound.launch):
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []
@@ -138,12 +153,13 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
         notes += changes
     if errors or policy_dir is None:
         raise ConfigError(errors)
+    plan = _plan(config, policy_dir, policy, machine, ask_hosts)
+    if plan.trainer and (far := plain_text_between(plan.hosts, plan.trainer.rank_hosts)):
+        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
-        plan=plan_processes(
-            config, devices=machine.cuda_devices, cores=sorted(os.sched_getaffinity(0))
-        ),
+        plan=plan,
         keys=keys,
         evaluation_problems=problems,
         notes=tuple(notes),
@@ -153,7 +169,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
 
 
 @contextmanager
-def claim_run(prepared: PreparedRun) -> Iterator[None]:
+def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
     """Hold the run's folder, made if need be, and write down what the run is.
 
     Raises:
@@ -161,7 +177,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             written to.
     """
     run_dir = prepared.config.run_dir
-    with hold_run(run_dir):
+    with hold_run(run_dir) as lease:
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
         try:
@@ -169,7 +185,29 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(run_dir, error) from error
-        yield
+        yield lease
+
+
+def _plan(
+    config: RunConfig,
+    policy_dir: Path,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    ask_hosts: AskHosts | None,
+) -> ProcessPlan:
+    launch = config.launch
+    if not has_hosts(launch):
+        cores = sorted(os.sched_getaffinity(0))
+        return plan_processes(config, devices=machine.cuda_devices, cores=cores)
+    if launch.hosts:
+        hosts = made_up_hosts(launch.hosts, launch.attach)
+    elif ask_hosts is not None:
+        hosts = ask_hosts(policy_dir)
+    else:
+        raise ConfigError("launch.attach: only torchtitan-rl train uses other hosts; leave it out")
+    if errors := errors_on_hosts(config, policy, hosts):
+        raise ConfigError(errors)
+    return plan_on_hosts(config, hosts)
 
 
 def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
