@@ -17,6 +17,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.listening import why_not_listen
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.probe import probe_errors
 from torchtitan_rl.launch.tls import own_folder
@@ -39,6 +40,11 @@ class Attachment:
         launch = self._config.launch
         own = _own_address(launch)
         if own is not None:
+            if why := why_not_listen(own):
+                raise ConfigError(
+                    f"launch.address is '{own}': this process cannot listen there ({why}); give "
+                    "an address of this machine, and a free port"
+                )
             set_monarch_environment(launch.keys, own, field="launch.keys")
             workers = [Address.parse(text) for text in launch.attach]
             folder = None if launch.keys is None else own_folder(launch.keys, own.host)
