@@ -20,7 +20,8 @@ from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
+from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -29,6 +30,7 @@ from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
 from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
@@ -52,9 +54,8 @@ class Setting:
 
     @property
     def writing_threads(self) -> int:
-        """Into shared memory all ranks of the trainer write, elsewhere rank 0."""
-        is_shared = self.transport is Transport.SHARED_MEMORY
-        return self.threads * (self.trainer_ranks if is_shared else 1)
+        """All ranks of the trainer write."""
+        return self.threads * self.trainer_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
         await replica.stage(handle)
         await replica.execute(Pull(handle.version))
         memory = MemoryCopy(num_bytes, threads=setting.writing_threads)
-        tcp = TcpCopy(num_bytes, readers=setting.generator_ranks)
+        tcp = TcpCopy(num_bytes, readers=1)
         try:
             syncs = [
                 await _sync_twice(setting, trainer, replica, memory, tcp)
@@ -130,6 +131,13 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
     # The last spans are written when the processes end.
     publishers = read_traces(trace_dir, "trainer")
     engines = read_traces(trace_dir, "replica0")
+    fetchers = read_traces(trace_dir, "weights-of-host-0")
+
+    def fetch_s(version: int) -> float:
+        """To the host, and then to each rank."""
+        to_host_s = seconds_of(fetchers, "fetch to host", version, default=0.0)
+        return to_host_s + seconds_of(engines, "fetch weights", version)
+
     return Measured(
         setting=setting,
         num_bytes=num_bytes,
@@ -141,8 +149,8 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
                 publish_s=seconds_of(publishers, "publish", sync.idle_version),
                 gather_s=seconds_of(publishers, "gather weights", sync.idle_version, default=0.0),
                 write_s=seconds_together(publishers, "write weights", sync.idle_version),
-                fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
-                fetch_while_decoding_s=seconds_of(engines, "fetch weights", sync.busy_version),
+                fetch_s=fetch_s(sync.idle_version),
+                fetch_while_decoding_s=fetch_s(sync.busy_version),
                 load_s=seconds_of(engines, "swap weights", sync.idle_version),
                 load_while_decoding_s=seconds_of(engines, "swap weights", sync.busy_version),
                 standstill_s=standstill_s(engines, sync.busy_version),
@@ -221,18 +229,36 @@ async def _processes(
         threads=setting.threads,
         devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
     )
-    replica = await spawn_replica(generator_group, _generator_spec(setting, work_dir, trace_dir))
+    spec = _generator_spec(setting, work_dir, trace_dir)
+    hosts = {0: _weight_host(spec)} if setting.transport.reaches_others else {}
+    weights = WeightDistribution(hosts, fan_out=0)
+    replica = await spawn_replica(generator_group, spec, weights=weights)
     try:
         trainer = await MonarchTrainer.spawn(
             trainer_group, _trainer_spec(setting, work_dir, trace_dir, num_steps=num_steps)
         )
         try:
-            await all_of(replica.peer.start(), trainer.start(setting.transport))
+            starts = [host.start() for host in hosts.values()]
+            await all_of(replica.peer.start(), trainer.start(setting.transport), *starts)
             yield trainer, replica
         finally:
             await trainer.close()
     finally:
-        await replica.close()
+        await weights.close()
+        await asyncio.gather(replica.close(), *(host.close() for host in hosts.values()))
+
+
+def _weight_host(spec: GeneratorSpec) -> WeightHost:
+    return weight_host(
+        ProcessGroup(name="weights0", ranks=1, threads=1),
+        WeightHostSpec(
+            name="host 0",
+            run_dir=spec.log_dir,
+            log_dir=spec.log_dir,
+            weight_sync=spec.weight_sync,
+            trace_dir=spec.trace_dir,
+        ),
+    )
 
 
 def _generator_spec(setting: Setting, work_dir: Path, trace_dir: Path) -> GeneratorSpec:

@@ -19,11 +19,14 @@ KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
-    """Processes that start and step together: one replica's ranks, or the trainer's."""
+    """Processes that start and step together: one replica's ranks, or the trainer's. ``host`` is
+    an index into the plan's hosts; the trainer's may be on several, see `on_each_host`."""
 
     name: str
     ranks: int
     threads: int  # OMP threads of each rank
+    host: int = 0  # of the first rank
+    rank_hosts: tuple[int, ...] = ()  # of each rank, where they are on more than one
     devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
     cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0

@@ -57,7 +57,7 @@ def sampled_share(old: Bytes, new: Bytes, *, itemsize: int) -> float:
     places = list(_blocks(len(old)))
     sample = places[len(places) // 2 % _SAMPLED :: _SAMPLED]
     encoded = sum(len(_encode_block(old[at], new[at], itemsize)) for at in sample)
-    return encoded / sum(at.stop - at.start for at in sample)
+    return encoded / float(sum(at.stop - at.start for at in sample))
 
 
 def _encode_block(old: Bytes, new: Bytes, itemsize: int) -> bytes:

@@ -26,7 +26,7 @@ class PackedPart(NamedTuple):
 
 def checksum(content: torch.Tensor) -> int:
     """Of ``content``, uint8 on the CPU: 5.5 GB/s on one core, where zlib's CRC-32 does 1.2."""
-    return xxhash.xxh3_64_intdigest(content.numpy())
+    return xxhash.xxh3_64_intdigest(content.numpy().data)
 
 
 def boxes_of(parts: Mapping[str, TensorPart]) -> tuple[Box, ...]:

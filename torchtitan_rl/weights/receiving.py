@@ -175,7 +175,7 @@ class WeightReceiver:
         content = torch.empty(sum(sizes), dtype=torch.uint8)
         self._read(source.delta.buffers, content)
         pack_from_image(boxes, base.layout, base.image, packed)
-        blocks = [memoryview(block.numpy()) for block in content.split(list(sizes))]
+        blocks = [block.numpy().data for block in torch.split(content, list(sizes))]
         try:
             delta.decode(blocks, packed.numpy(), itemsize=boxes[0].dtype.itemsize)
         except ValueError:

@@ -28,7 +28,8 @@ from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.rpc.messages import Abort
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightDistribution
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 _CLOSE_S = 60.0
 _LOST_CLOSE_S = 2.0  # of a lost replica: ranks that still work can close their loops
@@ -60,7 +61,7 @@ class GeneratorActor(Actor):
         await self._connection.until_received(count)
 
     @concurrent_endpoint
-    async def stage(self, handle: WeightHandle) -> None:
+    async def stage(self, handle: SharedMemoryHandle) -> None:
         await self._generator.stage(handle)
 
     @concurrent_endpoint
@@ -71,9 +72,13 @@ class GeneratorActor(Actor):
 class GeneratorProcesses:
     """The processes of one replica; see `ReplicaPeer`. Errors arrive as this package's own."""
 
-    def __init__(self, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, spec: GeneratorSpec, *, weights: WeightDistribution, host: int
+    ) -> None:
         self._mesh = mesh
         self._spec = spec
+        self._weights = weights
+        self._host = host
         self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
         self._stream: Stream[tuple[ToReplica, ...], tuple[FromReplica, ...]] = Stream(
@@ -113,9 +118,9 @@ class GeneratorProcesses:
         return 2 * self._spec.generator.stall_timeout_s
 
     async def stage(self, handle: WeightHandle) -> None:
-        await call(
-            self._ranks.stage.call(handle), what=f"{self.name}: fetch of version {handle.version}"
-        )
+        local = await self._weights.local(handle, self._host)
+        what = f"{self.name}: fetch of version {handle.version}"
+        await call(self._ranks.stage.call(local), what=what)
 
     async def close_loop(self, *, is_lost: bool) -> None:
         timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
@@ -131,8 +136,15 @@ class GeneratorProcesses:
 MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
-async def spawn_replica(group: ProcessGroup, spec: GeneratorSpec) -> MonarchReplica:
-    """Start the processes; ``replica.peer.start()`` then builds the engine in them."""
+async def spawn_replica(
+    group: ProcessGroup, spec: GeneratorSpec, *, weights: WeightDistribution | None = None
+) -> MonarchReplica:
+    """Start the processes; ``replica.peer.start()`` then builds the engine in them.
+
+    Args:
+        weights: fetches new weights to the replica's host; None: they are on this host.
+    """
     environment = engine_environment(group.threads, spec.device)
     mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
-    return ConnectedReplica(GeneratorProcesses(mesh, spec))
+    weights = weights or WeightDistribution({}, fan_out=0)
+    return ConnectedReplica(GeneratorProcesses(mesh, spec, weights=weights, host=group.host))

@@ -80,18 +80,18 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
     """
     adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
-    for name, value in adapter.to_hf(model.state_dict()).items():
-        part = _part(value, dtype)
+    for index, (name, value) in enumerate(adapter.to_hf(model.state_dict()).items()):
+        part = _part(value, dtype, index)
         if part is None:
             return None
         parts[name] = part
     return parts
 
 
-def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
-    """The first of the ranks that hold the same shard writes it."""
+def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | None:
+    """The ranks that hold the same shard take turns, by the ``index`` of the tensor, in writing."""
     if not isinstance(value, DTensor):
-        is_first, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
+        is_writer, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
     else:
         mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
         assert where is not None  # every rank has a share of every tensor
@@ -103,11 +103,15 @@ def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
         num_replicated = sum(place.is_replicate() for place in places)
         if len(set(cuts)) + num_replicated < len(places):
             return None
-        is_first = not any(w for w, p in zip(where, places, strict=True) if p.is_replicate())
+        is_writer = all(
+            rank == index % size
+            for rank, size, place in zip(where, mesh.shape, places, strict=True)
+            if place.is_replicate()
+        )
         _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
         local = value.to_local()
     return TensorPart(
-        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_first else None
+        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_writer else None
     )
 
 
