@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
@@ -137,14 +139,21 @@ MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
 async def spawn_replica(
-    group: ProcessGroup, spec: GeneratorSpec, *, weights: WeightDistribution | None = None
+    group: ProcessGroup,
+    spec: GeneratorSpec,
+    hosts: Hosts | None = None,
+    *,
+    weights: WeightDistribution | None = None,
 ) -> MonarchReplica:
     """Start the processes; ``replica.peer.start()`` then builds the engine in them.
 
     Args:
+        spec: its ``model`` is where the controller has it.
         weights: fetches new weights to the replica's host; None: they are on this host.
     """
+    hosts = hosts or Hosts()
     environment = engine_environment(group.threads, spec.device)
-    mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
+    mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment, hosts=hosts)
+    spec = replace(spec, model=hosts[group.host].policy_dir or spec.model)
     weights = weights or WeightDistribution({}, fan_out=0)
     return ConnectedReplica(GeneratorProcesses(mesh, spec, weights=weights, host=group.host))

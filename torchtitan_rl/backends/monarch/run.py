@@ -11,6 +11,7 @@ from typing import Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
@@ -46,9 +47,10 @@ class ServeProcesses:
 
 @asynccontextmanager
 async def run_processes(
-    prepared: PreparedRun, *, trace_dir: Path | None
+    prepared: PreparedRun, *, trace_dir: Path | None, hosts: Hosts | None = None
 ) -> AsyncIterator[RunProcesses]:
-    """Trainer, replicas and endpoint, ready to be called; gone when the context is left.
+    """Trainer, replicas and endpoint, ready to be called; gone when the context is left. ``hosts``
+    are those that the plan was made for.
 
     Raises:
         ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
@@ -57,16 +59,17 @@ async def run_processes(
     """
     plan = prepared.plan
     assert plan.trainer is not None
-    transport, weight_hosts = _weight_hosts(prepared, plan.trainer, trace_dir)
+    hosts = hosts or Hosts()
+    transport, weight_hosts = _weight_hosts(prepared, hosts, trace_dir)
     weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
     supervise()
-    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
+    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir), hosts)
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
     try:
         for group in plan.replicas:
             spec = _generator_spec(prepared, group, trace_dir=trace_dir)
-            replicas.append(await spawn_replica(group, spec, weights=weights))
+            replicas.append(await spawn_replica(group, spec, hosts, weights=weights))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
@@ -126,10 +129,11 @@ async def _start(
 
 
 def _weight_hosts(
-    prepared: PreparedRun, trainer: ProcessGroup, trace_dir: Path | None
+    prepared: PreparedRun, hosts: Hosts, trace_dir: Path | None
 ) -> tuple[Transport, dict[int, WeightHost]]:
     """How weights reach the replicas, and what fetches them, by host."""
-    config, replicas = prepared.config, prepared.plan.replicas
+    config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
+    assert trainer is not None
     trainer_hosts = trainer.rank_hosts or (trainer.host,)
     replica_hosts = [group.host for group in replicas]
     transport = choose_transport(
@@ -146,6 +150,7 @@ def _weight_hosts(
                 weight_sync=config.weight_sync,
                 trace_dir=trace_dir,
             ),
+            hosts,
         )
         for host in fetching
     }

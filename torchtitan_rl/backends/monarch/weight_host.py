@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
@@ -135,6 +136,9 @@ class WeightHost:
             await stop_processes(mesh)
 
 
-def weight_host(group: ProcessGroup, spec: WeightHostSpec) -> WeightHost:
+def weight_host(
+    group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
+) -> WeightHost:
     """Not started: `WeightHost.start` starts its process."""
-    return WeightHost(spec, functools.partial(spawn_processes, group, log_dir=spec.log_dir))
+    spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
+    return WeightHost(spec, spawn)
