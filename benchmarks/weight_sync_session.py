@@ -170,13 +170,13 @@ async def _sync_twice(
     memory: MemoryCopy,
     tcp: TcpCopy,
 ) -> _Syncs:
-    await trainer.train_step(_batch())
+    await trainer.train_step(batch())
     idle = await trainer.publish()
     await replica.stage(idle)
     await replica.execute(Pull(idle.version))
     memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
 
-    await trainer.train_step(_batch())
+    await trainer.train_step(batch())
     busy = await trainer.publish()
     names = tuple(f"{busy.version}/{index}" for index in range(setting.running))
     longest = setting.max_model_len - len(_PROMPT)
@@ -288,7 +288,7 @@ def _trainer_spec(
         checkpoint=Path(setting.policy),
         trainer=TrainerConfig(
             data_parallel_shard=setting.trainer_ranks,
-            row_len=_ROW_LEN,
+            row_len=ROW_LEN,
             rows_per_microbatch=1,
             threads=setting.threads,
             optimizer=OptimizerConfig(learning_rate=1e-4),
@@ -302,7 +302,7 @@ def _trainer_spec(
     )
 
 
-_ROW_LEN = 16
+ROW_LEN = 16
 _PROMPT = tuple(range(2, 34))
 
 
@@ -311,15 +311,15 @@ def _request(name: str, tokens: int, *, temperature: float = 1.0) -> GenerationR
     return GenerationRequest(request_id=name, prompt_token_ids=_PROMPT, sampling=sampling)
 
 
-def _batch() -> TrainingBatch:
+def batch() -> TrainingBatch:
     """Two rows: just enough for the weights to change on each rank."""
     rng = np.random.default_rng(0)
-    mask = (False,) * 4 + (True,) * (_ROW_LEN - 4)
+    mask = (False,) * 4 + (True,) * (ROW_LEN - 4)
     episodes = [
         Episode(
             rollout_id=f"rollout{index}",
             group_id="group",
-            token_ids=tuple(rng.integers(0, 256, _ROW_LEN).tolist()),
+            token_ids=tuple(rng.integers(0, 256, ROW_LEN).tolist()),
             loss_mask=mask,
             logprobs=tuple(-5.0 if on else 0.0 for on in mask),
             advantages=tuple(float(2 * index - 1) if on else 0.0 for on in mask),
@@ -327,6 +327,6 @@ def _batch() -> TrainingBatch:
         )
         for index in range(2)
     ]
-    batch = pack_episodes(episodes, row_len=_ROW_LEN, temperature=1.0).batch
-    assert batch is not None  # each episode fills a row
-    return batch
+    packed = pack_episodes(episodes, row_len=ROW_LEN, temperature=1.0).batch
+    assert packed is not None  # each episode fills a row
+    return packed

@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from monarch.actor import (
 from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from tests.support.worker_hosts import worker_hosts
+from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host
 from torchtitan_rl.backends.monarch.ports import free_port
-from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers
-from torchtitan_rl.backends.monarch.runtime import ProcessMesh, call, supervise
+from torchtitan_rl.backends.monarch.runtime import ProcessMesh, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.monarch.weight_host import WeightHost
 from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
@@ -51,10 +51,6 @@ READERS = 2  # on each host
 class ReaderActor(Actor):
     def __init__(self) -> None:
         self._staging = WeightStaging()
-
-    @concurrent_endpoint
-    async def pid(self) -> int:
-        return os.getpid()
 
     @concurrent_endpoint
     async def stage(self, handle: SharedMemoryHandle) -> str:
@@ -96,21 +92,12 @@ async def main(root: Path) -> None:
     supervise()
     enable_transport(f"tcp://127.0.0.1:{free_port()}")
     with worker_hosts(2) as addresses:
-        hosts = {
-            index: attach_to_workers(
-                ca="trust_all_connections", workers=[address], name=f"host{index}"
-            )
-            for index, address in zip(HOSTS, addresses, strict=True)
-        }
-        for host in hosts.values():
-            await host.initialized
-        processes: dict[int, Processes] = {}
-        fetchers = {
-            index: weight_host(host, index, root, processes) for index, host in hosts.items()
-        }
+        hosts = Hosts([local_host(0), *await attached(addresses)])
+        processes: dict[int, Ending] = {}
+        fetchers = {index: weight_host(hosts, index, root, processes) for index in HOSTS}
         readers = {
-            index: [spawn_reader(host, f"reader{index}{n}") for n in range(READERS)]
-            for index, host in hosts.items()
+            index: [spawn_reader(hosts[index].mesh, f"reader{index}{n}") for n in range(READERS)]
+            for index in HOSTS
         }
         weights = WeightDistribution(fetchers, fan_out=1)
         try:
@@ -189,10 +176,10 @@ async def damage(weights: WeightDistribution) -> list[str]:
     return [str(answer) for answer in answers]
 
 
-async def lose_a_fetcher(weights: WeightDistribution, process: Processes) -> int:
+async def lose_a_fetcher(weights: WeightDistribution, process: Ending) -> int:
     """It is killed; the next version is fetched by a new one. Returns the number of fetches."""
     weights.take_fetches()
-    process.kill()
+    await process.end(0.0)
     newest = await publish(9)
     await asyncio.gather(*(weights.local(newest, index) for index in HOSTS))
     return len(weights.take_fetches())
@@ -204,14 +191,12 @@ async def publish(version: int, *, damages: bool = False) -> RemoteMemoryHandle:
     return await publisher.publish.call_one(version)
 
 
-def weight_host(host: Any, index: int, root: Path, processes: dict[int, Processes]) -> WeightHost:
+def weight_host(hosts: Hosts, index: int, root: Path, processes: dict[int, Ending]) -> WeightHost:
     async def spawn() -> ProcessMesh:
-        mesh = host.spawn_procs(per_host={"p": 1}, name=f"weights{index}")
-        pid = await call(mesh.spawn("pid", ReaderActor).pid.call_one(), what="start")
-        processes[index] = Processes([pid])
-        return ProcessMesh(
-            name=f"weights{index}", mesh=mesh, processes=processes[index], hosts=(f"host{index}",)
-        )
+        group = ProcessGroup(name=f"weights{index}", ranks=1, threads=1, host=index)
+        mesh = await spawn_processes(group, log_dir=root, hosts=hosts)
+        processes[index] = mesh.processes
+        return mesh
 
     spec = WeightHostSpec(
         name=f"host {index}",
@@ -221,6 +206,16 @@ def weight_host(host: Any, index: int, root: Path, processes: dict[int, Processe
         trace_dir=None,
     )
     return WeightHost(spec, spawn)
+
+
+async def attached(addresses: Sequence[str]) -> list[Host]:
+    meshes = [attach_to_workers(ca="trust_all_connections", workers=[one]) for one in addresses]
+    for mesh in meshes:
+        await mesh.initialized
+    return [
+        Host(index=index, name=address, ip="127.0.0.1", mesh=mesh.slice(hosts=0))
+        for index, address, mesh in zip(HOSTS, addresses, meshes, strict=True)
+    ]
 
 
 def spawn_reader(host: Any, name: str) -> Any:

@@ -29,7 +29,7 @@ from torchtitan_rl.weights.receiving import Fetched
 logger = logging.getLogger(__name__)
 
 _FAILURES = (WeightSyncError, ReplicaError, DeadlineError)
-_TRAINER = -1  # as a source; hosts are numbered from 0
+_TRAINER = None  # as a source; hosts are numbers
 
 
 class HostFetcher(Protocol):
@@ -56,7 +56,7 @@ class WeightDistribution:
         self._fetchers = dict(fetchers)
         self._fan_out = fan_out
         self._fetches: dict[tuple[int, int], asyncio.Task[Fetched]] = {}  # by host and version
-        self._readers: dict[int, dict[int, int]] = {}  # by version and source: how many
+        self._readers: dict[int, dict[int | None, int]] = {}  # by version and source: how many
         self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
         self._ended: list[Fetched] = []
 
@@ -130,9 +130,9 @@ class WeightDistribution:
         return fetched
 
     async def _fetch_from(
-        self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle
+        self, source: int | None, fetcher: HostFetcher, handle: RemoteMemoryHandle
     ) -> Fetched:
-        if source != _TRAINER:
+        if source is not None:
             try:
                 parent = await self._fetchers[source].offer(handle.version)
                 return await fetcher.fetch(handle, parent)
@@ -143,19 +143,19 @@ class WeightDistribution:
                 self._readers[handle.version].pop(source, None)
         return await fetcher.fetch(handle, None)
 
-    async def _take(self, version: int) -> int:
+    async def _take(self, version: int) -> int | None:
         """The source with the fewest readers, once it may have one more: a host before the
         trainer, which has other things to do."""
         while True:
             readers = self._readers.setdefault(version, {})
             readers.setdefault(_TRAINER, 0)
-            source = min(readers, key=lambda source: (readers[source], source == _TRAINER))
+            source = min(readers, key=lambda source: (readers[source], source is _TRAINER))
             if readers[source] < self._fan_out:
                 readers[source] += 1
                 return source
             await self._changed.wait()
 
-    def _give_back(self, version: int, source: int) -> None:
+    def _give_back(self, version: int, source: int | None) -> None:
         readers = self._readers.get(version, {})
         if source in readers:
             readers[source] = max(0, readers[source] - 1)
