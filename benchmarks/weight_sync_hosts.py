@@ -4,8 +4,8 @@
         [--parts hosts publish delta]
 
 Hosts are workers on loopback addresses of this machine, each with a fetching process and two
-readers (replicas without an engine). They share the machine's cores, so that several hosts at once
-take longer than they would elsewhere, and a tree, which spares the trainer's network, gains nothing.
+readers (replicas without an engine). They share its cores, so several hosts at once take longer
+than elsewhere, and a tree, which spares the trainer's network, gains nothing here.
 
 - hosts: one trainer rank publishes; the readers of all hosts ask at once. Bytes that each host
   reads, and seconds until the last reader has the version, with all hosts reading from the trainer
