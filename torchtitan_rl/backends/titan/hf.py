@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
 
@@ -75,8 +77,8 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
     """The part of each tensor that this rank writes, in ``dtype``, so that all ranks together write
     every element once. Not collective. Nothing is copied: valid until the model's next step.
 
-    None if a rank's shard is not a box (data and tensor parallelism split the same dimension). A
-    tied head is left out.
+    None if a rank's shard is not a box (data and tensor parallelism split the same dimension into
+    uneven parts). A tied head is left out.
     """
     adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
@@ -99,9 +101,7 @@ def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | N
             Replicate() if size == 1 else place
             for size, place in zip(mesh.shape, value.placements, strict=True)
         ]
-        cuts = [place.dim for place in places if type(place) is Shard]
-        num_replicated = sum(place.is_replicate() for place in places)
-        if len(set(cuts)) + num_replicated < len(places):
+        if not _is_box(value.shape, mesh.shape, places):
             return None
         is_writer = all(
             rank == index % size
@@ -113,6 +113,23 @@ def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | N
     return TensorPart(
         shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_writer else None
     )
+
+
+def _is_box(shape: Sequence[int], mesh_shape: Sequence[int], places: Sequence[Placement]) -> bool:
+    """Whether each rank's shard is a box of the whole. Data and tensor parallelism together cut
+    one dimension in two steps, of which the first is strided; the parts must then be even."""
+    ranks: dict[int, int] = {}  # by dimension
+    strides: dict[int, int] = {}
+    for place, size in zip(places, mesh_shape, strict=True):
+        if isinstance(place, Shard | _StridedShard):
+            ranks[place.dim] = ranks.get(place.dim, 1) * size
+            if isinstance(place, _StridedShard):
+                if place.dim in strides:
+                    return False
+                strides[place.dim] = int(place.split_factor) * size
+        elif not place.is_replicate():
+            return False
+    return all(strides[dim] == ranks[dim] and shape[dim] % ranks[dim] == 0 for dim in strides)
 
 
 def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:
