@@ -32,8 +32,11 @@ from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
+    """``weights`` brings the trainer's weights to the hosts of the replicas."""
+
     trainer: MonarchTrainer
     replicas: tuple[MonarchReplica, ...]
+    weights: WeightDistribution
     endpoint: MonarchEndpoint | None
 
 
@@ -75,7 +78,9 @@ async def run_processes(
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
         starts = [start, *(host.start() for host in weight_hosts.values())]
         await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
-        yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
+        yield RunProcesses(
+            trainer=trainer, replicas=tuple(replicas), weights=weights, endpoint=endpoint
+        )
     finally:
         closes = [trainer.close(), *(replica.close() for replica in replicas)]
         closes += [_close_weights(weights, weight_hosts.values())]

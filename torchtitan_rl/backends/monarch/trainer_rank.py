@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.backends.titan.joint_publishing import JointPublisher
 from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
@@ -16,7 +14,7 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.image import TensorPart, whole_parts
+from torchtitan_rl.weights.image import whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.transport import Transport
@@ -52,31 +50,21 @@ class TrainerRank:
                 with self._tracer.span("gather weights", version=version):
                     tensors = self._trainer.hf_state_dict()
             with self._tracer.span("write weights", version=version):
-                if parts is None:
-                    return self._write_gathered(version, tensors, keep)
-                return self._write(version, parts, keep)
-
-    def _write(
-        self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
-    ) -> WeightHandle | None:
-        """Each rank writes what it has."""
-        shared = None
-        if self._joint is not None:
-            shared = self._joint.publish(version, parts, keep=keep)
-        if self._remote is None:
-            return shared
-        return self._remote.publish(version, parts, keep=keep, shared=shared)
-
-    def _write_gathered(
-        self, version: int, tensors: Mapping[str, torch.Tensor], keep: frozenset[int]
-    ) -> WeightHandle | None:
-        """Rank 0 writes, and has all tensors."""
-        shared = None
-        if self._shared is not None:
-            shared = self._shared.publish(version, tensors, keep=keep)
-        if self._remote is None:
-            return shared
-        return self._remote.publish(version, whole_parts(tensors), keep=keep, shared=shared)
+                shared, refusal = None, None
+                try:
+                    if parts is None and self._shared is not None:
+                        shared = self._shared.publish(version, tensors, keep=keep)
+                    elif parts is not None and self._joint is not None:
+                        shared = self._joint.publish(version, parts, keep=keep)
+                except Exception as error:  # of rank 0; the others are in the next collective
+                    refusal = error
+                handle: WeightHandle | None = shared
+                if self._remote is not None:
+                    offered = whole_parts(tensors) if parts is None else parts
+                    handle = self._remote.publish(version, offered, keep=keep, shared=shared)
+                if refusal is not None:
+                    raise refusal
+                return handle
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int

@@ -27,8 +27,8 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource
-from torchtitan_rl.weights.receiving import Fetched, WeightReceiver
+from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
+from torchtitan_rl.weights.receiving import WeightReceiver
 
 _T = TypeVar("_T")
 
