@@ -199,11 +199,10 @@ def _seconds(results: Mapping[str, Any]) -> dict[str, float]:
         for one in results.get("hosts", ())
         for name in ("star", "tree")
     }
-    for name in ("shards", "gather"):
-        if "publish" in results:
-            shown[f"2 ranks, publish by {name}"] = results["publish"]["medians"][
-                f"{name}_publish_s"
-            ]
+    if "publish" in results:
+        for name in ("shards", "gather"):
+            seconds = results["publish"]["medians"][f"{name}_publish_s"]
+            shown[f"2 ranks, publish by {name}"] = seconds
     for one in results.get("delta", ()):
         for name in ("whole", "delta"):
             kind = f"{one['dtype']}, {one['learning_rate']:g}"

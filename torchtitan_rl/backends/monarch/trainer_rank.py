@@ -13,7 +13,7 @@ from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
@@ -46,16 +46,14 @@ class TrainerRank:
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
             parts = self._trainer.hf_parts()
+            tensors: dict[str, torch.Tensor] = {}
             if parts is None:
                 with self._tracer.span("gather weights", version=version):
                     tensors = self._trainer.hf_state_dict()
             with self._tracer.span("write weights", version=version):
                 shared, refusal = None, None
                 try:
-                    if parts is None and self._shared is not None:
-                        shared = self._shared.publish(version, tensors, keep=keep)
-                    elif parts is not None and self._joint is not None:
-                        shared = self._joint.publish(version, parts, keep=keep)
+                    shared = self._share(version, parts, tensors, keep)
                 except Exception as error:  # of rank 0; the others are in the next collective
                     refusal = error
                 handle: WeightHandle | None = shared
@@ -65,6 +63,19 @@ class TrainerRank:
                 if refusal is not None:
                     raise refusal
                 return handle
+
+    def _share(
+        self,
+        version: int,
+        parts: Mapping[str, TensorPart] | None,
+        tensors: Mapping[str, torch.Tensor],
+        keep: frozenset[int],
+    ) -> SharedMemoryHandle | None:
+        """Write into the memory of this host, if replicas are here; without ``parts`` rank 0 alone
+        does. Raises on rank 0 only."""
+        if parts is not None:
+            return self._joint and self._joint.publish(version, parts, keep=keep)
+        return self._shared and self._shared.publish(version, tensors, keep=keep)
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int
