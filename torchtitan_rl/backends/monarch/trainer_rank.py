@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.backends.titan.joint_publishing import JointPublisher
 from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
@@ -14,7 +16,7 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.observability.trace import Tracer
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
-from torchtitan_rl.weights.image import whole_parts
+from torchtitan_rl.weights.image import TensorPart, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.transport import Transport
@@ -74,8 +76,10 @@ class TrainerRank:
         """Write into the memory of this host, if replicas are here; without ``parts`` rank 0 alone
         does. Raises on rank 0 only."""
         if parts is not None:
-            return self._joint and self._joint.publish(version, parts, keep=keep)
-        return self._shared and self._shared.publish(version, tensors, keep=keep)
+            joint = self._joint
+            return None if joint is None else joint.publish(version, parts, keep=keep)
+        shared = self._shared
+        return None if shared is None else shared.publish(version, tensors, keep=keep)
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int
