@@ -37,6 +37,9 @@ from torchtitan_rl.weights.remote import BufferReader, MemoryOffers
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
 
+_READS_AT_ONCE = 8  # sources; each takes memory for its packed bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
     layout: ImageLayout
@@ -130,7 +133,7 @@ class WeightReceiver:
     ) -> int:
         """Returns the number of bytes that were read."""
         # Monarch finds the actor to act for in a context variable.
-        with ThreadPoolExecutor(len(sources)) as threads:
+        with ThreadPoolExecutor(min(len(sources), _READS_AT_ONCE)) as threads:
             reads = [
                 threads.submit(copy_context().run, self._receive, layout, source, image)
                 for source in sources
