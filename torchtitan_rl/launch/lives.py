@@ -1,11 +1,11 @@
 """A worker's lives: one process, with all its descendants, for each run that uses this host.
 
-A life ends when its run has ended, when the controller was silent for too long (see `silence`), when
-the process ends by itself, or when the worker is told to stop. Then every process that it started is
-killed, whoever their parents are by now, and a new life begins.
+A life ends when its run has ended, when the controller was silent for too long (see `silence`),
+when the process ends by itself, or when the worker is told to stop. Then every process that it
+started is killed, whoever their parents are by now, and a new life begins.
 
-A controller cannot attach an address again that it lost. So the life after a lost controller has the
-next of the worker's addresses: same host, next port; see `life_addresses`.
+A controller cannot attach an address again that it lost. So the life after a lost controller has
+the next of the worker's addresses: same host, next port; see `life_addresses`.
 
 Invariant: two lives never overlap, and nothing of a life outlives it.
 """

@@ -2,7 +2,7 @@
 
 | who | hears nothing for | then |
 |---|---|---|
-| controller | ``HOST_LOST_S`` | the host is lost: its replicas are given up, a trainer there ends the run |
+| controller | ``HOST_LOST_S`` | it gives the host's replicas up; a trainer there ends the run |
 | host | ``CONTROLLER_LOST_S`` | the processes of the run on this host are ended |
 
 Beats come every ``BEAT_S``. A controller that stands still for 10 to 20 s (a garbage collection, a
