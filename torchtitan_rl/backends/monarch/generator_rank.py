@@ -15,7 +15,7 @@ from torchtitan_rl.backends.vllm.rank import build_loop
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.server import IDLE_S, EngineServer
 from torchtitan_rl.observability.engine_trace import EngineTrace
-from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -27,7 +27,7 @@ class GeneratorRank:
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         self._rank = rank
-        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}")
+        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}", host=host_label())
         self._engine_trace = EngineTrace(self._tracer)
         self._staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
         with self._tracer.span("start"):

@@ -10,7 +10,7 @@ from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.backends.titan.joint_publishing import JointPublisher, all_on_one_host
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
@@ -21,7 +21,7 @@ class TrainerRank:
     """Made and called in one thread of its process, on all ranks together."""
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
-        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}")
+        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(
                 spec.checkpoint,
