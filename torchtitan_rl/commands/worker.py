@@ -1,22 +1,26 @@
 """``torchtitan-rl worker --address A``: makes this machine a host of runs, one after the other.
 
 It serves the controllers that attach to its address (``--launch.attach A``) until it is stopped.
+Each run has a life of the worker to itself, see `launch.lives`: whatever it started here ends with
+it, also where its controller is gone.
 """
 
 from __future__ import annotations
 
-import os
 import signal
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
+from torchtitan_rl.launch.lives import WorkerLives, life_addresses, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+
+_LIFE = "torchtitan_rl.backends.monarch.worker_loop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,8 @@ class WorkerOptions:
 
     address: str
     """Where to listen, and nowhere else: ``tls://10.0.0.2:26600``, an address of this machine that
-    the controller and the other hosts can reach."""
+    the controller and the other hosts can reach. After the loss of a controller, or of the
+    connection to it, the worker moves on to the next port: the 15 that follow must be open, too."""
     keys: Path | None = None
     """This host's folder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
     allow_plain_tcp: bool = False
@@ -51,21 +56,32 @@ def main(words: Sequence[str]) -> int:
     if errors:
         raise ConfigError(errors)
     own = Address.parse(options.address)
+    _require_free(own)
     set_monarch_environment(options.keys, own, field="--keys")
-    from monarch.actor import start_worker_loop_forever  # seconds
+    lives = WorkerLives(
+        lambda address: [sys.executable, "-m", _LIFE, address],
+        life_addresses(options.address),
+        say=lambda line: print(f"worker: {line}", flush=True),
+    )
+    with stopped_by_signals(lives) as received:
+        code = lives.run()
+    if received:
+        print(f"worker: stopped by {signal.Signals(received[0]).name}", flush=True)
+        return 128 + received[0]
+    return code
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+
+def _require_free(address: Address) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
     try:
-        lifetime = start_worker_loop_forever(address=options.address, ca="trust_all_connections")
-    except RuntimeError as error:
-        raise ConfigError(f"--address is {options.address!r}: {error}") from error
-    print(f"worker: listening on {options.address}", flush=True)
-    lifetime.get()
-    return 0
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """What Monarch started here ends with this process."""
-    print(f"worker: stopped by {signal.Signals(number).name}", flush=True)
-    os._exit(128 + number)
+        family, kind, *_, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except OSError as error:
+        raise ConfigError(f"--address is '{address}': {error.strerror or error}") from error

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,11 @@ class WorkerLives:
         addresses: Sequence[str],
         *,
         say: Callable[[str], None],
-        environment: Mapping[str, str],
         silence_s: float = CONTROLLER_LOST_S,
     ) -> None:
         self._command = command
         self._addresses = addresses
         self._say = say
-        self._environment = environment
         self._silence_s = silence_s
         self._stopped = threading.Event()
 
@@ -124,7 +122,7 @@ class WorkerLives:
     def _live(self, address: str) -> bool:
         """One life; returns whether it ended because its run had."""
         with _sign_file() as sign:
-            environment = {**os.environ, **self._environment, _SIGN_VARIABLE: str(sign)}
+            environment = {**os.environ, _SIGN_VARIABLE: str(sign)}
             process = subprocess.Popen(
                 self._command(address), env=environment, start_new_session=True
             )

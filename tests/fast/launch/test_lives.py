@@ -27,7 +27,6 @@ lives = WorkerLives(
     lambda address: [sys.executable, "-c", sys.argv[1], address],
     life_addresses(sys.argv[2]),
     say=lambda line: print(line, flush=True),
-    environment={},
     silence_s=1.5,
 )
 with stopped_by_signals(lives):

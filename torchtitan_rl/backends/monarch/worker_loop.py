@@ -1,0 +1,29 @@
+"""The process of one life of a worker: ``python -m torchtitan_rl.backends.monarch.worker_loop
+ADDRESS``. It serves the controller that attaches to it; `launch.lives` starts and ends it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    from monarch.actor import start_worker_loop_forever
+
+    (address,) = sys.argv[1:]
+    try:
+        lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
+    except RuntimeError as error:
+        print(f"worker: {address}: {error}", file=sys.stderr, flush=True)
+        return 1
+    print(f"worker: listening on {address}", flush=True)
+    lifetime.get()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
