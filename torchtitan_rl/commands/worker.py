@@ -7,6 +7,7 @@ it, also where its controller is gone.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
-from torchtitan_rl.launch.lives import WorkerLives, life_addresses, stopped_by_signals
+from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
 _LIFE = "torchtitan_rl.backends.monarch.worker_loop"
@@ -60,7 +61,8 @@ def main(words: Sequence[str]) -> int:
     set_monarch_environment(options.keys, own, field="--keys")
     lives = WorkerLives(
         lambda address: [sys.executable, "-m", _LIFE, address],
-        life_addresses(options.address),
+        options.address,
+        memory=_memory(own),
         say=lambda line: print(f"worker: {line}", flush=True),
     )
     with stopped_by_signals(lives) as received:
@@ -69,6 +71,12 @@ def main(words: Sequence[str]) -> int:
         print(f"worker: stopped by {signal.Signals(received[0]).name}", flush=True)
         return 128 + received[0]
     return code
+
+
+def _memory(own: Address) -> Path:
+    """Where this worker notes the port of its next life. Home folders may be shared by hosts."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "torchtitan-rl" / f"worker-{own.host.replace(':', '_')}-{own.port}"
 
 
 def _require_free(address: Address) -> None:

@@ -4,8 +4,9 @@ A life ends when its run has ended, when the controller was silent for too long 
 when the process ends by itself, or when the worker is told to stop. Then every process that it
 started is killed, whoever their parents are by now, and a new life begins.
 
-A controller cannot attach an address again that it lost. So the life after a lost controller has
-the next of the worker's addresses: same host, next port; see `life_addresses`.
+A controller cannot attach an address again that it lost. So the life after one that did not end with
+its run has the next of the worker's addresses: same host, next port; see `life_addresses`. Which one
+that is outlives the worker, in a file: the one that is started in its place begins there.
 
 Invariant: two lives never overlap, and nothing of a life outlives it.
 """
@@ -15,24 +16,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.silence import CONTROLLER_LOST_S, Silence
 from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
 
 NUM_LIFE_PORTS = 16
 """How many ports a worker may use, from the one of its address on."""
+ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
 _ENDED = "ended"
@@ -41,7 +46,7 @@ _GUARD_S = 5.0  # for published weights to be removed
 _QUICK_S = 5.0  # a life that ends sooner did not listen
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
-_PORT = re.compile(r"(?P<front>.*:)(?P<port>\d+)")
+_TRY_S = 2.0  # to connect
 
 
 def life_addresses(address: str) -> tuple[str, ...]:
@@ -50,13 +55,25 @@ def life_addresses(address: str) -> tuple[str, ...]:
     >>> life_addresses("tcp://10.0.0.2:26600")[:2]
     ('tcp://10.0.0.2:26600', 'tcp://10.0.0.2:26601')
     """
-    found = _PORT.fullmatch(address)
-    if found is None:
-        raise ValueError(f"{address} has no port")
-    first = int(found["port"])
-    return tuple(
-        f"{found['front']}{port}" for port in range(first, min(first + NUM_LIFE_PORTS, 65536))
-    )
+    first = Address.parse(address)
+    ports = range(first.port, min(first.port + NUM_LIFE_PORTS, 1 << 16))
+    return tuple(str(replace(first, port=port)) for port in ports)
+
+
+def listening(address: str) -> list[str]:
+    """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
+    addresses = life_addresses(address)
+    with ThreadPoolExecutor(len(addresses), thread_name_prefix="worker") as pool:
+        return [one for one, is_there in zip(addresses, pool.map(_accepts, addresses)) if is_there]
+
+
+def _accepts(address: str) -> bool:
+    parsed = Address.parse(address)
+    try:
+        socket.create_connection((parsed.host, parsed.port), timeout=_TRY_S).close()
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def note_beat() -> None:
@@ -81,19 +98,21 @@ def _sign(text: str) -> None:
 class WorkerLives:
     """Runs ``command(address)`` again and again until `stop`.
 
-    ``say`` gets one line for each life's beginning and end.
+    ``memory`` is the file that outlives the worker; ``say`` gets a line for each life's end.
     """
 
     def __init__(
         self,
         command: Callable[[str], Sequence[str]],
-        addresses: Sequence[str],
+        address: str,
         *,
+        memory: Path,
         say: Callable[[str], None],
         silence_s: float = CONTROLLER_LOST_S,
     ) -> None:
         self._command = command
-        self._addresses = addresses
+        self._addresses = life_addresses(address)
+        self._memory = memory
         self._say = say
         self._silence_s = silence_s
         self._stopped = threading.Event()
@@ -105,10 +124,10 @@ class WorkerLives:
     def run(self) -> int:
         """All lives; returns 0 once stopped, 1 where no address can be listened on."""
         _adopt_orphans()
-        index = num_failures = 0
+        index, num_failures = self._remembered(), 0
         while not self._stopped.is_set():
             started_s = time.monotonic()
-            has_run_ended = self._live(self._addresses[index])
+            has_run_ended = self._live(index)
             if self._stopped.is_set():
                 break
             was_quick = time.monotonic() - started_s < _QUICK_S and not has_run_ended
@@ -119,30 +138,54 @@ class WorkerLives:
             index = 0 if has_run_ended else (index + 1) % len(self._addresses)
         return 0
 
-    def _live(self, address: str) -> bool:
+    def _remembered(self) -> int:
+        """Where the first life begins: at 0, if the last one ended with its run or had none."""
+        try:
+            return int(self._memory.read_text()) % len(self._addresses)
+        except (OSError, ValueError):
+            return 0
+
+    def _remember(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # then the next worker begins at 0
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            self._memory.write_text(str(index % len(self._addresses)))
+
+    def _live(self, index: int) -> bool:
         """One life; returns whether it ended because its run had."""
+        address = self._addresses[index]
         with _sign_file() as sign:
-            environment = {**os.environ, _SIGN_VARIABLE: str(sign)}
+            environment = {
+                **os.environ,
+                _SIGN_VARIABLE: str(sign),
+                ADDRESS_VARIABLE: self._addresses[0],
+            }
             process = subprocess.Popen(
                 self._command(address), env=environment, start_new_session=True
             )
             try:
-                cause = self._watch(process, sign)
+                cause = self._watch(process, sign, index)
             finally:
                 end_descendants()
             if cause:
                 self._say(f"{address}: {cause}; its processes have ended")
-            return sign.read_text() == _ENDED
+            has_run_ended = sign.read_text() == _ENDED
+            if has_run_ended:
+                self._remember(0)
+            return has_run_ended
 
-    def _watch(self, process: subprocess.Popen[bytes], sign: Path) -> str:
+    def _watch(self, process: subprocess.Popen[bytes], sign: Path, index: int) -> str:
         """Why this life is over; empty where the worker was stopped."""
         silence = Silence(time.monotonic())
+        has_run = False
         while not self._stopped.wait(_LOOK_S):
             if process.poll() is not None:
                 return f"the worker process ended with code {process.returncode}"
             heard = sign.read_text()
             if heard == _ENDED:
                 return "the run has ended"
+            if heard and not has_run:
+                has_run = True
+                self._remember(index + 1)
             silent_s = silence.look(time.monotonic(), heard)
             if heard and silent_s >= self._silence_s:
                 return f"nothing was heard from the controller for {silent_s:.0f} s"

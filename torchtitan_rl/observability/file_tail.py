@@ -8,6 +8,7 @@ twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,15 @@ class FilePiece:
     @property
     def end(self) -> int:
         return self.start + len(self.data)
+
+
+def file_sizes(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Of the files that are there, by name."""
+    sizes = {}
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+        with suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def read_new(

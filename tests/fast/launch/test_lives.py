@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,18 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchtitan_rl.launch.lives import life_addresses
+from torchtitan_rl.launch.lives import life_addresses, listening
 
 ROOT = Path(__file__).parents[3]
 ADDRESS = "tcp://127.0.0.2:26600"
 
 WORKER = """
 import sys
-from torchtitan_rl.launch.lives import WorkerLives, life_addresses, stopped_by_signals
+from pathlib import Path
+from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
 
 lives = WorkerLives(
     lambda address: [sys.executable, "-c", sys.argv[1], address],
-    life_addresses(sys.argv[2]),
+    sys.argv[2],
+    memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
     silence_s=1.5,
 )
@@ -50,7 +53,14 @@ class Worker:
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, LIFE.format(life), address],
+                [
+                    sys.executable,
+                    "-c",
+                    WORKER,
+                    LIFE.format(life),
+                    address,
+                    str(log.with_suffix(".memory")),
+                ],  # fmt: skip
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=output,
                 stderr=output,
@@ -126,5 +136,21 @@ def test_a_worker_that_is_stopped_leaves_no_process(start):
 def test_the_ports_of_a_worker_follow_the_one_of_its_address():
     assert life_addresses("tls://[::1]:65534") == ("tls://[::1]:65534", "tls://[::1]:65535")
     assert len(life_addresses(ADDRESS)) == 16
-    with pytest.raises(ValueError, match="has no port"):
-        life_addresses("tls://node2")
+
+
+def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start):
+    worker = start("note_beat()\ntime.sleep(1000)")
+    worker.until(lambda text: "lives at" in text)
+    time.sleep(1.0)  # the worker looks at it every half second
+    worker.stop()
+    again = start("note_run_end()\ntime.sleep(1000)")
+    text = again.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == ["tcp://127.0.0.2:26601", ADDRESS]
+
+
+def test_the_addresses_that_listen_are_found():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = listening(f"tcp://127.0.0.1:{port - 3}")
+        assert f"tcp://127.0.0.1:{port}" in found
+    assert f"tcp://127.0.0.1:{port}" not in listening(f"tcp://127.0.0.1:{port - 3}")

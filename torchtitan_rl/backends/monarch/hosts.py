@@ -13,8 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -44,7 +45,11 @@ _CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for wh
 
 
 class Ending(Protocol):
-    """Processes that can be ended in any case."""
+    """Processes that can be ended in any case. ``are_lost``: their host is, so nothing can be said
+    to them."""
+
+    @property
+    def are_lost(self) -> bool: ...
 
     async def end(self, timeout_s: float) -> list[int]:
         """See `Processes.end`."""
@@ -62,6 +67,7 @@ class Host:
     agent: Any = None
     python: str = ""  # the interpreter there; empty: as here
     policy_dir: Path | None = None  # there; None: as here
+    lost: Event = field(default_factory=Event)  # set once, when it is given up
 
     def command(self, environment: Mapping[str, str]) -> Any:
         """How a process is started there, as Monarch's ``BootstrapCommand``."""
@@ -75,7 +81,7 @@ class Host:
         if self.agent is None:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
-        return _FarProcesses(agent=self.agent, host=self.name, pids=pids)
+        return _FarProcesses(host=self, pids=pids)
 
 
 class Hosts:
@@ -188,17 +194,20 @@ def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str
 class _FarProcesses:
     """Processes that an agent holds."""
 
-    agent: Any
-    host: str
+    host: Host
     pids: tuple[int, ...]
 
+    @property
+    def are_lost(self) -> bool:
+        return self.host.lost.is_set()
+
     async def end(self, timeout_s: float) -> list[int]:
-        answer = self.agent.end.call_one(self.pids, timeout_s)
+        answer = self.host.agent.end.call_one(self.pids, timeout_s)
         try:
             return list(await asyncio.wait_for(answer, 2 * timeout_s + _AGENT_TIMEOUT_S))
         except (TimeoutError, ActorError, SupervisionError) as error:
-            cause = error or "no answer"
-            logger.warning("%s: whether its processes have ended is unknown: %s", self.host, cause)
+            name, cause = self.host.name, error or "no answer"
+            logger.warning("%s: whether its processes have ended is unknown: %s", name, cause)
             return []
 
 
