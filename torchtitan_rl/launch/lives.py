@@ -4,9 +4,9 @@ A life ends when its run has ended, when the controller was silent for too long 
 when the process ends by itself, or when the worker is told to stop. Then every process that it
 started is killed, whoever their parents are by now, and a new life begins.
 
-A controller cannot attach an address again that it lost. So the life after one that did not end with
-its run has the next of the worker's addresses: same host, next port; see `life_addresses`. Which one
-that is outlives the worker, in a file: the one that is started in its place begins there.
+A controller cannot attach an address again that it lost. So the life after one that did not end
+with its run has the next of the worker's addresses: same host, next port; see `life_addresses`.
+Which one that is outlives the worker, in a file: the one that is started in its place begins there.
 
 Invariant: two lives never overlap, and nothing of a life outlives it.
 """
@@ -64,10 +64,12 @@ def listening(address: str) -> list[str]:
     """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
     addresses = life_addresses(address)
     with ThreadPoolExecutor(len(addresses), thread_name_prefix="worker") as pool:
-        return [one for one, is_there in zip(addresses, pool.map(_accepts, addresses)) if is_there]
+        accepted = pool.map(accepts, addresses)
+        return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
 
 
-def _accepts(address: str) -> bool:
+def accepts(address: str) -> bool:
+    """Whether something listens there. Blocks."""
     parsed = Address.parse(address)
     try:
         socket.create_connection((parsed.host, parsed.port), timeout=_TRY_S).close()

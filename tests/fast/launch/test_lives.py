@@ -60,7 +60,7 @@ class Worker:
                     LIFE.format(life),
                     address,
                     str(log.with_suffix(".memory")),
-                ],  # fmt: skip
+                ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=output,
                 stderr=output,

@@ -6,8 +6,12 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+from contextlib import suppress
+
+from torchtitan_rl.launch.lives import accepts
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_POLL_S = 0.1
 
 
 def main() -> int:
@@ -15,13 +19,16 @@ def main() -> int:
     from monarch.actor import start_worker_loop_forever
 
     (address,) = sys.argv[1:]
+    lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
     try:
-        lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
-    except RuntimeError as error:
+        while not accepts(address):
+            with suppress(TimeoutError):
+                lifetime.get(timeout=_POLL_S)
+        print(f"worker: listening on {address}", flush=True)
+        lifetime.get()
+    except (RuntimeError, ValueError) as error:  # of the system, as text
         print(f"worker: {address}: {error}", file=sys.stderr, flush=True)
         return 1
-    print(f"worker: listening on {address}", flush=True)
-    lifetime.get()
     return 0
 
 
