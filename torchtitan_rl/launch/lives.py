@@ -68,6 +68,16 @@ def listening(address: str) -> list[str]:
         return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
 
 
+def find_lives(workers: Sequence[str]) -> dict[str, str]:
+    """Where each of these workers, by its own address, is to be attached: its own address, or the
+    first of those that follow it where that alone listens. Blocks."""
+    if not workers:
+        return {}
+    with ThreadPoolExecutor(min(16, len(workers)), thread_name_prefix="workers") as pool:
+        found = pool.map(listening, workers)
+        return {worker: [*there, worker][0] for worker, there in zip(workers, found, strict=True)}
+
+
 def accepts(address: str) -> bool:
     """Whether something listens there. Blocks."""
     parsed = Address.parse(address)

@@ -41,8 +41,8 @@ class ReplicaRestarts:
     """Restarts what is lost while its ``async with`` is open.
 
     Args:
-        start: makes the processes of the replica that the plan calls by the first name; the second
-            one is the name it gets. It waits for the replica's host where that is gone.
+        start: makes the processes of the replica that takes the place of the first name's, under
+            the second name. It waits for the replica's host where that is gone.
         max_restarts: of one replica, in a row.
         say: gets a line for a person.
     """
@@ -115,7 +115,7 @@ class ReplicaRestarts:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                return await self._start(first, name)
+                return await self._start(lost.name, name)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:

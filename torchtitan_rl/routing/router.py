@@ -267,10 +267,11 @@ class GeneratorRouter:
         await self._slots.wait_until(lambda: not self._slots.is_paused, key="join")
         self._weights.join(replica, is_reserved=is_reserved)
 
-    def give_up(self, names: Collection[str], error: ReplicaError) -> None:
-        """These replicas are lost, whatever they answer: their requests continue elsewhere."""
+    def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
+        """The replicas whose names ``is_lost`` says so of are lost, whatever they answer: their
+        requests continue elsewhere."""
         for slot in self._slots.live():
-            if slot.name in names:
+            if is_lost(slot.name):
                 self._slots.mark_dead(slot, error)
 
     @contextmanager

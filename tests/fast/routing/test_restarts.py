@@ -26,7 +26,7 @@ class Machine:
         self.can_start.set()
         self.num_broken = 0
 
-    async def start(self, first: str, name: str) -> GatedReplica:
+    async def start(self, lost: str, name: str) -> GatedReplica:
         await self.can_start.wait()
         if self.num_broken:
             self.num_broken -= 1
@@ -36,7 +36,7 @@ class Machine:
 
     def kill(self, name: str) -> None:
         self.replicas[name].is_dead = True
-        self.router.give_up([name], ReplicaError(f"{name} was killed"))
+        self.router.give_up(lambda one: one == name, ReplicaError(f"{name} was killed"))
 
     @asynccontextmanager
     async def restarting(self, max_restarts: int = 2, **options):

@@ -6,6 +6,7 @@ worker that the controller was heard, and hands out what the processes have writ
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import sys
 import time
@@ -22,7 +23,7 @@ from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lives import note_beat, note_run_end
+from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, note_beat, note_run_end
 from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
 
 
@@ -36,6 +37,7 @@ class HostAnswer:
     policy_dir: Path = Path()
     policy: str = ""  # `policy_fingerprint`
     policy_error: str = ""
+    worker: str = ""  # the address that the worker there was given
 
 
 class HostAgent(Actor):
@@ -115,4 +117,5 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
         policy_dir=policy_dir,
         policy=policy,
         policy_error=error,
+        worker=os.environ.get(ADDRESS_VARIABLE, ""),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,15 +19,40 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.transport import Transport, choose_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
+    """``replicas`` grows as lost ones are started again."""
+
     trainer: MonarchTrainer
-    replicas: tuple[MonarchReplica, ...]
+    replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
+    prepared: PreparedRun
+    hosts: Hosts
+    trace_dir: Path | None
+
+    async def restart(self, first: str, name: str) -> MonarchReplica:
+        """Start the replica that the plan calls ``first``, as ``name``. The processes of the one
+        whose place it takes have ended.
+
+        Raises:
+            ReplicaError, DeadlineError: it did not start.
+        """
+        (group,) = (group for group in self.prepared.plan.replicas if group.name == first)
+        group = replace(group, name=name)
+        spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
+        replica = await spawn_replica(group, spec, self.hosts)
+        self.replicas.append(replica)  # is closed at the end in any case
+        try:
+            await replica.peer.start()
+        except TorchtitanRLError:
+            await replica.close()
+            raise
+        return replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +95,14 @@ async def run_processes(
         )
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
         await all_of(start, *([] if endpoint is None else [endpoint.start()]))
-        yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
+        yield RunProcesses(
+            trainer=trainer,
+            replicas=replicas,
+            endpoint=endpoint,
+            prepared=prepared,
+            hosts=hosts,
+            trace_dir=trace_dir,
+        )
     finally:
         closes = [trainer.close(), *(replica.close() for replica in replicas)]
         if endpoint is not None:

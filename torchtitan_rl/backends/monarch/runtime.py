@@ -257,6 +257,8 @@ async def stop_processes(mesh: ProcessMesh) -> None:
         complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
     except (SupervisionError, RuntimeError) as error:
         complaint = first_line(error)
+    if mesh.processes.are_lost:
+        return  # by now
     if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
         complaint = f"processes {killed} were killed, for they did not end by themselves"
     if complaint:
