@@ -61,7 +61,7 @@ class HostAgent(Actor):
         note_run_end()
 
     @concurrent_endpoint
-    async def sizes(
+    async def files_there(
         self, folder: Path, patterns: Sequence[str], sign: str
     ) -> dict[str, int] | None:
         """Of the files in ``folder``; None where the folder is the controller's, which has put the

@@ -188,7 +188,7 @@ class _Files:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sign.touch()
         try:
-            sizes = host.agent.sizes.call_one(self._folder, self._patterns, self._sign.name)
+            sizes = host.agent.files_there.call_one(self._folder, self._patterns, self._sign.name)
             found = await asyncio.wait_for(_answer(sizes), _FILES_TIMEOUT_S)
         except _UNREACHABLE as error:
             logger.warning("%s: %s", host.name, error)

@@ -203,7 +203,8 @@ def attach(
     agents: dict[str, Any] = {}
     try:
         _wait_for_all({text: mesh.initialized for text, mesh in meshes.items()}, deadline_s)
-        agents |= {text: _spawn_agent(mesh, text) for text, mesh in meshes.items()}
+        for text, mesh in meshes.items():
+            agents[text] = _spawn_agent(mesh, text)
         asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
         answers = _wait_for_all(asked, deadline_s)
         if errors := [e for text in far for e in answer_errors(text, here, answers[text])]:
