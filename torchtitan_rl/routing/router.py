@@ -287,7 +287,7 @@ class GeneratorRouter:
 
     def on_dead(self, call: Callable[[Replica, str], None]) -> None:
         """From now on call this with each replica that is lost, once, and the cause."""
-        self._slots.on_dead = lambda slot: call(slot.replica, f"{slot.failure}")
+        self._slots.on_dead = lambda slot: call(slot.replica, " ".join(f"{slot.failure}".split()))
 
     async def close(self) -> None:
         """Close every replica; requests that still wait here fail."""
