@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     _require_free(own)
     set_monarch_environment(options.keys, own, field="--keys")
     lives = WorkerLives(
-        lambda address: [sys.executable, "-m", _LIFE, address],
+        life_command,
         options.address,
         memory=_memory(own),
         say=lambda line: print(f"worker: {line}", flush=True),
@@ -71,6 +71,11 @@ def main(words: Sequence[str]) -> int:
         print(f"worker: stopped by {signal.Signals(received[0]).name}", flush=True)
         return 128 + received[0]
     return code
+
+
+def life_command(address: str) -> list[str]:
+    """The process of one life, which listens at this address."""
+    return [sys.executable, "-m", _LIFE, address]
 
 
 def _memory(own: Address) -> Path:
