@@ -84,6 +84,7 @@ class Losses:
         processes, router = self._run
         message = f"{host_name(host)} is lost: {cause}"
         names = {group.name for group in self._plan.replicas if group.host == host}
+        processes.lose_host(host)
         router.give_up(lambda name: first_name(name) in names, ReplicaError(message))
         trainer = self._plan.trainer
         if trainer is not None and host in {part.host for part in trainer.on_each_host()}:

@@ -42,7 +42,7 @@ _STOP_TIMEOUT_S = 15.0  # of what Monarch does to end a mesh
 _EXIT_TIMEOUT_S = 5.0  # until its processes have exited
 _ASK_TIMEOUT_S = 60.0
 
-ACTOR_NAMES = ("generator", "trainer", "endpoint")  # as our meshes are named
+ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # as our meshes are named
 
 
 class ProcessLostError(ReplicaError):
