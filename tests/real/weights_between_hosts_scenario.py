@@ -36,6 +36,7 @@ from torchtitan_rl.backends.monarch.weight_host import WeightHost
 from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
@@ -116,7 +117,12 @@ async def train(
     """Three versions of two FSDP ranks."""
     spec = TrainerSpec(
         checkpoint=tiny_model(root / "policy"),
-        trainer=dataclasses.replace(CONFIG, data_parallel_shard=2, step_timeout_s=120.0),
+        trainer=dataclasses.replace(
+            CONFIG,
+            data_parallel_shard=2,
+            step_timeout_s=120.0,
+            optimizer=OptimizerConfig(learning_rate=1e-6),
+        ),
         dtype="float32",
         seed=0,
         num_steps=MAX_STEPS,
