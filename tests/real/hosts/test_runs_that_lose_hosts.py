@@ -26,7 +26,7 @@ PORT = 26600
 
 
 class Cluster:
-    """Three hosts, with workers on the last two. The run's folder is shared, ``/dev/shm`` is not."""
+    """Three hosts, workers on the last two. The run folder is shared, ``/dev/shm`` is not."""
 
     def __init__(self, root: Path, hosts: tuple[Host, ...]) -> None:
         self.root, self.hosts = root, hosts
