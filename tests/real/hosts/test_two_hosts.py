@@ -52,7 +52,9 @@ def is_listening(worker: Run, address: str) -> bool:
 
 
 def is_alone(worker: Run) -> bool:
-    return [process.pid for process in worker.processes()] == [worker.process.pid]
+    """Nothing of a run is left, only the worker and the process of its next life."""
+    words = [" ".join(process.cmdline()) for process in worker.processes()]
+    return not any("bootstrap_main" in one for one in words)
 
 
 def train_on(addresses: list[str], root: Path, name: str, *more: str) -> Path:
