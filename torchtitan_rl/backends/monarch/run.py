@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
@@ -32,12 +33,43 @@ from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
-    """``weights`` brings the trainer's weights to the hosts of the replicas."""
+    """``replicas`` grows as lost ones are started again; ``weights`` brings the trainer's weights
+    to their hosts."""
 
     trainer: MonarchTrainer
-    replicas: tuple[MonarchReplica, ...]
-    weights: WeightDistribution
+    replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
+    prepared: PreparedRun
+    hosts: Hosts
+    weights: WeightDistribution
+    weight_hosts: dict[int, WeightHost]
+    trace_dir: Path | None
+
+    async def restart(self, first: str, name: str) -> MonarchReplica:
+        """Start the replica that the plan calls ``first``, as ``name``. The processes of the one
+        whose place it takes have ended.
+
+        Raises:
+            ReplicaError, DeadlineError: it did not start.
+        """
+        (group,) = (group for group in self.prepared.plan.replicas if group.name == first)
+        group = replace(group, name=name)
+        spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
+        replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
+        self.replicas.append(replica)  # is closed at the end in any case
+        try:
+            await replica.peer.start()
+        except TorchtitanRLError:
+            await replica.close()
+            raise
+        return replica
+
+    def lose_host(self, host: int) -> None:
+        """Forget the weights there: another process fetches them when the host is back."""
+        if host in self.weight_hosts:
+            fetcher = _weight_host(self.prepared, self.hosts, host, self.trace_dir)
+            self.weight_hosts[host] = fetcher
+            self.weights.replace(host, fetcher)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +111,14 @@ async def run_processes(
         starts = [start, *(host.start() for host in weight_hosts.values())]
         await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
         yield RunProcesses(
-            trainer=trainer, replicas=tuple(replicas), weights=weights, endpoint=endpoint
+            trainer=trainer,
+            replicas=replicas,
+            endpoint=endpoint,
+            prepared=prepared,
+            hosts=hosts,
+            weights=weights,
+            weight_hosts=weight_hosts,
+            trace_dir=trace_dir,
         )
     finally:
         closes = [trainer.close(), *(replica.close() for replica in replicas)]
@@ -145,20 +184,25 @@ def _weight_hosts(
         config.weight_sync.transport, trainer_hosts=trainer_hosts, replica_hosts=replica_hosts
     )
     fetching = hosts_that_fetch(transport, trainer_hosts=trainer_hosts, replica_hosts=replica_hosts)
-    return transport, {
-        host: weight_host(
-            ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host),
-            WeightHostSpec(
-                name=f"host {host}",
-                run_dir=config.run_dir.absolute(),
-                log_dir=config.log_dir.absolute(),
-                weight_sync=config.weight_sync,
-                trace_dir=trace_dir,
-            ),
-            hosts,
-        )
-        for host in fetching
-    }
+    fetchers = {host: _weight_host(prepared, hosts, host, trace_dir) for host in fetching}
+    return transport, fetchers
+
+
+def _weight_host(
+    prepared: PreparedRun, hosts: Hosts, host: int, trace_dir: Path | None
+) -> WeightHost:
+    config = prepared.config
+    return weight_host(
+        ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host),
+        WeightHostSpec(
+            name=f"host {host}",
+            run_dir=config.run_dir.absolute(),
+            log_dir=config.log_dir.absolute(),
+            weight_sync=config.weight_sync,
+            trace_dir=trace_dir,
+        ),
+        hosts,
+    )
 
 
 async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightHost]) -> None:

@@ -14,7 +14,7 @@ from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.launch.process_groups import listen_privately
-from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import TensorPart, whole_parts
@@ -28,7 +28,7 @@ class TrainerRank:
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
         listen_privately()
-        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}")
+        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(
                 spec.checkpoint,

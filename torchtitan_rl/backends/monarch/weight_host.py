@@ -63,11 +63,11 @@ class WeightHostActor(Actor):
 
     def _build(self) -> None:
         from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
-        from torchtitan_rl.observability.trace import Tracer
+        from torchtitan_rl.observability.trace import Tracer, host_label
         from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
         spec = self._spec
-        self._tracer = Tracer(spec.trace_dir, f"weights of {spec.name} rank 0")
+        self._tracer = Tracer(spec.trace_dir, f"weights of {spec.name} rank 0", host=host_label())
         self._receiver = WeightReceiver(
             SharedMemoryPublisher(spec.run_dir.name, spec.run_dir),
             RdmaReader(timeout_s=spec.weight_sync.timeout_s),

@@ -95,6 +95,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "request_timeout_s": _SECONDS,
         "stall_timeout_s": _SECONDS,
         "start_timeout_s": _SECONDS,
+        "max_restarts": _count(0),
         "threads": _THREADS,
     },
     c.ScheduleConfig: {
