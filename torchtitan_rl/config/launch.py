@@ -17,6 +17,9 @@ class LaunchConfig:
     """With ``--dry-run``: plan for hosts that are not there, ``4x8`` is 4 hosts of 8 devices."""
     address: str = ""
     """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone."""
+    interface: str = ""
+    """With torchrun: what this host listens on, the name of a network interface (``eth1``) or an
+    address or name of the host. Default: the interface that leads to the other hosts."""
     keys: Path | None = None
     """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False

@@ -18,9 +18,10 @@ def free_port(host: str = "127.0.0.1") -> int:
     Raises:
         OSError: there is none.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     candidates = list(range(_LOWEST, first_ephemeral_port()))
     for port in random.SystemRandom().sample(candidates, len(candidates)):
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             try:
                 probe.bind((host, port))
             except OSError:

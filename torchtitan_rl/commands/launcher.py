@@ -1,0 +1,295 @@
+"""One of the launchers of a run on several nodes, which torchrun starts.
+
+The launchers meet in torchrun's store (`launch/meeting.py`). Each starts a worker, and that of rank
+0 also the controller, which attaches to all workers in the order of their ranks. Every launcher
+exits with the controller's exit code.
+
+| what happens | what follows |
+|---|---|
+| SIGINT or SIGTERM at a node | the controller gets it: it stops after its step, with a checkpoint |
+| the controller ends | all workers are ended; all launchers exit with its code |
+| a worker ends | its launcher says so; the controller decides whether the run goes on |
+| torchrun starts the launchers again | the new controller resumes the run, on new workers |
+| the launcher or agent of rank 0 dies | the others notice it within ``_PULSE_S``, and exit with 1 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from torch.distributed import DistError, TCPStore
+
+from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.commands.child_process import ChildProcess
+from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.interfaces import listening_host
+from torchtitan_rl.launch.meeting import Joining, Pulse, Round
+from torchtitan_rl.launch.node import Node, resume_options
+
+_T = TypeVar("_T")
+_POLL_S = 0.3
+_STORE_S = 30.0  # for one call of torchrun's store
+_JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
+_PULSE_S = 20.0
+_LEAVE_S = 10.0  # for the other launchers to read how the run ended
+_END_S = 30.0  # for a process to end once it was told to
+
+
+class LauncherError(TorchtitanRLError):
+    """The launchers of a run cannot work together."""
+
+
+def launch(node: Node, words: list[str]) -> int:
+    """Run the launcher of this node to the end of the run, and return its exit code. ``words`` are
+    CONFIG and its options.
+
+    Raises:
+        TorchtitanRLError: it failed on this node before the controller ran.
+    """
+    return asyncio.run(_launch(node, words))
+
+
+async def _launch(node: Node, words: list[str]) -> int:
+    signals = StopSignals()
+    signals.install()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+    try:
+        store = await asyncio.to_thread(_connect, node)
+        joining = Joining(store, node.rank, node.num_nodes)
+        together = await _poll(joining.look, lambda: _describe("launcher", joining.missing()))
+        launcher = _Launcher(node, words, together, signals)
+        return await (launcher.follow() if node.rank else launcher.lead())
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+        return signals.exit_code
+    except DistError as error:
+        raise LauncherError(
+            f"node {node.rank}: torchrun's store at {node.store_host}:{node.store_port} does not "
+            f"answer: {str(error).splitlines()[0]}"
+        ) from error
+
+
+class _Launcher:
+    """The launcher of one node, from the moment that all have met."""
+
+    def __init__(self, node: Node, words: list[str], together: Round, signals: StopSignals) -> None:
+        self._node = node
+        self._words = words
+        self._round = together
+        self._signals = signals
+
+    async def lead(self) -> int:
+        """As rank 0: run the controller."""
+        code = 1
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._wait_until_all_left)
+            await stack.enter_async_context(self._beating())
+            try:
+                launch = await self._start_worker(stack)
+                addresses = await _poll(self._addresses, self._describe_silent_workers)
+                code = await self._control(launch, addresses)
+            except ConfigError:
+                code = 2
+                raise
+            except asyncio.CancelledError:
+                code = self._signals.exit_code if self._signals.received else code
+                raise
+            finally:
+                await self._say("end", code)
+        return code
+
+    async def follow(self) -> int:
+        """As any other rank: have a worker until rank 0 says that the run has ended."""
+        stop_asked = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            try:
+                await self._start_worker(stack)
+            except TorchtitanRLError as error:  # rank 0 reports it
+                kind = "refused" if isinstance(error, ConfigError) else "failed"
+                await self._say(f"{kind}/{self._node.rank}", error)
+            self._signals.stop_cleanly = stop_asked.set
+            pulse = Pulse(_PULSE_S)
+            while (end := await self._hear("end")) is None:
+                if stop_asked.is_set():
+                    await self._say("stop", self._signals.received[0])
+                if pulse.has_stopped(await self._hear("beat")):
+                    raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
+                await asyncio.sleep(_POLL_S)
+        await self._say(f"left/{self._node.rank}", "")
+        return int(end)
+
+    async def _start_worker(self, stack: AsyncExitStack) -> LaunchConfig:
+        """Start it, and tell the other nodes its address once it listens."""
+        launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
+        address = _free_address(launch, await self._host(launch))
+        command = ["worker", "--address", str(address)]
+        command += [] if launch.keys is None else ["--keys", str(launch.keys)]
+        command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
+        worker = await stack.enter_async_context(
+            ChildProcess.started(_cli(*command), end_within_s=_END_S, ready_at=str(address))
+        )
+        if not await asyncio.wait_for(worker.wait_until_ready(), _JOIN_S):
+            raise LauncherError(f"the worker ended with code {await worker.wait()} at its start")
+        watch = asyncio.create_task(self._watch(worker))
+        stack.callback(watch.cancel)
+        await self._say(f"address/{self._node.rank}", address)
+        return launch
+
+    async def _host(self, launch: LaunchConfig) -> str:
+        """What this node listens on. The name that leads the others to rank 0 may mean loopback on
+        its own node, so that looks for the way to rank 1."""
+        towards = self._node.store_host
+        if self._node.rank == 0 and not launch.interface:
+            towards = await _poll(lambda: self._round.hear("host/1"), lambda: "the host of node 1")
+        host = await asyncio.to_thread(listening_host, launch.interface, towards)
+        await self._say(f"host/{self._node.rank}", host)
+        return host
+
+    def _addresses(self) -> list[str] | None:
+        """Of all workers, once all listen."""
+        for kind, error in (("refused", ConfigError), ("failed", LauncherError)):
+            said = enumerate(self._round.hear_of_nodes(kind))
+            if errors := [f"node {rank}: {text}" for rank, text in said if text is not None]:
+                raise error("\n".join(errors))
+        found = self._round.hear_of_nodes("address")
+        addresses = [address for address in found if address is not None]
+        return addresses if len(addresses) == len(found) else None
+
+    def _describe_silent_workers(self) -> str:
+        found = self._round.hear_of_nodes("address")
+        return _describe("worker", [rank for rank, address in enumerate(found) if address is None])
+
+    async def _control(self, launch: LaunchConfig, addresses: list[str]) -> int:
+        """Run the controller to its end; returns its exit code."""
+        is_again = await asyncio.to_thread(self._round.is_repeated) or self._node.restarts > 0
+        own = _free_address(launch, Address.parse(addresses[0]).host)
+        command = [
+            *("train", *self._words, "--launch.attach", *addresses),
+            *("--launch.address", str(own)),
+            *resume_options(self._words, is_again=is_again),
+        ]
+        async with ChildProcess.started(_cli(*command), end_within_s=_END_S) as controller:
+            self._signals.stop_cleanly = lambda: controller.send(self._signals.received[0])
+            ended = asyncio.create_task(controller.wait())
+            is_told = False
+            while not ended.done():
+                stop = await self._hear("stop")
+                if stop is not None and not is_told:
+                    is_told = True
+                    controller.send(int(stop))
+                await asyncio.wait([ended], timeout=_POLL_S)
+            return ended.result()
+
+    async def _watch(self, worker: ChildProcess) -> None:
+        code = await worker.wait()
+        print(f"node {self._node.rank}: its worker ended with code {code}", file=sys.stderr)
+
+    @asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                await asyncio.to_thread(self._round.beat)
+                await asyncio.sleep(1.0)
+
+        task = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _wait_until_all_left(self) -> None:
+        """The store may end with this node's agent."""
+        with contextlib.suppress(DeadlineError):
+            await _poll(self._all_left, lambda: "the other launchers", within_s=_LEAVE_S)
+
+    def _all_left(self) -> bool | None:
+        return None not in self._round.hear_of_nodes("left")[1:] or None
+
+    async def _say(self, name: str, value: object) -> None:
+        await asyncio.to_thread(self._round.say, name, value)
+
+    async def _hear(self, name: str) -> str | None:
+        return await asyncio.to_thread(self._round.hear, name)
+
+
+def _launch_config(words: list[str], rank: int) -> LaunchConfig:
+    options = [word for word in words[1:] if word != "--dry-run"]
+    launch = load_config(Path(words[0]), options).launch
+    given = [name for name in ("attach", "address", "hosts") if getattr(launch, name)]
+    if given:
+        raise ConfigError(
+            f"launch.{given[0]} is {getattr(launch, given[0])!r}: the hosts are those that "
+            "torchrun starts; leave it out"
+        )
+    return launch
+
+
+def _free_address(launch: LaunchConfig, host: str) -> Address:
+    """
+    Raises:
+        ConfigError: it can be reached from other machines, and would not be encrypted.
+    """
+    scheme = "tcp" if launch.keys is None else "tls"
+    address = Address(scheme=scheme, host=host, port=free_port(host))
+    if scheme == "tcp" and not (address.is_loopback or launch.allow_plain_tcp):
+        raise ConfigError(
+            f"launch.keys is not set, and {host} can be reached from other machines: make keys "
+            "with `torchtitan-rl keys` and give their folder by --launch.keys, or, where no one "
+            "else is in the network, give --launch.allow-plain-tcp"
+        )
+    return address
+
+
+def _cli(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torchtitan_rl.commands.cli", *words]
+
+
+def _connect(node: Node) -> TCPStore:
+    listening = None
+    if node.provides_store:  # on this address alone
+        listening = socket.create_server((node.store_host, node.store_port)).detach()
+    return TCPStore(
+        node.store_host,
+        node.store_port,
+        is_master=node.provides_store,
+        timeout=timedelta(seconds=_STORE_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+async def _poll(
+    look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = _JOIN_S
+) -> _T:
+    """What ``look`` finds, which runs in a thread.
+
+    Raises:
+        DeadlineError: nothing in ``within_s``; it says ``what`` was waited for.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while (found := await asyncio.to_thread(look)) is None:
+        if loop.time() > deadline:
+            raise DeadlineError(f"waited {within_s:.0f} s for {await asyncio.to_thread(what)}")
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def _describe(what: str, ranks: list[int]) -> str:
+    return f"the {what} of node {', '.join(map(str, ranks))}"

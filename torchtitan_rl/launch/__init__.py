@@ -1,0 +1,1 @@
+"""Starting a run on several hosts: addresses, keys, torchrun, scripts for schedulers."""
