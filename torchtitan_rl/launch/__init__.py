@@ -1,1 +1,1 @@
-"""Starting a run on several hosts: addresses, keys, torchrun, scripts for schedulers."""
+"""Machines of a run: their addresses, and the keys that protect what they send to each other."""

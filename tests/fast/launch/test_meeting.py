@@ -83,8 +83,8 @@ def test_a_launcher_waits_for_those_of_its_own_round() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60),
 )
 def test_whoever_starts_again_while_they_meet_all_end_in_one_round(before, events) -> None:
-    """``before``: looks of the launchers of an earlier round. An event is a look of one rank, or the
-    restart of one that has not met the others; with rank 0 all start again."""
+    """``before``: looks of the launchers of an earlier round. An event is a look of one rank, or
+    the restart of one that has not met the others; with rank 0 all start again."""
     store, num_nodes = DictStore(), 4
     earlier = launchers_of(store, num_nodes)
     for rank in before:
