@@ -21,13 +21,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
@@ -53,17 +53,21 @@ class LauncherError(TorchtitanRLError):
     """The launchers of a run cannot work together."""
 
 
-def launch(node: Node, words: list[str]) -> int:
+def launch(
+    node: Node,
+    words: list[str],
+    program: Sequence[str] = (sys.executable, "-m", "torchtitan_rl.commands.cli"),
+) -> int:
     """Run the launcher of this node to the end of the run, and return its exit code. ``words`` are
-    CONFIG and its options.
+    CONFIG and its options, ``program`` has the commands ``worker`` and ``train``.
 
     Raises:
         TorchtitanRLError: it failed on this node before the controller ran.
     """
-    return asyncio.run(_launch(node, words))
+    return asyncio.run(_launch(node, words, program))
 
 
-async def _launch(node: Node, words: list[str]) -> int:
+async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
     signals = StopSignals()
     signals.install()
     loop = asyncio.get_running_loop()
@@ -72,7 +76,7 @@ async def _launch(node: Node, words: list[str]) -> int:
         store = await asyncio.to_thread(_connect, node)
         joining = Joining(store, node.rank, node.num_nodes)
         together = await _poll(joining.look, lambda: _describe("launcher", joining.missing()))
-        launcher = _Launcher(node, words, together, signals)
+        launcher = _Launcher(node, words, program, together, signals)
         return await (launcher.follow() if node.rank else launcher.lead())
     except asyncio.CancelledError:
         if not signals.received:
@@ -88,9 +92,17 @@ async def _launch(node: Node, words: list[str]) -> int:
 class _Launcher:
     """The launcher of one node, from the moment that all have met."""
 
-    def __init__(self, node: Node, words: list[str], together: Round, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        node: Node,
+        words: list[str],
+        program: Sequence[str],
+        together: Round,
+        signals: StopSignals,
+    ) -> None:
         self._node = node
         self._words = words
+        self._program = program
         self._round = together
         self._signals = signals
 
@@ -138,11 +150,11 @@ class _Launcher:
         """Start it, and tell the other nodes its address once it listens."""
         launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
         address = _free_address(launch, await self._host(launch))
-        command = ["worker", "--address", str(address)]
+        command = [*self._program, "worker", "--address", str(address)]
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
         worker = await stack.enter_async_context(
-            ChildProcess.started(_cli(*command), end_within_s=_END_S, ready_at=str(address))
+            ChildProcess.started(command, end_within_s=_END_S, ready_at=str(address))
         )
         if not await asyncio.wait_for(worker.wait_until_ready(), _JOIN_S):
             raise LauncherError(f"the worker ended with code {await worker.wait()} at its start")
@@ -156,20 +168,27 @@ class _Launcher:
         its own node, so that looks for the way to rank 1."""
         towards = self._node.store_host
         if self._node.rank == 0 and not launch.interface:
-            towards = await _poll(lambda: self._round.hear("host/1"), lambda: "the host of node 1")
+            towards = await _poll(self._next_host, lambda: "the host of node 1")
         host = await asyncio.to_thread(listening_host, launch.interface, towards)
         await self._say(f"host/{self._node.rank}", host)
         return host
 
+    def _next_host(self) -> str | None:
+        self._require_no_failure()
+        return self._round.hear("host/1")
+
     def _addresses(self) -> list[str] | None:
         """Of all workers, once all listen."""
+        self._require_no_failure()
+        found = self._round.hear_of_nodes("address")
+        addresses = [address for address in found if address is not None]
+        return addresses if len(addresses) == len(found) else None
+
+    def _require_no_failure(self) -> None:
         for kind, error in (("refused", ConfigError), ("failed", LauncherError)):
             said = enumerate(self._round.hear_of_nodes(kind))
             if errors := [f"node {rank}: {text}" for rank, text in said if text is not None]:
                 raise error("\n".join(errors))
-        found = self._round.hear_of_nodes("address")
-        addresses = [address for address in found if address is not None]
-        return addresses if len(addresses) == len(found) else None
 
     def _describe_silent_workers(self) -> str:
         found = self._round.hear_of_nodes("address")
@@ -180,11 +199,11 @@ class _Launcher:
         is_again = await asyncio.to_thread(self._round.is_repeated) or self._node.restarts > 0
         own = _free_address(launch, Address.parse(addresses[0]).host)
         command = [
-            *("train", *self._words, "--launch.attach", *addresses),
+            *(*self._program, "train", *self._words, "--launch.attach", *addresses),
             *("--launch.address", str(own)),
             *resume_options(self._words, is_again=is_again),
         ]
-        async with ChildProcess.started(_cli(*command), end_within_s=_END_S) as controller:
+        async with ChildProcess.started(command, end_within_s=_END_S) as controller:
             self._signals.stop_cleanly = lambda: controller.send(self._signals.received[0])
             ended = asyncio.create_task(controller.wait())
             is_told = False
@@ -245,19 +264,15 @@ def _free_address(launch: LaunchConfig, host: str) -> Address:
     Raises:
         ConfigError: it can be reached from other machines, and would not be encrypted.
     """
-    scheme = "tcp" if launch.keys is None else "tls"
-    address = Address(scheme=scheme, host=host, port=free_port(host))
-    if scheme == "tcp" and not (address.is_loopback or launch.allow_plain_tcp):
+    port = free_port(host)
+    address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
+    if not (launch.keys or launch.allow_plain_tcp or address.is_loopback):
         raise ConfigError(
             f"launch.keys is not set, and {host} can be reached from other machines: make keys "
             "with `torchtitan-rl keys` and give their folder by --launch.keys, or, where no one "
             "else is in the network, give --launch.allow-plain-tcp"
         )
     return address
-
-
-def _cli(*words: str) -> list[str]:
-    return [sys.executable, "-m", "torchtitan_rl.commands.cli", *words]
 
 
 def _connect(node: Node) -> TCPStore:

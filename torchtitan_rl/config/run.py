@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
@@ -87,6 +88,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property
     def run_dir(self) -> Path:

@@ -24,7 +24,11 @@ def listening_host(interface: str, towards: str) -> str:
         return _source_address(towards)
     found = psutil.net_if_addrs()
     if interface in found:
-        return _address_of(interface, found[interface])
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for one in found[interface]:
+                if one.family == family and "%" not in one.address:  # link-local ones have a scope
+                    return str(one.address)
+        raise ConfigError(f"launch.interface is {interface!r}: that interface has no address")
     try:
         for family, kind, _, _, address in socket.getaddrinfo(
             interface, 0, type=socket.SOCK_STREAM
@@ -37,14 +41,6 @@ def listening_host(interface: str, towards: str) -> str:
             f"({error.strerror}); its interfaces are {', '.join(found)}"
         ) from error
     return interface
-
-
-def _address_of(interface: str, addresses: list[psutil._common.snicaddr]) -> str:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for one in addresses:
-            if one.family == family and "%" not in one.address:  # a link-local one has a scope
-                return str(one.address)
-    raise ConfigError(f"launch.interface is {interface!r}: that interface has no address")
 
 
 def _source_address(towards: str) -> str:

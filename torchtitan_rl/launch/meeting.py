@@ -68,7 +68,9 @@ class Joining:
     def _follow(self) -> Round | None:
         _write(self.store, f"node/{self.rank}", self._nonce)
         text = _read(self.store, "round")
-        proposed = json.loads(text) if text else {"token": "", "nodes": {}}
+        if text is None:
+            return None
+        proposed = json.loads(text)
         if proposed["nodes"].get(str(self.rank)) != self._nonce:
             return None
         token = str(proposed["token"])
