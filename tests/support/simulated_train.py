@@ -27,7 +27,7 @@ NOISE = "nanobind: leaked 3 instances!"
 
 @asynccontextmanager
 async def run_processes(
-    prepared: PreparedRun, *, trace_dir: Path | None
+    prepared: PreparedRun, *, trace_dir: Path | None, hosts: object
 ) -> AsyncIterator[types.SimpleNamespace]:
     os.write(1, f"{NOISE}\n".encode())
     os.write(2, f"{NOISE}\n".encode())

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.garbage import collect_less
+from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.checks.launch import start_errors
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -42,6 +45,7 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckp
 from torchtitan_rl.training.grammars import GrammarReplay
 
 if TYPE_CHECKING:
+    from torchtitan_rl.backends.monarch.hosts import Hosts
     from torchtitan_rl.backends.monarch.run import RunProcesses
 
 
@@ -52,33 +56,39 @@ def main(config_file: str, options: Sequence[str]) -> int:
         ConfigError: the run cannot start as it is configured.
     """
     config = load_config(Path(config_file), [word for word in options if word != "--dry-run"])
-    prepared = prepare_run(config)
-    if "--dry-run" in options:
-        print(prepared.describe())
-        return 0
-    if prepared.is_complete:
-        print("\n".join(prepared.notes))
-        return 0
-    resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
-    resume_command = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
-    with claim_run(prepared):
-        stay_on_cores(prepared.plan.controller_cores)
-        run = _Run.of(prepared, resume_command)
-        return run_command(partial(_run, run), log_dir=config.log_dir)
+    is_dry = "--dry-run" in options
+    if not is_dry and (errors := start_errors(config.launch)):
+        raise ConfigError(errors)
+    with attachment(config) as attached:
+        prepared = prepare_run(config, ask_hosts=attached.ask)
+        if is_dry:
+            print(prepared.describe())
+            return 0
+        if prepared.is_complete:
+            print("\n".join(prepared.notes))
+            return 0
+        resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
+        resume_command = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
+        with claim_run(prepared):
+            stay_on_cores(prepared.plan.controller_cores)
+            run = _Run.of(prepared, resume_command, attached.hosts)
+            return run_command(partial(_run, run), log_dir=config.log_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run that is about to start. ``found`` is where it continues from."""
+    """A run that is about to start. ``found`` is where it continues from; ``hosts`` is None where
+    all is on this machine."""
 
     prepared: PreparedRun
+    hosts: Hosts | None
     resume_command: str
     checkpoints: CheckpointDirectory
     journals: JournalDirectory
     found: NewestCheckpoint
 
     @staticmethod
-    def of(prepared: PreparedRun, resume_command: str) -> _Run:
+    def of(prepared: PreparedRun, resume_command: str, hosts: Hosts | None) -> _Run:
         """
         Raises:
             CheckpointError: it is to be resumed, and none of its checkpoints can be.
@@ -89,6 +99,7 @@ class _Run:
         is_resumed = prepared.config.checkpoint.resume
         return _Run(
             prepared=prepared,
+            hosts=hosts,
             resume_command=resume_command,
             checkpoints=checkpoints,
             journals=journals,
@@ -127,7 +138,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             from torchtitan_rl.backends.monarch.run import run_processes  # seconds
 
             processes = await stack.enter_async_context(
-                run_processes(prepared, trace_dir=recorder.trace_dir)
+                run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
         collect_less()
         ledger = TokenLedger()

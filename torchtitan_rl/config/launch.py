@@ -14,14 +14,28 @@ class LaunchConfig:
     """The hosts, in order: addresses of ``torchtitan-rl worker`` processes, one on each
     (``tls://10.0.0.2:26600``), or ``local`` for this machine."""
     hosts: str = ""
-    """With ``--dry-run``: plan for hosts that are not there, ``4x8`` is 4 hosts of 8 devices."""
+    """With ``--dry-run``: plan for hosts that are not there. ``4x8`` is 4 hosts of 8 CUDA devices,
+    ``4x0`` 4 hosts that compute on their CPU."""
+    generator_hosts: tuple[int, ...] = ()
+    """The hosts of the replicas, by their places in ``attach``, counted from 0. Empty: the first
+    ones that the trainer leaves free."""
+    trainer_hosts: tuple[int, ...] = ()
+    """The hosts of the trainer's ranks, likewise. Empty: as few as possible, from the last one."""
     address: str = ""
-    """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone."""
+    """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone. Empty:
+    a free port of 127.0.0.1, where all workers are on loopback addresses."""
     interface: str = ""
     """With torchrun: what this host listens on, the name of a network interface (``eth1``) or an
-    address or name of the host. Default: the interface that leads to the other hosts."""
+    address or name of the host. Empty: the interface that leads to the other hosts."""
     keys: Path | None = None
     """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False
     """Also use ``tcp://`` between machines: neither encrypted nor authenticated. On loopback
     addresses it is always allowed."""
+    attach_timeout_s: float = 60.0
+    """Deadline for all hosts to answer and say what they have, in seconds."""
+
+
+def has_hosts(launch: LaunchConfig) -> bool:
+    """Whether hosts are named, if only one; else the run is on this machine, which needs none."""
+    return bool(launch.attach or launch.hosts)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts, count, host_name
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig
@@ -19,11 +20,16 @@ KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
-    """Processes that start and step together: one replica's ranks, or the trainer's."""
+    """Processes that start and step together: one replica's ranks, or the trainer's. ``host`` is
+    an index into the plan's hosts; the trainer's may be on several, see `on_each_host`."""
 
     name: str
     ranks: int
     threads: int  # OMP threads of each rank
+    host: int = 0  # of the first rank
+    rank_hosts: tuple[int, ...] = ()  # of each rank, where they are on more than one
+    first_rank: int = 0  # of a part of a group
+    world: int = 0  # ranks of the whole group, in a part of it
     devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
     cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
     seed: int = 0
@@ -37,12 +43,35 @@ class ProcessGroup:
         """``cuda:0,1``, ``cpu cores 2,3`` or ``cpu``."""
         return _describe_place(self.devices, self.cores)
 
+    def on_each_host(self) -> tuple[ProcessGroup, ...]:
+        """The group's parts, one for each host, in the order of their ranks."""
+        if not self.rank_hosts:
+            return (self,)
+        parts = []
+        for host in dict.fromkeys(self.rank_hosts):
+            ranks = [rank for rank, one in enumerate(self.rank_hosts) if one == host]
+            part = slice(ranks[0], ranks[-1] + 1)
+            parts.append(
+                replace(
+                    self,
+                    ranks=len(ranks),
+                    host=host,
+                    rank_hosts=(),
+                    first_rank=ranks[0],
+                    world=self.ranks,
+                    devices=self.devices[part],
+                )
+            )
+        return tuple(parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """All processes but the controller, which is the one that plans. ``serve`` has no trainer."""
+    """All processes but the controller, which is the one that plans. ``serve`` has no trainer.
+    Without ``hosts`` all are on this machine, which is host 0."""
 
     device: Literal["cpu", "cuda"]
+    hosts: tuple[HostFacts, ...] = ()
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup | None = None
     endpoint: ProcessGroup | None = None
@@ -51,6 +80,12 @@ class ProcessPlan:
 
     def summary(self) -> str:
         """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
+        if self.hosts:
+            return "; ".join(
+                f"{host_name(index)}: {', '.join(names)}"
+                for index in range(len(self.hosts))
+                if (names := self._names_on(index))
+            )
         number = len(self.replicas)
         replicas = replace(
             self.replicas[0],
@@ -67,17 +102,34 @@ class ProcessPlan:
         """The plan as lines for a person."""
         place = _describe_place((), self.controller_cores)
         lines = [f"device: {self.device}", f"controller: 1 process on {place}"]
-        for group in (*self.replicas, *self._others()):
-            lines.append(
-                f"{group.name}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
-                f"{group.place}, {group.threads} thread{'s' if group.threads > 1 else ''} each"
-            )
+        if self.hosts:
+            lines += [_describe(group) for group in self._on(CONTROLLER_HOST)]
+            for index, host in enumerate(self.hosts):
+                lines.append(f"{host_name(index)}: {host.describe()}")
+                lines += [f"  {_describe(group)}" for group in self._on(index)] or ["  not used"]
+        else:
+            lines += [_describe(group) for group in (*self.replicas, *self._others())]
         if self.is_shared:
             lines.append("placement: colocated, the trainer computes while the replicas sleep")
         return "\n".join(lines)
 
     def _others(self) -> list[ProcessGroup]:
         return [group for group in (self.trainer, self.endpoint) if group is not None]
+
+    def _names_on(self, host: int) -> list[str]:
+        """``["2 replicas", "trainer"]``."""
+        replicas = sum(group.host == host for group in self.replicas)
+        names = [count(replicas, "replica")] if replicas else []
+        ranks = sum(part.ranks for part in self._on(host) if part.name == "trainer")
+        if self.trainer is not None and ranks:
+            is_whole = ranks == self.trainer.ranks
+            names.append("trainer" if is_whole else count(ranks, "trainer rank"))
+        return names
+
+    def _on(self, host: int) -> list[ProcessGroup]:
+        """What is on one host, groups on several as their parts."""
+        groups = (*self.replicas, *self._others())
+        return [part for group in groups for part in group.on_each_host() if part.host == host]
 
 
 def replica_name(index: int) -> str:
@@ -125,11 +177,11 @@ def plan_processes(
     own, as with devices, and the controller stays off the trainer's.
     """
     free_cores = cores if config.pin_cores and not devices else ()
-    free = _Free(devices=list(devices), cores=list(free_cores))
+    free = Free(devices=list(devices), cores=list(free_cores))
     replicas = free.replicas(config.generator, config.seed)
     is_colocated = config.placement == "colocated"
     if is_colocated:
-        free = _Free(devices=list(devices), cores=list(free_cores))
+        free = Free(devices=list(devices), cores=list(free_cores))
     trainer = free.group(
         "trainer",
         ranks=config.trainer.world_size,
@@ -142,7 +194,7 @@ def plan_processes(
         device="cuda" if devices else "cpu",
         replicas=tuple(replace(group, yields_cores=yields) for group in replicas),
         trainer=replace(trainer, yields_cores=yields, keeps_memory=not devices),
-        endpoint=_endpoint_group(config.endpoint) if config.endpoint.enabled else None,
+        endpoint=endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,
     )
@@ -156,43 +208,49 @@ def plan_serving(
     seed: int,
 ) -> ProcessPlan:
     """Replicas, and an endpoint or none, on the first devices; without CUDA all share the CPU."""
-    free = _Free(devices=list(devices), cores=[])
+    free = Free(devices=list(devices), cores=[])
     return ProcessPlan(
         device="cuda" if devices else "cpu",
         replicas=free.replicas(generator, seed),
-        endpoint=None if endpoint is None else _endpoint_group(endpoint),
+        endpoint=None if endpoint is None else endpoint_group(endpoint),
     )
 
 
-def _endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
-    return ProcessGroup(name="endpoint", ranks=1, threads=endpoint.threads)
+def endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
+    return ProcessGroup(name="endpoint", ranks=1, threads=endpoint.threads, host=CONTROLLER_HOST)
 
 
 @dataclass(slots=True)
-class _Free:
-    """Devices and cores that no group has yet."""
+class Free:
+    """Devices and cores of one host that no group has yet."""
 
     devices: list[str]
     cores: list[int]
 
     def replicas(self, generator: GeneratorConfig, seed: int) -> tuple[ProcessGroup, ...]:
-        return tuple(
-            self.group(
-                replica_name(index),
-                ranks=generator.tensor_parallel,
-                threads=generator.threads,
-                seed=_replica_seed(seed, index),
-            )
-            for index in range(generator.replicas)
+        return tuple(self.replica(generator, seed, index) for index in range(generator.replicas))
+
+    def replica(
+        self, generator: GeneratorConfig, seed: int, index: int, *, host: int = 0
+    ) -> ProcessGroup:
+        return self.group(
+            replica_name(index),
+            ranks=generator.tensor_parallel,
+            threads=generator.threads,
+            seed=_replica_seed(seed, index),
+            host=host,
         )
 
-    def group(self, name: str, *, ranks: int, threads: int, seed: int) -> ProcessGroup:
+    def group(
+        self, name: str, *, ranks: int, threads: int, seed: int, host: int = 0
+    ) -> ProcessGroup:
         return ProcessGroup(
             name=name,
             ranks=ranks,
             threads=threads,
-            devices=_take(self.devices, ranks),
-            cores=_take(self.cores, ranks * threads),
+            host=host,
+            devices=take(self.devices, ranks),
+            cores=take(self.cores, ranks * threads),
             seed=seed,
         )
 
@@ -202,11 +260,20 @@ def _replica_seed(seed: int, index: int) -> int:
     return (seed * 1000 + index) % 2**32
 
 
-def _take(free: list[_T], number: int) -> tuple[_T, ...]:
+def take(free: list[_T], number: int) -> tuple[_T, ...]:
     """The first ``number``, which are free no longer; none where there are none."""
     taken = tuple(free[:number])
     del free[:number]
     return taken
+
+
+def _describe(group: ProcessGroup) -> str:
+    last = group.first_rank + group.ranks - 1
+    part = f" ranks {group.first_rank} to {last}" if group.world else ""
+    return (
+        f"{group.name}{part}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
+        f"{group.place}, {count(group.threads, 'thread')} each"
+    )
 
 
 def _describe_place(devices: tuple[str, ...], cores: tuple[int, ...]) -> str:

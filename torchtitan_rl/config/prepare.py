@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import pprint
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,11 @@ from torchtitan_rl.config.checks.resume import (
     run_identity,
     step_errors,
 )
-from torchtitan_rl.config.checks.run import find_errors
+from torchtitan_rl.config.checks.run import errors_on_hosts, find_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
+from torchtitan_rl.config.host_plan import plan_on_hosts
+from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
+from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
@@ -99,8 +102,18 @@ class PreparedRun:
         return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
 
 
-def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> PreparedRun:
+AskHosts = Callable[[Path], tuple[HostFacts, ...]]
+"""Attaches to the hosts of a run, with the policy's directory here: what the hosts have. Raises
+`ConfigError` where one cannot be used."""
+
+
+def prepare_run(
+    config: RunConfig, machine: MachineFacts | None = None, *, ask_hosts: AskHosts | None = None
+) -> PreparedRun:
     """Find, check and plan. ``machine`` replaces the one that this runs on.
+
+    With ``launch.attach``, ``ask_hosts`` is called once everything else is right; the plan is made
+    for what the hosts answer.
 
     Raises:
         ConfigError: with all errors; the task's problems are read where its fields are right.
@@ -141,9 +154,7 @@ def prepare_run(config: RunConfig, machine: MachineFacts | None = None) -> Prepa
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
-        plan=plan_processes(
-            config, devices=machine.cuda_devices, cores=sorted(os.sched_getaffinity(0))
-        ),
+        plan=_plan(config, policy_dir, policy, machine, ask_hosts),
         keys=keys,
         evaluation_problems=problems,
         notes=tuple(notes),
@@ -170,6 +181,28 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
         except OSError as error:
             raise unwritable(run_dir, error) from error
         yield
+
+
+def _plan(
+    config: RunConfig,
+    policy_dir: Path,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    ask_hosts: AskHosts | None,
+) -> ProcessPlan:
+    launch = config.launch
+    if not has_hosts(launch):
+        cores = sorted(os.sched_getaffinity(0))
+        return plan_processes(config, devices=machine.cuda_devices, cores=cores)
+    if launch.hosts:
+        hosts = made_up_hosts(launch.hosts, launch.attach)
+    elif ask_hosts is not None:
+        hosts = ask_hosts(policy_dir)
+    else:
+        raise ConfigError("launch.attach: only torchtitan-rl train uses other hosts; leave it out")
+    if errors := errors_on_hosts(config, policy, hosts):
+        raise ConfigError(errors)
+    return plan_on_hosts(config, hosts)
 
 
 def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
@@ -131,8 +133,13 @@ class GeneratorProcesses:
 MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
-async def spawn_replica(group: ProcessGroup, spec: GeneratorSpec) -> MonarchReplica:
-    """Start the processes; ``replica.peer.start()`` then builds the engine in them."""
+async def spawn_replica(
+    group: ProcessGroup, spec: GeneratorSpec, hosts: Hosts | None = None
+) -> MonarchReplica:
+    """Start the processes; ``replica.peer.start()`` then builds the engine in them. ``spec.model``
+    is where the controller has it."""
+    hosts = hosts or Hosts()
     environment = engine_environment(group.threads, spec.device)
-    mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
+    mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment, hosts=hosts)
+    spec = replace(spec, model=hosts[group.host].policy_dir or spec.model)
     return ConnectedReplica(GeneratorProcesses(mesh, spec))

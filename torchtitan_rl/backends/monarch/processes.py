@@ -46,6 +46,16 @@ class Processes:
                 pass  # by itself, just now
         return killed
 
+    async def end(self, timeout_s: float) -> list[int]:
+        """Let them exit by themselves for ``timeout_s``, and kill those that do not; returns their
+        numbers."""
+        killed = []
+        if not await self.wait(timeout_s):
+            killed = self.kill()
+            await self.wait(timeout_s)
+        self.close()
+        return killed
+
     def close(self) -> None:
         """Let go of them."""
         for handle in self._handles.values():

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec
@@ -39,9 +40,10 @@ class ServeProcesses:
 
 @asynccontextmanager
 async def run_processes(
-    prepared: PreparedRun, *, trace_dir: Path | None
+    prepared: PreparedRun, *, trace_dir: Path | None, hosts: Hosts | None = None
 ) -> AsyncIterator[RunProcesses]:
-    """Trainer, replicas and endpoint, ready to be called; gone when the context is left.
+    """Trainer, replicas and endpoint, ready to be called; gone when the context is left. ``hosts``
+    are those that the plan was made for.
 
     Raises:
         ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
@@ -51,13 +53,14 @@ async def run_processes(
     plan = prepared.plan
     assert plan.trainer is not None
     supervise()
-    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir))
+    hosts = hosts or Hosts()
+    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir), hosts)
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
     try:
         for group in plan.replicas:
             spec = _generator_spec(prepared, group, trace_dir=trace_dir)
-            replicas.append(await spawn_replica(group, spec))
+            replicas.append(await spawn_replica(group, spec, hosts))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         transport = choose_transport(

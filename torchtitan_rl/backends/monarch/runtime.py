@@ -23,18 +23,14 @@ from monarch.actor import (
     ProcMesh,
     concurrent_endpoint,
     current_rank,
-    default_bootstrap_cmd,
-    this_host,
 )
-from monarch.spmd import setup_torch_elastic_env_async
 
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
+from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts
 from torchtitan_rl.backends.monarch.ports import free_port
-from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
-from torchtitan_rl.weights.transport import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -80,52 +76,124 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
 
 
 class _ProcessActor(Actor):
+    """One rank of a mesh, of which ``first_rank`` are on other hosts."""
+
+    def __init__(self, first_rank: int) -> None:
+        self._local_rank = current_rank().rank
+        self._rank = first_rank + self._local_rank
+
     @concurrent_endpoint
-    async def identity(self) -> tuple[int, str]:
-        return os.getpid(), host_name()
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def free_port(self, ip: str) -> int:
+        return free_port(ip)
+
+    @concurrent_endpoint
+    async def join(self, ip: str, port: int, world_size: int) -> None:
+        """Set torchrun's variables, by which the ranks of all hosts find each other."""
+        os.environ |= {
+            "MASTER_ADDR": ip,
+            "MASTER_PORT": str(port),
+            "RANK": str(self._rank),
+            "LOCAL_RANK": str(self._local_rank),
+            "WORLD_SIZE": str(world_size),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
-    """A mesh whose processes can be ended in any case."""
+    """A mesh whose processes can be ended in any case. All are on one host."""
 
     name: str
     mesh: ProcMesh
-    processes: Processes
-    hosts: tuple[str, ...]  # of each rank
+    processes: Ending
+    hosts: tuple[str, ...]  # of each rank; those with the same one can share memory
+    actors: Any  # a `_ProcessActor` for each
 
 
 async def spawn_processes(
-    group: ProcessGroup, *, log_dir: Path, environment: Mapping[str, str] | None = None
+    group: ProcessGroup,
+    *,
+    log_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
 ) -> ProcessMesh:
-    """Fresh processes on this host with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set.
+    """As `spawn_on_hosts`, for a group that is on one host."""
+    (mesh,) = await spawn_on_hosts(group, log_dir=log_dir, environment=environment, hosts=hosts)
+    return mesh
 
-    What they print goes to ``log_dir``, which exists, a file each. They have the environment of
+
+async def spawn_on_hosts(
+    group: ProcessGroup,
+    *,
+    log_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
+) -> tuple[ProcessMesh, ...]:
+    """Fresh processes with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set: one mesh for each
+    host of the group, in the order of their ranks. Without ``hosts`` all are on this machine.
+
+    What they print goes to ``log_dir`` on their host, a file each. They have the environment of
     their group, and ``environment``, from their first instruction on: a preloaded OpenMP library
     reads its variables before Python starts.
+
+    Raises:
+        ProcessLostError, DeadlineError: some did not start; the others are ended.
     """
-    variables = process_environment(group) | dict(environment or {})
+    hosts = hosts or Hosts()
+    places = [(part, hosts[part.host]) for part in group.on_each_host()]
+    variables = dict(environment or {})
+    spawning = [_spawn(part, host, log_dir, variables) for part, host in places]
+    results = await asyncio.gather(*spawning, return_exceptions=True)
+    meshes = tuple(one for one in results if isinstance(one, ProcessMesh))
+    try:
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        ip = "127.0.0.1" if len(places) == 1 else places[0][1].ip
+        what = f"start of the processes of {group.name}"
+        first = meshes[0].actors.slice(ranks=0)
+        port = await call(first.free_port.call_one(ip), what=what, timeout_s=_ASK_TIMEOUT_S)
+        for mesh in meshes:
+            joined = mesh.actors.join.call(ip, port, group.ranks)
+            await call(joined, what=what, timeout_s=_ASK_TIMEOUT_S)
+    except BaseException:
+        await asyncio.gather(*map(stop_processes, meshes))
+        raise
+    return meshes
+
+
+async def _spawn(
+    group: ProcessGroup, host: Host, log_dir: Path, environment: Mapping[str, str]
+) -> ProcessMesh:
     log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
-    mesh = this_host().spawn_procs(
+    mesh = host.mesh.spawn_procs(
         per_host={"ranks": group.ranks},
-        bootstrap=functools.partial(_prepare_process, log_file, group.cores),
+        bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),
         name=group.name,
-        bootstrap_command=default_bootstrap_cmd().with_env(variables),
+        bootstrap_command=host.command(process_environment(group) | dict(environment)),
     )
-    await setup_torch_elastic_env_async(mesh, "127.0.0.1", free_port())
-    actors: Any = mesh.spawn("process", _ProcessActor)
-    what = f"start of the processes of {group.name}"
-    answers = await call(actors.identity.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
-    pids, hosts = zip(*answers.values(), strict=True)
-    return ProcessMesh(name=group.name, mesh=mesh, processes=Processes(pids), hosts=hosts)
+    actors: Any = mesh.spawn("process", _ProcessActor, group.first_rank)
+    what = f"start of the processes of {group.name} on {host.name}"
+    answers = await call(actors.pid.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
+    return ProcessMesh(
+        name=group.name,
+        mesh=mesh,
+        processes=await host.hold(tuple(answers.values())),
+        hosts=(host.name,) * group.ranks,
+        actors=actors,
+    )
 
 
-def _prepare_process(log_file: str, cores: tuple[int, ...]) -> None:
+def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:
     """Runs first in each process. Its own process group keeps a terminal's Ctrl-C from it: the
     controller decides how to end."""
     stay_on_cores(cores)
     os.setpgid(0, 0)
-    path = log_file.format(rank=current_rank().rank)
+    path = Path(log_file.format(rank=first_rank + current_rank().rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(log, standard)
@@ -177,11 +245,8 @@ async def stop_processes(mesh: ProcessMesh) -> None:
         complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
     except (SupervisionError, RuntimeError) as error:
         complaint = first_line(error)
-    if not await mesh.processes.wait(_EXIT_TIMEOUT_S):
-        killed = mesh.processes.kill()
+    if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
         complaint = f"processes {killed} were killed, for they did not end by themselves"
-        await mesh.processes.wait(_EXIT_TIMEOUT_S)
-    mesh.processes.close()
     if complaint:
         logger.warning("%s did not stop in order: %s", mesh.name, complaint)
 

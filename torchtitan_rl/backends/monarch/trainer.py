@@ -1,4 +1,5 @@
-"""The policy trainer in processes of its own: one actor a rank, called together.
+"""The policy trainer in processes of its own: one actor a rank, called together, on one host or
+several.
 
 Every rank gets the whole batch and takes its share. Calls come one after another from the
 controller, so that collectives line up.
@@ -10,18 +11,21 @@ import asyncio
 import contextvars
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
     call,
-    spawn_processes,
+    spawn_on_hosts,
     stop_processes,
 )
 from torchtitan_rl.backends.specs import TrainerSpec
@@ -45,7 +49,7 @@ class TrainerActor(Actor):
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
-        self._rank = current_rank().rank
+        self._rank = int(os.environ["RANK"])
         self._attachments: dict[str, bytes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
@@ -83,26 +87,35 @@ class TrainerActor(Actor):
 class MonarchTrainer:
     """A `Trainer` whose ranks are Monarch actors."""
 
-    def __init__(self, mesh: ProcessMesh, spec: TrainerSpec) -> None:
-        self._mesh = mesh
-        self._timeout_s = spec.trainer.step_timeout_s
-        self._ranks = mesh.mesh.spawn("trainer", TrainerActor, spec)
-        self._leader = self._ranks.slice(ranks=0)
+    def __init__(self, meshes: Sequence[ProcessMesh], specs: Sequence[TrainerSpec]) -> None:
+        self._meshes = tuple(meshes)
+        self._timeout_s = specs[0].trainer.step_timeout_s
+        self._parts: list[Any] = [
+            mesh.mesh.spawn("trainer", TrainerActor, spec)
+            for mesh, spec in zip(meshes, specs, strict=True)
+        ]
+        self._leader = self._parts[0].slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def spawn(cls, group: ProcessGroup, spec: TrainerSpec) -> MonarchTrainer:
-        """Start the processes; `start` then builds the model in them."""
-        return cls(await spawn_processes(group, log_dir=spec.log_dir), spec)
+    async def spawn(
+        cls, group: ProcessGroup, spec: TrainerSpec, hosts: Hosts | None = None
+    ) -> MonarchTrainer:
+        """Start the processes; `start` then builds the model in them. ``spec.checkpoint`` is where
+        the controller has it."""
+        hosts = hosts or Hosts()
+        meshes = await spawn_on_hosts(group, log_dir=spec.log_dir, hosts=hosts)
+        there = [hosts[part.host].policy_dir for part in group.on_each_host()]
+        return cls(meshes, [replace(spec, checkpoint=one or spec.checkpoint) for one in there])
 
     @property
     def host(self) -> str:
         """Where rank 0 runs, which publishes the weights."""
-        return self._mesh.hosts[0]
+        return self._meshes[0].hosts[0]
 
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
-        await self._call(self._ranks.start.call(transport), "start")
+        await self._on_all("start", transport, what="start")
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         return await self._run("train_step", batch, what="optimizer step")
@@ -121,8 +134,8 @@ class MonarchTrainer:
         await self.finish_checkpoint()
         what = f"checkpoint {path}"
         if attachments:
-            await self._call(self._leader.attach.call(dict(attachments)), what)
-        await self._call(self._ranks.save_checkpoint.call(path, state, version), what)
+            await self._call(self._leader.attach.call_one(dict(attachments)), what)
+        await self._on_all("save_checkpoint", path, state, version, what=what)
         # One wait for all who ask: the ranks tell a failure once.
         self._writing = asyncio.ensure_future(self._write(what))
         self._writing.add_done_callback(_retrieve)
@@ -138,7 +151,7 @@ class MonarchTrainer:
                 self._writing = None
 
     async def _write(self, what: str) -> None:
-        await self._call(self._ranks.finish_checkpoint.call(), f"writing of {what}")
+        await self._on_all("finish_checkpoint", what=f"writing of {what}")
 
     async def load_checkpoint(self, path: Path) -> dict[str, Any]:
         return await self._run("load_checkpoint", path, what=f"loading of {path}")
@@ -161,15 +174,21 @@ class MonarchTrainer:
         except (CheckpointError, TrainerLostError, DeadlineError, TimeoutError) as error:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
-            await call(
-                self._ranks.run.call("close"),
-                what="close of the trainer",
-                timeout_s=_CLOSE_TIMEOUT_S,
-            )
+            closed = self._answers("run", "close")
+            await call(closed, what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S)
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
         finally:
-            await stop_processes(self._mesh)
+            await asyncio.gather(*map(stop_processes, self._meshes))
+
+    async def _answers(self, endpoint: str, *arguments: Any) -> list[Any]:
+        """Of all ranks, in their order; the error of the first that fails."""
+        calls = [getattr(part, endpoint).call(*arguments) for part in self._parts]
+        return [answer for part in await asyncio.gather(*calls) for answer in part.values()]
+
+    async def _on_all(self, endpoint: str, *arguments: Any, what: str) -> list[Any]:
+        answers: list[Any] = await self._call(self._answers(endpoint, *arguments), what)
+        return answers
 
     async def _call(self, answers: Any, what: str) -> Any:
         try:
@@ -179,8 +198,7 @@ class MonarchTrainer:
 
     async def _run(self, method: str, *arguments: Any, what: str = "") -> Any:
         """Rank 0's answer; the others' are the same, or None."""
-        answers = await self._call(self._ranks.run.call(method, *arguments), what or method)
-        return answers.item(ranks=0)
+        return (await self._on_all("run", method, *arguments, what=what or method))[0]
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

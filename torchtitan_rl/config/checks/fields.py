@@ -21,7 +21,14 @@ from torchtitan_rl.rollout.task import Task
 _C = TypeVar("_C")
 
 _ANY_NUMBER = Bounds(least=-1e300, most=1e300, fix="a finite number")
-_MAY_BE_EMPTY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
+_MAY_BE_EMPTY = (
+    "endpoint.tool_call_parser",
+    "endpoint.reasoning_parser",
+    "endpoint.chat_template",
+    "launch.hosts",
+    "launch.address",
+    "launch.interface",
+)
 
 
 def field_errors(

@@ -144,26 +144,53 @@ def memory_errors(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
     a reference policy, and the published versions."""
     if machine.cuda_devices:
         return []
+    others = trainer_bytes(config, policy) + published_bytes(config, policy)
+    return _memory_errors(config.generator, policy, machine, others)
+
+
+def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
+    """Memory of a trainer on the CPU, all ranks together."""
     trainer = config.trainer
     copies = 5 if trainer.loss.kl_coefficient > 0 else 4
-    weights = copies * trainer.data_parallel_replicate + num_published_versions(config)
-    others = weights * policy.num_bytes_as("float32") + trainer.world_size * _OVERHEAD_BYTES
-    return _memory_errors(config.generator, policy, machine, others)
+    weights = copies * trainer.data_parallel_replicate * policy.num_bytes_as("float32")
+    return weights + trainer.world_size * _OVERHEAD_BYTES
+
+
+def published_bytes(config: RunConfig, policy: PolicyFacts) -> int:
+    """Memory of the published versions, on the CPU."""
+    return num_published_versions(config) * policy.num_bytes_as("float32")
+
+
+def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
+    """Memory of one replica on the CPU. Its ranks share its weights, which are there twice: as
+    parameters, and packed."""
+    rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
+    return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
 
 
 def _memory_errors(
     generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, others: int = 0
 ) -> list[str]:
-    # A replica's ranks share its weights, which are there twice: as parameters, and packed.
-    caches = generator.tensor_parallel * generator.kv_cache_bytes
-    rest = 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * _OVERHEAD_BYTES
-    needed = generator.replicas * (caches + rest) + others
-    if needed <= machine.memory_bytes:
+    needed = generator.replicas * replica_bytes(generator, policy) + others
+    return too_little_memory(generator, policy, needed, machine.memory_bytes)
+
+
+def too_little_memory(
+    generator: GeneratorConfig,
+    policy: PolicyFacts,
+    needed: int,
+    memory_bytes: int,
+    *,
+    where: str = "the machine",
+) -> list[str]:
+    """The error, if all processes of a machine need more memory than it has."""
+    if needed <= memory_bytes:
         return []
-    name = "kv_cache_bytes" if caches > rest else "replicas"
+    caches = generator.tensor_parallel * generator.kv_cache_bytes
+    name = "kv_cache_bytes" if 2 * caches > replica_bytes(generator, policy) else "replicas"
     return [
         f"generator.{name} is {getattr(generator, name)}: all processes need about "
-        f"{needed / 2**30:.0f} GiB and the machine has {machine.memory_bytes / 2**30:.0f} GiB; "
+        f"{needed / 2**30:.0f} GiB and {where} has {memory_bytes / 2**30:.0f} GiB; "
         "give fewer generator.replicas or a smaller generator.kv_cache_bytes"
     ]
 

@@ -53,6 +53,7 @@ _MAY_CHANGE = (
     "checkpoint",
     "metrics",
     "endpoint",
+    "launch",
 )
 _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")

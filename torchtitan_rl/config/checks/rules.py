@@ -183,6 +183,11 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "start_timeout_s": Bounds(least=1.0, most=MAX_SECONDS),
         "threads": _THREADS,
     },
+    c.LaunchConfig: {
+        "generator_hosts": _count(0, 1 << 16),
+        "trainer_hosts": _count(0, 1 << 16),
+        "attach_timeout_s": Bounds(least=1.0, most=MAX_SECONDS),
+    },
     c.RunConfig: {
         "seed": Bounds(least=0, most=2**32 - 1),
         "num_steps": _count(1),

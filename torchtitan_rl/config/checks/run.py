@@ -7,10 +7,13 @@ contradictions between fields. A contradiction with a field that has an error is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.config.checks.endpoint import endpoint_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.generator import generator_errors, head_errors
+from torchtitan_rl.config.checks.launch import host_errors, launch_errors
 from torchtitan_rl.config.checks.loss import loss_errors
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
@@ -22,6 +25,8 @@ from torchtitan_rl.config.checks.machine import (
 from torchtitan_rl.config.checks.paths import path_errors
 from torchtitan_rl.config.checks.timeouts import timeout_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
+from torchtitan_rl.config.hosts import HostFacts, device_of
+from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -38,7 +43,7 @@ def find_errors(
     """Every error in ``config`` for this policy on this machine; empty where it can start.
 
     Without a policy, what depends on it is not looked at. Its problems are not looked at either:
-    see `checks/problems.py`.
+    see `checks/problems.py`. Neither are the hosts of a run on several: see `errors_on_hosts`.
     """
     wrong = field_errors(config)
     errors = list(wrong.values())
@@ -53,20 +58,33 @@ def find_errors(
     return errors
 
 
+def errors_on_hosts(
+    config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
+) -> list[str]:
+    """Whether the run fits on its hosts, if it has several; `find_errors` finds the rest."""
+    is_on_cpu = device_of(hosts) == "cpu"
+    errors = (
+        [] if policy is None else generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+    )
+    return errors + host_errors(config, policy, hosts)
+
+
 def _relations(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts, keys: Keys
 ) -> list[str]:
     """Contradictions between fields that are right on their own."""
-    is_on_cpu = not machine.cuda_devices
-    schedule = _schedule(config)
+    schedule, on_hosts = _schedule(config), has_hosts(config.launch)
     errors = [*_sampling(config), *_lengths(config), *timeout_errors(config), *schedule]
     if policy is not None:
-        errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+        if not on_hosts:
+            is_on_cpu = not machine.cuda_devices
+            errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+            errors += memory_errors(config, policy, machine)
         errors += head_errors("trainer.tensor_parallel", config.trainer.tensor_parallel, policy)
-        errors += memory_errors(config, policy, machine)
     errors += [
+        *launch_errors(config),
         *loss_errors(config.trainer.loss, staleness=config.schedule.staleness),
-        *parallelism_errors(config, machine),
+        *([] if on_hosts else parallelism_errors(config, machine)),
         *_placement(config),
         *_weight_sync(config),
     ]
@@ -143,7 +161,7 @@ def _placement(config: RunConfig) -> list[str]:
             "evaluation.placement is reserved: with placement colocated nothing is generated "
             "alongside training; give shared"
         )
-    if config.weight_sync.transport == "rdma":
+    if config.weight_sync.transport == "rdma" and not has_hosts(config.launch):
         errors.append(
             "weight_sync.transport is rdma: with placement colocated trainer and replicas are on "
             "one machine; give shared_memory or auto"

@@ -1,0 +1,168 @@
+"""Whether a run's hosts are named rightly, and whether they have room for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchtitan_rl.config.checks.machine import (
+    MAX_THREADS_PER_CORE,
+    published_bytes,
+    replica_bytes,
+    too_little_memory,
+    trainer_bytes,
+)
+from torchtitan_rl.config.hf_model import PolicyFacts
+from torchtitan_rl.config.host_plan import threads_on_hosts
+from torchtitan_rl.config.hosts import HostFacts, count, device_of, host_name, made_up_hosts
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.placement import NoRoomError, Placement, place
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
+
+
+def launch_errors(config: RunConfig) -> list[str]:
+    """What is wrong with the hosts as they are named; contacts none of them."""
+    launch = config.launch
+    errors = _host_list_errors(launch)
+    if not errors:
+        errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
+    if config.pin_cores and (launch.attach or launch.hosts):
+        errors.append(
+            "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
+            "launch.hosts, give --no-pin-cores"
+        )
+    return errors
+
+
+def start_errors(launch: LaunchConfig) -> list[str]:
+    """What only a dry run may have."""
+    if not launch.hosts:
+        return []
+    return [
+        f"launch.hosts is {launch.hosts!r}: these hosts are made up, for --dry-run; give "
+        "launch.attach to start"
+    ]
+
+
+def host_errors(
+    config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
+) -> list[str]:
+    """Whether the hosts have room for the run: devices, or on the CPU cores and memory."""
+    try:
+        placement = place(config, hosts)
+    except NoRoomError as error:
+        return [str(error)]
+    errors = _transport_errors(config, placement)
+    if device_of(hosts) == "cuda":
+        return errors
+    errors += _thread_errors(config, hosts, placement)
+    return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
+
+
+def _host_list_errors(launch: LaunchConfig) -> list[str]:
+    if not launch.hosts:
+        return []
+    try:
+        number = len(made_up_hosts(launch.hosts))
+    except ValueError as error:
+        return [f"launch.hosts is {launch.hosts!r}: {error}"]
+    if launch.attach and number != len(launch.attach):
+        return [
+            f"launch.hosts is {launch.hosts!r}: launch.attach has "
+            f"{count(len(launch.attach), 'host')}; give as many, or one of the two"
+        ]
+    return []
+
+
+def _address_errors(launch: LaunchConfig) -> list[str]:
+    def errors_of(field: str, text: str, *, is_own: bool = False) -> list[str]:
+        return address_errors(
+            field,
+            text,
+            keys=launch.keys,
+            allow_plain_tcp=launch.allow_plain_tcp,
+            is_own=is_own,
+        )
+
+    errors = [error for text in launch.attach for error in errors_of("launch.attach", text)]
+    if launch.address:
+        if not launch.attach:
+            return [
+                f"launch.address is {launch.address!r}: only workers use it; give launch.attach"
+            ]
+        errors += errors_of("launch.address", launch.address, is_own=True)
+    own = [launch.address] if launch.address else []
+    errors += mixed_errors("launch.attach" + ", launch.address" * len(own), [*launch.attach, *own])
+    if errors or launch.address:
+        return errors
+    far = [text for text in launch.attach if not Address.parse(text).is_loopback]
+    if far:
+        errors.append(
+            f"launch.address is '': {far[0]} must reach this controller; give the address of this "
+            "machine, such as tls://10.0.0.1:26600"
+        )
+    return errors
+
+
+def _chosen_host_errors(launch: LaunchConfig) -> list[str]:
+    number = len(made_up_hosts(launch.hosts)) if launch.hosts else len(launch.attach)
+    errors = []
+    for name in ("generator_hosts", "trainer_hosts"):
+        chosen = getattr(launch, name)
+        fix = ""
+        if chosen and not number:
+            fix = "the run is on this machine alone; give launch.attach"
+        elif any(host >= number for host in chosen):
+            fix = f"hosts are counted from 0, and there are {number}; give less than {number}"
+        elif len(set(chosen)) < len(chosen):
+            fix = "give each host once"
+        if fix:
+            errors.append(f"launch.{name} is {chosen}: {fix}")
+    return errors
+
+
+def _transport_errors(config: RunConfig, placement: Placement) -> list[str]:
+    transport = config.weight_sync.transport
+    are_apart = len({*placement.replica_hosts, *placement.trainer_hosts}) > 1
+    if transport == "shared_memory" and are_apart:
+        return [
+            "weight_sync.transport is shared_memory: trainer and replicas are on several hosts, "
+            "which share none; give auto or rdma"
+        ]
+    return []
+
+
+def _thread_errors(
+    config: RunConfig, hosts: Sequence[HostFacts], placement: Placement
+) -> list[str]:
+    generating, training = threads_on_hosts(config, placement)
+    is_colocated = config.placement == "colocated"
+    threads = generating | training if is_colocated else generating + training
+    errors = []
+    for host, number in sorted(threads.items()):
+        if number <= MAX_THREADS_PER_CORE * hosts[host].num_cores:
+            continue
+        part = "generator" if generating[host] >= training[host] else "trainer"
+        errors.append(
+            f"{part}.threads is {getattr(config, part).threads}: {number} threads compute on "
+            f"{host_name(host)}, more than {MAX_THREADS_PER_CORE} for each of its "
+            f"{count(hosts[host].num_cores, 'core')}; give fewer, fewer processes, or more hosts"
+        )
+    return errors
+
+
+def _memory_errors(
+    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts], placement: Placement
+) -> list[str]:
+    replicas, ranks = Counter(placement.replica_hosts), Counter(placement.trainer_hosts)
+    errors = []
+    for host, facts in enumerate(hosts):
+        needed = replicas[host] * replica_bytes(config.generator, policy)
+        needed += trainer_bytes(config, policy) * ranks[host] // config.trainer.world_size
+        if replicas[host] or ranks[host]:
+            needed += published_bytes(config, policy)
+        errors += too_little_memory(
+            config.generator, policy, needed, facts.memory_bytes, where=host_name(host)
+        )
+    return errors

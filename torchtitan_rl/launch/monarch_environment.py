@@ -1,0 +1,32 @@
+"""What Monarch must find in a process's environment before it is imported there.
+
+By default it sees the loss of a host after more than a minute. These limits belong together: a
+shorter watchdog with Monarch's own polling intervals ends healthy calls.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchtitan_rl.launch.tls import tls_environment
+
+_FAST_FAILURES = {
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
+}
+
+
+def set_monarch_environment(keys: Path | None) -> None:
+    """For several hosts: losses seen within 15 s and, with ``keys``, TLS on all channels. What the
+    user has set stays.
+
+    Raises:
+        ConfigError: the keys cannot be used.
+    """
+    for name, value in _FAST_FAILURES.items():
+        os.environ.setdefault(name, value)
+    if keys is not None:
+        os.environ |= tls_environment(keys)
