@@ -1,0 +1,66 @@
+"""``torchtitan-rl keys --hosts HOST... [--output DIR]``: keys for the machines of a run.
+
+Exit codes: 0 they were written; 2 they cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.errors import ConfigError
+
+_MAX_DAYS = 3650
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeysConfig:
+    """Make a certificate authority for a run, and a certificate and a private key for each of its
+    machines, the controller's included. With them, all that the machines send to each other is
+    encrypted, and no other machine can take part."""
+
+    hosts: tuple[str, ...] = ()
+    """IP addresses or names of the machines, as others reach them; several of one machine are
+    joined by commas: ``node3,10.0.0.3``."""
+    add: tuple[str, ...] = ()
+    """Machines that join a run whose keys are in ``--output``."""
+    output: Path = Path("keys")
+    """The folder to write. It has one subfolder for each machine, to be copied there."""
+    days: int = 90
+    """How long the keys are valid."""
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl keys WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: an option is wrong, or the keys cannot be written.
+    """
+    options = parse_options(KeysConfig, words, prog="torchtitan-rl keys")
+    if bool(options.hosts) == bool(options.add):
+        raise ConfigError("--hosts: give the machines of a run, or --add for more of one")
+    if not 2 <= options.days <= _MAX_DAYS:
+        raise ConfigError(f"--days is {options.days}: give 2 to {_MAX_DAYS}")
+    from torchtitan_rl.launch.key_folder import AUTHORITY_KEY, add, create
+
+    make = add if options.add else create
+    folders = make(options.output, options.add or options.hosts, days=options.days)
+    hosts = [host.split(",")[0] for host in options.add or options.hosts]
+    print(
+        f"keys for {len(folders)} machines are in {options.output}, valid for {options.days} days"
+    )
+    print("Copy each machine its own folder, over a connection that you trust:")
+    for host, folder in zip(hosts, folders, strict=True):
+        print(f"  scp -r {folder} {_scp_host(host)}:torchtitan-rl-keys")
+    print("and name it there:")
+    address = f"tls://[{hosts[-1]}]:26600" if ":" in hosts[-1] else f"tls://{hosts[-1]}:26600"
+    print(f"  torchtitan-rl worker --address {address} --keys torchtitan-rl-keys")
+    print("  torchtitan-rl train CONFIG --launch.keys torchtitan-rl-keys ...")
+    print(f"Keep {options.output / AUTHORITY_KEY} here: it makes keys of further machines (--add).")
+    return 0
+
+
+def _scp_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
