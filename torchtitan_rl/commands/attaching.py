@@ -9,12 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.config.hosts import HostFacts
+from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+from torchtitan_rl.launch.probe import probe_errors
+from torchtitan_rl.launch.tls import own_folder
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
+
+_START_S = 15.0  # for workers that are started at the same time
 
 
 class Attachment:
@@ -27,16 +35,21 @@ class Attachment:
     def ask(self, policy_dir: Path) -> tuple[HostFacts, ...]:
         """Attach to them, and return what they have; see `AskHosts`."""
         launch = self._config.launch
-        set_monarch_environment(launch.keys)
+        own = _own_address(launch)
+        if own is not None:
+            set_monarch_environment(launch.keys, own, field="launch.keys")
+            workers = [Address.parse(text) for text in launch.attach]
+            folder = None if launch.keys is None else own_folder(launch.keys, own.host)
+            if errors := probe_errors("launch.attach", workers, folder, wait_s=_START_S):
+                raise ConfigError(errors)
         with silent_libraries():
             from torchtitan_rl.backends.monarch.host_agent import describe_host  # seconds
             from torchtitan_rl.backends.monarch.hosts import attach
 
             given = self._config.policy.checkpoint
             checkpoint = given if given.startswith("package:") else str(policy_dir)
-            self.hosts = attach(
-                launch, checkpoint=checkpoint, here=describe_host("local", checkpoint)
-            )
+            here = describe_host(LOCAL, checkpoint)
+            self.hosts = attach(launch, own, checkpoint=checkpoint, here=here)
         return self.hosts.facts
 
 
@@ -49,6 +62,16 @@ def attachment(config: RunConfig) -> Iterator[Attachment]:
     finally:
         if attached.hosts is not None:
             attached.hosts.detach()
+
+
+def _own_address(launch: LaunchConfig) -> Address | None:
+    """Where this controller listens; None where all hosts are this machine."""
+    if launch.address:
+        return Address.parse(launch.address)
+    schemes = {Address.parse(text).scheme for text in launch.attach} - {"local"}
+    if not schemes:
+        return None
+    return Address(scheme=schemes.pop(), host="127.0.0.1", port=free_port())
 
 
 @contextmanager

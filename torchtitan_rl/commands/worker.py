@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.addresses import address_errors
+from torchtitan_rl.launch.addresses import Address, address_errors
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +54,34 @@ def main(words: Sequence[str]) -> int:
     )
     if errors:
         raise ConfigError(errors)
-    set_monarch_environment(options.keys)
+    own = Address.parse(options.address)
+    set_monarch_environment(options.keys, own, field="--keys")
     from monarch.actor import start_worker_loop_forever  # seconds
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    try:
-        lifetime = start_worker_loop_forever(address=options.address, ca="trust_all_connections")
-    except RuntimeError as error:
-        raise ConfigError(f"--address is {options.address!r}: {error}") from error
+    lifetime = start_worker_loop_forever(address=options.address, ca="trust_all_connections")
+    while not _is_listening(own):
+        with suppress(TimeoutError):
+            _wait(lifetime, options.address, _POLL_S)
     print(f"worker: listening on {options.address}", flush=True)
-    lifetime.get()
+    _wait(lifetime, options.address)
     return 0
+
+
+def _wait(lifetime: Any, address: str, timeout_s: float | None = None) -> None:
+    try:
+        lifetime.get(timeout=timeout_s)
+    except ValueError as error:  # of the system, as text
+        raise ConfigError(f"--address is {address!r}: {error}") from error
+
+
+def _is_listening(own: Address) -> bool:
+    try:
+        socket.create_connection((own.host, own.port), timeout=_POLL_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

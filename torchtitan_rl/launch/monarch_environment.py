@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.tls import tls_environment
 
 _FAST_FAILURES = {
@@ -19,14 +20,18 @@ _FAST_FAILURES = {
 }
 
 
-def set_monarch_environment(keys: Path | None) -> None:
-    """For several hosts: losses seen within 15 s and, with ``keys``, TLS on all channels. What the
-    user has set stays.
+def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> None:
+    """For several hosts: losses seen within 15 s and, with ``tls://``, keys on all channels. What
+    the user has set stays.
+
+    Args:
+        own: where this process listens.
+        field: what gives the keys, for messages.
 
     Raises:
         ConfigError: the keys cannot be used.
     """
     for name, value in _FAST_FAILURES.items():
         os.environ.setdefault(name, value)
-    if keys is not None:
-        os.environ |= tls_environment(keys)
+    if own.scheme == "tls" and keys is not None:
+        os.environ |= tls_environment(keys, host=own.host, field=field)

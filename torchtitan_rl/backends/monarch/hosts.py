@@ -28,7 +28,6 @@ from monarch.actor import (
 )
 
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.installed import differences
@@ -115,11 +114,14 @@ def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
     return Host(index=index, name=host_name(), ip=ip, mesh=this_host())
 
 
-def attach(launch: LaunchConfig, *, checkpoint: str, here: HostAnswer) -> Hosts:
+def attach(
+    launch: LaunchConfig, own: Address | None, *, checkpoint: str, here: HostAnswer
+) -> Hosts:
     """Contact the workers, ask what they have, and compare it with what is ``here``. Call it before
     anything else of Monarch.
 
     Args:
+        own: where this controller listens; None where all hosts are this machine.
         checkpoint: the policy, as `resolve_checkpoint` takes it; a directory has the same path on
             all hosts.
 
@@ -128,9 +130,8 @@ def attach(launch: LaunchConfig, *, checkpoint: str, here: HostAnswer) -> Hosts:
             is left on any of them.
     """
     deadline_s = time.monotonic() + launch.attach_timeout_s
-    own = launch.address or _loopback_address(launch)
-    if own:
-        enable_transport(own)
+    if own is not None:
+        enable_transport(str(own))
     far = [text for text in launch.attach if text != LOCAL]
     meshes = {text: attach_to_workers(ca=_CA, workers=[text]) for text in far}
     hosts = Hosts(attached=tuple(meshes.values()))
@@ -144,7 +145,7 @@ def attach(launch: LaunchConfig, *, checkpoint: str, here: HostAnswer) -> Hosts:
     except BaseException:
         hosts.detach()
         raise
-    ip = Address.parse(own).host if own else "127.0.0.1"
+    ip = "127.0.0.1" if own is None else own.host
     return Hosts(
         [
             local_host(index, ip=ip)
@@ -199,12 +200,6 @@ class _FarProcesses:
             cause = error or "no answer"
             logger.warning("%s: whether its processes have ended is unknown: %s", self.host, cause)
             return []
-
-
-def _loopback_address(launch: LaunchConfig) -> str:
-    """A free port here; empty where no worker needs it."""
-    schemes = {Address.parse(text).scheme for text in launch.attach} - {"local"}
-    return f"{schemes.pop()}://127.0.0.1:{free_port()}" if schemes else ""
 
 
 def _spawn_agent(mesh: HostMesh, address: str) -> Any:

@@ -1,0 +1,135 @@
+"""The hosts of a run as they are configured: each error in one line, before any is contacted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.config.checks.launch import host_errors, launch_errors, start_errors
+from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.hf_model import read_policy_facts
+from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
+from torchtitan_rl.config.installed import code_digest, differences, installed
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import ConfigError
+
+MACHINE = MachineFacts(num_cores=2, memory_bytes=24 << 30)
+FAR = ("tls://10.0.0.2:26600", "tls://10.0.0.3:26600")
+NEAR = ("tcp://127.0.0.2:26600", "tcp://127.0.0.3:26600")
+OWN = "tls://10.0.0.1:26600"
+KEYS = Path("keys")
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        LaunchConfig(),
+        LaunchConfig(attach=NEAR),
+        LaunchConfig(attach=("local", NEAR[0])),
+        LaunchConfig(attach=FAR, address=OWN, keys=KEYS),
+        LaunchConfig(attach=FAR, address=OWN, keys=KEYS, hosts="2x8", trainer_hosts=(1,)),
+        LaunchConfig(hosts="4x0", generator_hosts=(0, 3)),
+    ],
+)
+def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
+    assert launch_errors(replace(TINY, launch=launch)) == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"attach": ("10.0.0.2",)}, "launch.attach is '10.0.0.2': give tls://HOST:PORT"),
+        ({"attach": ("tcp://10.0.0.2:1",), "address": OWN, "keys": KEYS}, "launch.attach is 'tcp"),
+        ({"attach": FAR, "address": OWN}, "launch.attach is 'tls://10.0.0.2:26600': tls:// needs"),
+        ({"attach": FAR, "keys": KEYS}, "launch.address is '': tls://10.0.0.2:26600 must reach"),
+        ({"attach": NEAR, "address": "local"}, "launch.address is 'local': give the address"),
+        ({"attach": NEAR[:1] * 2}, "launch.attach has tcp://127.0.0.2:26600 more than once"),
+        ({"address": OWN}, "launch.address is 'tls://10.0.0.1:26600': only workers use it"),
+        ({"hosts": "4"}, "launch.hosts is '4': give NUMBERxDEVICES"),
+        ({"hosts": "3x8", "attach": NEAR}, "launch.hosts is '3x8': launch.attach has 2 hosts"),
+        ({"hosts": "2x8", "trainer_hosts": (2,)}, "launch.trainer_hosts is (2,): hosts are coun"),
+        ({"attach": NEAR, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
+        ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
+    ],
+)
+def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message: str) -> None:
+    errors = launch_errors(replace(TINY, launch=LaunchConfig(**launch)))
+    assert errors
+    assert errors[0].startswith(message), errors
+    assert "give" in errors[0] or "make" in errors[0]
+
+
+def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:
+    config = replace(TINY, pin_cores=True, launch=LaunchConfig(attach=NEAR))
+    assert launch_errors(config)[0].startswith("pin_cores is True")
+    assert start_errors(LaunchConfig(hosts="2x8"))[0].startswith("launch.hosts is '2x8'")
+    assert start_errors(LaunchConfig(attach=NEAR)) == []
+
+
+def cpu_host(cores: int = 64, memory_bytes: int = 1 << 40) -> HostFacts:
+    return HostFacts(address="", num_cores=cores, memory_bytes=memory_bytes)
+
+
+def test_a_host_needs_cores_and_memory_for_what_is_on_it_and_no_more() -> None:
+    policy = read_policy_facts(Path(TINY.policy.checkpoint))
+    crowd = replace(TINY, generator=replace(TINY.generator, threads=8))
+    assert host_errors(crowd, policy, [cpu_host(), cpu_host(1)]) == []
+    (threads,) = host_errors(crowd, policy, [cpu_host(1), cpu_host()])
+    assert threads.startswith("generator.threads is 8: 16 threads compute on host0")
+    (memory,) = host_errors(TINY, policy, [cpu_host(), cpu_host(memory_bytes=1 << 30)])
+    assert "host1 has 1 GiB" in memory
+
+
+def test_memory_is_not_shared_between_hosts() -> None:
+    sync = replace(TINY.weight_sync, transport="shared_memory")
+    config = replace(TINY, weight_sync=sync)
+    (error,) = host_errors(config, None, made_up_hosts("2x0"))
+    assert error.startswith("weight_sync.transport is shared_memory")
+    assert host_errors(config, None, made_up_hosts("1x0")) == []
+
+
+def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_they_have(
+    tmp_path: Path,
+) -> None:
+    asked: list[Path] = []
+
+    def ask(policy_dir: Path) -> tuple[HostFacts, ...]:
+        asked.append(policy_dir)
+        return (cpu_host(4), cpu_host(8))
+
+    config = replace(TINY, output_dir=tmp_path, launch=LaunchConfig(attach=NEAR))
+    with pytest.raises(ConfigError, match="num_steps"):
+        prepare_run(replace(config, num_steps=0), MACHINE, ask_hosts=ask)
+    assert asked == []
+    prepared = prepare_run(config, MACHINE, ask_hosts=ask)
+    assert asked == [prepared.policy_dir]
+    assert [host.num_cores for host in prepared.plan.hosts] == [4, 8]
+    dry = replace(config, launch=replace(config.launch, hosts="2x8"))
+    assert prepare_run(dry, MACHINE, ask_hosts=ask).plan.device == "cuda"
+    assert len(asked) == 1
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    here = installed()
+    assert differences(here, dict(here)) == []
+    there = here | {"torch": "1.0", "code of torchtitan-rl": "abc"}
+    assert differences(here, there) == [f"torch 1.0, and the controller has {here['torch']}"]
+    (code,) = differences(here, here | {"code of torchtitan-rl": "abc"})
+    assert code.startswith("code of torchtitan-rl abc")
+
+
+def test_the_digest_of_the_code_leaves_out_what_only_the_controller_imports(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = code_digest(tmp_path)
+    (tmp_path / "experiments" / "task.py").write_text("y = 1\n")
+    assert code_digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert code_digest(tmp_path) != before

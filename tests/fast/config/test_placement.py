@@ -1,0 +1,169 @@
+"""Which host each replica and trainer rank is on, and what a plan over hosts says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.config.host_plan import plan_on_hosts
+from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.placement import NoRoomError, Placement, place
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+
+
+def run_of(
+    replicas: int, tensor_parallel: int, ranks: int, *, placement: Any = "separate", **launch: Any
+) -> RunConfig:
+    return replace(
+        TINY,
+        placement=placement,
+        generator=replace(TINY.generator, replicas=replicas, tensor_parallel=tensor_parallel),
+        trainer=replace(TINY.trainer, data_parallel_shard=ranks),
+        launch=LaunchConfig(**launch),
+    )
+
+
+def hosts_with(*devices: int) -> tuple[HostFacts, ...]:
+    return tuple(
+        HostFacts(
+            address="",
+            cuda_devices=tuple(map(str, range(number))),
+            num_cores=8,
+            memory_bytes=1 << 40,
+        )
+        for number in devices
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "replica_hosts", "trainer_hosts"),
+    [
+        (run_of(2, 1, 4), "2x8", [0, 0], [1] * 4),
+        (run_of(8, 2, 16), "4x8", [0] * 4 + [1] * 4, [2] * 8 + [3] * 8),
+        (run_of(2, 2, 12), "2x8", [0, 0], [0] * 4 + [1] * 8),  # shared: there is no other room
+        (run_of(1, 1, 1), "1x2", [0], [0]),
+        (run_of(4, 2, 8), "2x8", [0] * 4, [1] * 8),
+        (run_of(16, 1, 16, placement="colocated"), "2x8", [0] * 8 + [1] * 8, [0] * 8 + [1] * 8),
+        (run_of(2, 1, 1), "2x0", [0, 0], [1]),
+        (run_of(3, 1, 1), "3x0", [0, 0, 1], [2]),
+        (run_of(2, 1, 2), "4x0", [0, 1], [3, 3]),
+        (run_of(1, 1, 2, trainer_hosts=(0, 1)), "2x0", [0], [0, 1]),
+        (run_of(2, 1, 1, trainer_hosts=(0,)), "2x0", [1, 1], [0]),
+        (run_of(2, 1, 1, generator_hosts=(1,)), "2x0", [1, 1], [0]),
+        (run_of(2, 1, 1, generator_hosts=(0,), trainer_hosts=(0,)), "2x0", [0, 0], [0]),
+        (run_of(2, 1, 2, generator_hosts=(1, 0)), "2x4", [0, 0], [1, 1]),
+    ],
+)
+def test_trainer_and_replicas_are_apart_while_there_is_room_and_where_they_are_told_to_be(
+    config: RunConfig, hosts: str, replica_hosts: list[int], trainer_hosts: list[int]
+) -> None:
+    assert place(config, made_up_hosts(hosts)) == Placement(
+        replica_hosts=tuple(replica_hosts), trainer_hosts=tuple(trainer_hosts)
+    )
+
+
+def test_a_trainer_makes_room_for_a_replica_that_needs_a_whole_host() -> None:
+    found = place(run_of(1, 8, 4), hosts_with(4, 8))
+    assert found == Placement(replica_hosts=(1,), trainer_hosts=(0,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "message"),
+    [
+        (run_of(1, 16, 1), "2x8", "generator.tensor_parallel is 16: the ranks of a replica"),
+        (run_of(3, 8, 8), "2x8", "generator.replicas is 3: the hosts, with 8+8 CUDA devices"),
+        (run_of(1, 1, 80), "2x8", "trainer.data_parallel_shard is 80: the trainer's 80 ranks"),
+        (run_of(1, 1, 9, trainer_hosts=(1,)), "2x8", "launch.trainer_hosts is (1,): the trainer"),
+        (run_of(9, 1, 1, generator_hosts=(0,)), "2x8", "launch.generator_hosts is (0,): these"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_the_field_to_change(
+    config: RunConfig, hosts: str, message: str
+) -> None:
+    with pytest.raises(NoRoomError) as refusal:
+        place(config, made_up_hosts(hosts))
+    assert str(refusal.value).startswith(message)
+    assert "give" in str(refusal.value)
+
+
+@given(
+    devices=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    replicas=st.integers(1, 8),
+    tensor_parallel=st.integers(1, 4),
+    ranks=st.integers(1, 12),
+    is_colocated=st.booleans(),
+)
+def test_every_rank_has_a_device_of_its_own_and_replicas_never_span_hosts(
+    devices: list[int], replicas: int, tensor_parallel: int, ranks: int, is_colocated: bool
+) -> None:
+    placement = "colocated" if is_colocated else "separate"
+    config = run_of(replicas, tensor_parallel, ranks, placement=placement)
+    hosts = hosts_with(*devices)
+    try:
+        plan = plan_on_hosts(config, hosts)
+    except NoRoomError:
+        if is_colocated:
+            rooms = sum(number // tensor_parallel for number in devices)
+            assert sum(devices) < ranks or rooms < replicas
+        elif tensor_parallel == 1:
+            assert sum(devices) < ranks + replicas
+        return
+    assert plan.trainer is not None
+    generating = Counter(
+        (group.host, device) for group in plan.replicas for device in group.devices
+    )
+    training = Counter(
+        (part.host, device) for part in plan.trainer.on_each_host() for device in part.devices
+    )
+    assert all(not group.rank_hosts for group in plan.replicas)
+    assert sum(part.ranks for part in plan.trainer.on_each_host()) == ranks
+    if any(devices):
+        assert all(len(group.devices) == group.ranks for group in plan.replicas)
+        assert training.total() == ranks
+        both = [generating, training] if is_colocated else [generating + training]
+        for used in both:
+            assert set(used.values()) <= {1}
+            assert all(int(device) < devices[host] for host, device in used)
+
+
+def test_a_plan_says_what_is_on_each_host() -> None:
+    config = replace(run_of(2, 1, 2), endpoint=replace(TINY.endpoint, enabled=True))
+    config = replace(config, launch=LaunchConfig(trainer_hosts=(1, 2)))
+    hosts = made_up_hosts("4x0", ("tls://a:1", "tls://b:1", "tls://c:1", "tls://d:1"))
+    plan = plan_on_hosts(config, hosts)
+    assert plan.describe().splitlines() == [
+        "device: cpu",
+        "controller: 1 process on cpu",
+        "endpoint: 1 process on cpu, 1 thread each",
+        "host0: tls://a:1, 64 cores",
+        "  replica0: 1 process on cpu, 1 thread each",
+        "host1: tls://b:1, 64 cores",
+        "  trainer ranks 0 to 0: 1 process on cpu, 2 threads each",
+        "host2: tls://c:1, 64 cores",
+        "  trainer ranks 1 to 1: 1 process on cpu, 2 threads each",
+        "host3: tls://d:1, 64 cores",
+        "  replica1: 1 process on cpu, 1 thread each",
+    ]
+    assert plan.summary() == (
+        "host0: 1 replica; host1: 1 trainer rank; host2: 1 trainer rank; host3: 1 replica"
+    )
+
+
+def test_only_a_host_with_more_threads_than_cores_has_processes_that_yield() -> None:
+    config = replace(run_of(3, 1, 1), schedule=replace(TINY.schedule, staleness=1))
+    small = replace(made_up_hosts("1x0")[0], num_cores=1)
+    plan = plan_on_hosts(config, (small, *made_up_hosts("2x0")))
+    assert [(group.host, group.yields_cores) for group in plan.replicas] == [
+        (0, True),
+        (0, True),
+        (1, False),
+    ]
+    assert plan.trainer is not None
+    assert not plan.trainer.yields_cores
