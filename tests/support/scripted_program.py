@@ -45,7 +45,7 @@ def _worker(address: str) -> int:
         return 1
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    print(f"listens on {address}", flush=True)
+    print(f"worker: listening on {address}", flush=True)
     ended.wait()
     return 0
 

@@ -19,7 +19,7 @@ class ChildProcess:
 
     def __init__(self, process: Process, ready_at: str) -> None:
         self._process = process
-        self._ready = asyncio.Event()
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ready_at = ready_at
         self._printing = asyncio.create_task(self._print()) if ready_at else None
 
@@ -30,7 +30,8 @@ class ChildProcess:
     ) -> AsyncIterator[ChildProcess]:
         """Started now, ended on leaving: by SIGTERM, and by SIGKILL ``end_within_s`` later.
 
-        ``ready_at`` is what the line contains that it prints once it is ready.
+        ``ready_at`` is what the line contains that it prints once it is ready: `ready` returns the
+        rest of this line.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -49,15 +50,14 @@ class ChildProcess:
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
-    async def wait_until_ready(self) -> bool:
-        """False: it ended before it was ready."""
-        tasks = [asyncio.create_task(self._ready.wait()), asyncio.create_task(self.wait())]
+    async def ready(self) -> str | None:
+        """None: it ended before it was ready."""
+        ended = asyncio.create_task(self.wait())
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return self._ready.is_set()
+            await asyncio.wait([self._ready, ended], return_when=asyncio.FIRST_COMPLETED)
+            return self._ready.result() if self._ready.done() else None
         finally:
-            for task in tasks:
-                task.cancel()
+            ended.cancel()
 
     def send(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -68,8 +68,9 @@ class ChildProcess:
         assert output is not None
         async for line in output:
             text = line.decode(errors="replace")
-            if self._ready_at in text:
-                self._ready.set()
+            _, found, rest = text.partition(self._ready_at)
+            if found and not self._ready.done():
+                self._ready.set_result(rest.strip())
             sys.stdout.write(text)
             sys.stdout.flush()
 

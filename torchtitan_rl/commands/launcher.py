@@ -154,13 +154,14 @@ class _Launcher:
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
         worker = await stack.enter_async_context(
-            ChildProcess.started(command, end_within_s=_END_S, ready_at=str(address))
+            ChildProcess.started(command, end_within_s=_END_S, ready_at="listening on ")
         )
-        if not await asyncio.wait_for(worker.wait_until_ready(), _JOIN_S):
+        listening = await asyncio.wait_for(worker.ready(), _JOIN_S)
+        if listening is None:
             raise LauncherError(f"the worker ended with code {await worker.wait()} at its start")
         watch = asyncio.create_task(self._watch(worker))
         stack.callback(watch.cancel)
-        await self._say(f"address/{self._node.rank}", address)
+        await self._say(f"address/{self._node.rank}", listening)
         return launch
 
     async def _host(self, launch: LaunchConfig) -> str:
