@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.config.checks.paths import existing_parent
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
@@ -51,6 +53,24 @@ class Attachment:
             here = describe_host(LOCAL, checkpoint)
             self.hosts = attach(launch, own, checkpoint=checkpoint, here=here)
         return self.hosts.facts
+
+    def require_shared_folder(self, prepared: PreparedRun) -> None:
+        """The trainer writes checkpoints to the run's folder, which the controller reads.
+
+        Raises:
+            ConfigError: a host of the trainer has another folder of that name, or none.
+        """
+        if self.hosts is None or prepared.plan.trainer is None:
+            return
+        config = prepared.config
+        indices = [part.host for part in prepared.plan.trainer.on_each_host()]
+        folder = existing_parent(config.run_dir)
+        if apart := self.hosts.without_folder(indices, folder):
+            raise ConfigError(
+                f"output_dir is {config.output_dir}: {', '.join(apart)}, where the trainer writes "
+                "checkpoints, has another folder of that name or none; give one on storage that "
+                "both have, or a launch.trainer_hosts that is local"
+            )
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def main(config_file: str, options: Sequence[str]) -> int:
         if prepared.is_complete:
             print("\n".join(prepared.notes))
             return 0
+        attached.require_shared_folder(prepared)
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
         resume_command = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
         with claim_run(prepared):

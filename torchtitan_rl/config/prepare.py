@@ -138,7 +138,7 @@ def prepare_run(
         problems, found = _problems(config)
         errors += found
     notes = agent_notes(sound.task, sound.endpoint)
-    if policy is not None:
+    if policy is not None and not has_hosts(sound.launch):
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def test_a_runs_processes_get_its_sections_and_seeds_of_their_own(
     endpoint = _endpoint_spec(prepared)
     assert (endpoint.generation_config, endpoint.dtype) == ("vllm", "float32")
     assert endpoint.max_model_len == config.generator.max_model_len
+
+
+def test_no_process_of_a_run_needs_the_tasks_module(tmp_path: Path) -> None:
+    """It need not be on other hosts, then: what they unpickle has no part of it."""
+    prepared = prepare_run(replace(TINY, output_dir=tmp_path), MACHINE)
+    specs = [_trainer_spec(prepared, None), _generator_spec(prepared, prepared.plan.replicas[0])]
+    module = type(TINY.task).__module__.encode()
+    assert module in pickle.dumps(TINY)
+    assert all(module not in pickle.dumps(spec) for spec in specs)
 
 
 def test_what_is_served_samples_as_its_checkpoint_says_and_has_no_weights_to_sync(

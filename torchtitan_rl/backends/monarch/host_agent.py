@@ -45,6 +45,14 @@ class HostAgent(Actor):
         return await asyncio.to_thread(describe_host, self._address, checkpoint)
 
     @concurrent_endpoint
+    async def sees(self, file: Path, content: bytes) -> bool:
+        """Whether a file that the controller has just written has the same content here."""
+        try:
+            return await asyncio.to_thread(file.read_bytes) == content
+        except OSError:
+            return False
+
+    @concurrent_endpoint
     async def hold(self, pids: tuple[int, ...]) -> None:
         """Take hold of processes of this host while they run."""
         self._held[pids] = Processes(pids)

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,6 +101,20 @@ class Hosts:
         if index == CONTROLLER_HOST or not self._hosts:
             return local_host(index, ip=self._ip)
         return self._hosts[index]
+
+    def without_folder(self, indices: Iterable[int], folder: Path) -> list[str]:
+        """Those of these hosts where ``folder`` is not the one of this machine."""
+        far = {self[index].name: self[index].agent for index in indices if self[index].agent}
+        with tempfile.NamedTemporaryFile(prefix=".torchtitan-rl-", dir=folder) as file:
+            content = uuid.uuid4().bytes
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # an NFS client keeps what it writes
+            asked = {
+                name: agent.sees.call_one(Path(file.name), content) for name, agent in far.items()
+            }
+            answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
+            return [name for name, sees in answers.items() if not sees]
 
     def detach(self) -> None:
         """End what runs on the other hosts; their workers stay, for the next run. Blocks for

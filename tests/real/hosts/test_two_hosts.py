@@ -1,0 +1,73 @@
+"""Runs whose processes are on two hosts: two workers on loopback addresses of this machine, between
+which shared memory is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.real.runs import Run, options, read_metrics, read_rollouts, require_audit, train, weights
+from torchtitan_rl.backends.monarch.ports import free_port
+
+STEPS = ("--num-steps", "2", "--checkpoint.export-hf", "--metrics.rollouts-per-step", "1000")
+
+
+@contextmanager
+def workers(root: Path, number: int = 2) -> Iterator[list[str]]:
+    """The addresses of workers that listen."""
+    with ExitStack() as stack:
+        addresses = []
+        for index in range(number):
+            host = f"127.0.0.{2 + index}"
+            address = f"tcp://{host}:{free_port(host)}"
+            log = root / f"worker{index}.log"
+            worker = Run(["--address", address], log=log, command="worker")
+            stack.callback(worker.kill_all)
+            worker.wait_until(lambda log=log: "listening" in log.read_text(), f"start of {address}")
+            addresses.append(address)
+        yield addresses
+
+
+def on_hosts(addresses: list[str]) -> tuple[str, ...]:
+    return ("--launch.attach", *addresses)
+
+
+def test_replicas_on_one_host_and_the_trainer_on_another_train_and_leave_the_workers(
+    tmp_path: Path,
+) -> None:
+    with workers(tmp_path) as addresses:
+        run_dir = train(tmp_path, "far", *STEPS, *on_hosts(addresses))
+        require_audit(run_dir)
+        assert len(read_metrics(run_dir)) >= 2
+        said = (tmp_path / "far.log").read_text()
+        assert "host0: 2 replicas; host1: trainer" in said
+        second = Run(
+            options(tmp_path, "far2", "--dry-run", *on_hosts(addresses)), log=tmp_path / "far2.log"
+        )
+        second.require_success()  # the workers serve the next command
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_run_on_two_hosts_is_the_run_on_one(tmp_path: Path, ranks: int) -> None:
+    """Token for token and bit for bit; with 2 trainer ranks, one on each host."""
+    trainer = ("--trainer.data-parallel-shard", str(ranks))
+    if ranks == 2:
+        trainer = (*trainer, "--launch.trainer-hosts", "0", "1")
+    with workers(tmp_path) as addresses:
+        far = train(tmp_path, "far", *STEPS, *trainer, *on_hosts(addresses))
+    near = train(tmp_path, "near", *STEPS, *trainer[:2])
+    require_audit(far)
+    assert tokens(far) == tokens(near)
+    assert weights(far) == weights(near)
+
+
+def tokens(run_dir: Path) -> dict[str, list[list[int]]]:
+    """What was sampled, by rollout."""
+    return {
+        row["rollout_id"]: [turn["token_ids"] for turn in row["turns"]]
+        for row in read_rollouts(run_dir)
+    }
