@@ -10,6 +10,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from torchtitan_rl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
 
@@ -53,8 +54,9 @@ class ChildProcess:
     async def ready(self) -> str | None:
         """None: it ended before it was ready."""
         ended = asyncio.create_task(self.wait())
+        either: list[asyncio.Future[Any]] = [self._ready, ended]
         try:
-            await asyncio.wait([self._ready, ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return self._ready.result() if self._ready.done() else None
         finally:
             ended.cancel()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -38,7 +39,7 @@ from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import listening_host
 from torchtitan_rl.launch.meeting import Joining, Pulse, Round
-from torchtitan_rl.launch.node import Node, resume_options
+from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 
 _T = TypeVar("_T")
 _POLL_S = 0.3
@@ -46,6 +47,7 @@ _STORE_S = 30.0  # for one call of torchrun's store
 _JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
 _PULSE_S = 20.0
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
+_WORKER_PORTS = 16  # of one worker
 _END_S = 30.0  # for a process to end once it was told to
 
 
@@ -149,7 +151,7 @@ class _Launcher:
     async def _start_worker(self, stack: AsyncExitStack) -> LaunchConfig:
         """Start it, and tell the other nodes its address once it listens."""
         launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
-        address = _free_address(launch, await self._host(launch))
+        address = _address(launch, await self._host(launch))
         command = [*self._program, "worker", "--address", str(address)]
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
@@ -198,12 +200,14 @@ class _Launcher:
     async def _control(self, launch: LaunchConfig, addresses: list[str]) -> int:
         """Run the controller to its end; returns its exit code."""
         is_again = await asyncio.to_thread(self._round.is_repeated) or self._node.restarts > 0
-        own = _free_address(launch, Address.parse(addresses[0]).host)
+        own = _address(launch, Address.parse(addresses[0]).host, offset=_WORKER_PORTS)
         command = [
             *(*self._program, "train", *self._words, "--launch.attach", *addresses),
             *("--launch.address", str(own)),
             *resume_options(self._words, is_again=is_again),
         ]
+        again = shlex.join([*self._words, *resume_options(self._words, is_again=True)])
+        os.environ[RESUME_COMMAND] = f"torchrun ... -m torchtitan_rl.launch {again}"
         async with ChildProcess.started(command, end_within_s=_END_S) as controller:
             self._signals.stop_cleanly = lambda: controller.send(self._signals.received[0])
             ended = asyncio.create_task(controller.wait())
@@ -260,12 +264,13 @@ def _launch_config(words: list[str], rank: int) -> LaunchConfig:
     return launch
 
 
-def _free_address(launch: LaunchConfig, host: str) -> Address:
-    """
+def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
+    """Where a process of this node listens.
+
     Raises:
         ConfigError: it can be reached from other machines, and would not be encrypted.
     """
-    port = free_port(host)
+    port = launch.port + offset if launch.port else free_port(host)
     address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
     if not (launch.keys or launch.allow_plain_tcp or address.is_loopback):
         raise ConfigError(

@@ -24,6 +24,9 @@ _TORCHRUN_VARIABLES = (
 )
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
+RESUME_COMMAND = "TORCHTITAN_RL_RESUME_COMMAND"
+"""In a controller's environment: what continues the run, where its own command would not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:

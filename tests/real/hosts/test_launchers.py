@@ -56,6 +56,7 @@ def test_a_signal_at_any_node_reaches_the_controller_once(nodes) -> None:
     assert (nodes.folder / "signals").read_text() == "1"
 
 
+@pytest.mark.soak
 def test_a_node_whose_worker_does_not_start_ends_the_run_before_it_begins(nodes) -> None:
     nodes.start(0)
     nodes.start(1, SCRIPTED_WORKER="fail")
