@@ -9,10 +9,10 @@ replica). Alternating with the syncs, the same bytes are copied from memory to m
 loopback connection.
 
 - publish: the trainer makes its weights readable: each rank writes its share into shared memory, or
-  whole tensors are gathered on rank 0, which writes;
+  into memory of its own that it offers to others;
 - fetch: a replica's ranks get them while decoding goes on; swap: they copy them into the model;
 - transfer: what moves between the trainer's and the replica's memory, that is, write and fetch:
-  shared memory is written once and then mapped, remote memory is copied, then read by each rank;
+  shared memory is written once and then mapped, remote memory is read once for each host;
 - stall: from the end of the last engine step before a pull to the start of the first one after it,
   over all ranks, while requests run; to be compared with the swap alone, by the idle engine.
 
@@ -193,7 +193,10 @@ def _options() -> argparse.Namespace:
         "--ranks", nargs="+", default=["1x1", "2x2"], metavar="TRAINERxREPLICA", help="1x1 2x2 ..."
     )
     parser.add_argument(
-        "--transports", nargs="+", choices=[t.value for t in Transport], default=list(Transport)
+        "--transports",
+        nargs="+",
+        choices=["shared_memory", "rdma"],
+        default=["shared_memory", "rdma"],
     )
     parser.add_argument("--running", type=int, default=16, help="requests that run during pulls")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")

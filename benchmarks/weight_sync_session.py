@@ -20,7 +20,8 @@ from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
+from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -29,6 +30,7 @@ from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
 from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
@@ -52,9 +54,8 @@ class Setting:
 
     @property
     def writing_threads(self) -> int:
-        """Into shared memory all ranks of the trainer write, elsewhere rank 0."""
-        is_shared = self.transport is Transport.SHARED_MEMORY
-        return self.threads * (self.trainer_ranks if is_shared else 1)
+        """All ranks of the trainer write."""
+        return self.threads * self.trainer_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
         await replica.stage(handle)
         await replica.execute(Pull(handle.version))
         memory = MemoryCopy(num_bytes, threads=setting.writing_threads)
-        tcp = TcpCopy(num_bytes, readers=setting.generator_ranks)
+        tcp = TcpCopy(num_bytes, readers=1)
         try:
             syncs = [
                 await _sync_twice(setting, trainer, replica, memory, tcp)
@@ -130,6 +131,13 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
     # The last spans are written when the processes end.
     publishers = read_traces(trace_dir, "trainer")
     engines = read_traces(trace_dir, "replica0")
+    fetchers = read_traces(trace_dir, "weights-of-host-0")
+
+    def fetch_s(version: int) -> float:
+        """To the host, and then to each rank."""
+        to_host_s = seconds_of(fetchers, "fetch to host", version, default=0.0)
+        return to_host_s + seconds_of(engines, "fetch weights", version)
+
     return Measured(
         setting=setting,
         num_bytes=num_bytes,
@@ -141,8 +149,8 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
                 publish_s=seconds_of(publishers, "publish", sync.idle_version),
                 gather_s=seconds_of(publishers, "gather weights", sync.idle_version, default=0.0),
                 write_s=seconds_together(publishers, "write weights", sync.idle_version),
-                fetch_s=seconds_of(engines, "fetch weights", sync.idle_version),
-                fetch_while_decoding_s=seconds_of(engines, "fetch weights", sync.busy_version),
+                fetch_s=fetch_s(sync.idle_version),
+                fetch_while_decoding_s=fetch_s(sync.busy_version),
                 load_s=seconds_of(engines, "swap weights", sync.idle_version),
                 load_while_decoding_s=seconds_of(engines, "swap weights", sync.busy_version),
                 standstill_s=standstill_s(engines, sync.busy_version),
@@ -162,13 +170,13 @@ async def _sync_twice(
     memory: MemoryCopy,
     tcp: TcpCopy,
 ) -> _Syncs:
-    await trainer.train_step(_batch())
+    await trainer.train_step(batch())
     idle = await trainer.publish()
     await replica.stage(idle)
     await replica.execute(Pull(idle.version))
     memory_copy_s, tcp_copy_s = memory.run(), tcp.run()
 
-    await trainer.train_step(_batch())
+    await trainer.train_step(batch())
     busy = await trainer.publish()
     names = tuple(f"{busy.version}/{index}" for index in range(setting.running))
     longest = setting.max_model_len - len(_PROMPT)
@@ -221,18 +229,36 @@ async def _processes(
         threads=setting.threads,
         devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
     )
-    replica = await spawn_replica(generator_group, _generator_spec(setting, work_dir, trace_dir))
+    spec = _generator_spec(setting, work_dir, trace_dir)
+    hosts = {0: _weight_host(spec)} if setting.transport.reaches_others else {}
+    weights = WeightDistribution(hosts, fan_out=0)
+    replica = await spawn_replica(generator_group, spec, weights=weights)
     try:
         trainer = await MonarchTrainer.spawn(
             trainer_group, _trainer_spec(setting, work_dir, trace_dir, num_steps=num_steps)
         )
         try:
-            await all_of(replica.peer.start(), trainer.start(setting.transport))
+            starts = [host.start() for host in hosts.values()]
+            await all_of(replica.peer.start(), trainer.start(setting.transport), *starts)
             yield trainer, replica
         finally:
             await trainer.close()
     finally:
-        await replica.close()
+        await weights.close()
+        await asyncio.gather(replica.close(), *(host.close() for host in hosts.values()))
+
+
+def _weight_host(spec: GeneratorSpec) -> WeightHost:
+    return weight_host(
+        ProcessGroup(name="weights0", ranks=1, threads=1),
+        WeightHostSpec(
+            name="host 0",
+            run_dir=spec.log_dir,
+            log_dir=spec.log_dir,
+            weight_sync=spec.weight_sync,
+            trace_dir=spec.trace_dir,
+        ),
+    )
 
 
 def _generator_spec(setting: Setting, work_dir: Path, trace_dir: Path) -> GeneratorSpec:
@@ -262,7 +288,7 @@ def _trainer_spec(
         checkpoint=Path(setting.policy),
         trainer=TrainerConfig(
             data_parallel_shard=setting.trainer_ranks,
-            row_len=_ROW_LEN,
+            row_len=ROW_LEN,
             rows_per_microbatch=1,
             threads=setting.threads,
             optimizer=OptimizerConfig(learning_rate=1e-4),
@@ -276,7 +302,7 @@ def _trainer_spec(
     )
 
 
-_ROW_LEN = 16
+ROW_LEN = 16
 _PROMPT = tuple(range(2, 34))
 
 
@@ -285,15 +311,15 @@ def _request(name: str, tokens: int, *, temperature: float = 1.0) -> GenerationR
     return GenerationRequest(request_id=name, prompt_token_ids=_PROMPT, sampling=sampling)
 
 
-def _batch() -> TrainingBatch:
+def batch() -> TrainingBatch:
     """Two rows: just enough for the weights to change on each rank."""
     rng = np.random.default_rng(0)
-    mask = (False,) * 4 + (True,) * (_ROW_LEN - 4)
+    mask = (False,) * 4 + (True,) * (ROW_LEN - 4)
     episodes = [
         Episode(
             rollout_id=f"rollout{index}",
             group_id="group",
-            token_ids=tuple(rng.integers(0, 256, _ROW_LEN).tolist()),
+            token_ids=tuple(rng.integers(0, 256, ROW_LEN).tolist()),
             loss_mask=mask,
             logprobs=tuple(-5.0 if on else 0.0 for on in mask),
             advantages=tuple(float(2 * index - 1) if on else 0.0 for on in mask),
@@ -301,6 +327,6 @@ def _batch() -> TrainingBatch:
         )
         for index in range(2)
     ]
-    batch = pack_episodes(episodes, row_len=_ROW_LEN, temperature=1.0).batch
-    assert batch is not None  # each episode fills a row
-    return batch
+    packed = pack_episodes(episodes, row_len=ROW_LEN, temperature=1.0).batch
+    assert packed is not None  # each episode fills a row
+    return packed

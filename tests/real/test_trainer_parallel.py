@@ -276,6 +276,7 @@ def test_layouts_of_four_ranks_equal_one_process(results: Path) -> None:
         test_loss_gradient_norm_and_metrics_equal_those_of_one_process(layout, results)
         test_updated_weights_and_logprobs_equal_those_of_one_process(layout, results)
         test_a_checkpoint_of_one_layout_resumes_in_another(layout, results)
+        test_what_the_ranks_write_together_are_the_gathered_weights(layout, results)
 
 
 def uneven_rank(rank: int, port: int, folder: Path) -> None:

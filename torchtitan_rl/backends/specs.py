@@ -43,6 +43,18 @@ class TrainerSpec:
     run_dir: Path
     log_dir: Path
     trace_dir: Path | None
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightHostSpec:
+    """What a process needs that fetches weights for all replicas of its host."""
+
+    name: str  # "host 1"
+    run_dir: Path
+    log_dir: Path
+    weight_sync: WeightSyncConfig
+    trace_dir: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

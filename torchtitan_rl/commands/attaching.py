@@ -17,6 +17,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.lives import find_lives
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.probe import probe_errors
 from torchtitan_rl.launch.tls import own_folder
@@ -38,9 +39,11 @@ class Attachment:
         """Attach to them, and return what they have; see `AskHosts`."""
         launch = self._config.launch
         own = _own_address(launch)
+        lives: dict[str, str] = {}
         if own is not None:
             set_monarch_environment(launch.keys, own, field="launch.keys")
-            workers = [Address.parse(text) for text in launch.attach]
+            lives = find_lives([text for text in launch.attach if text != LOCAL])
+            workers = [Address.parse(text) for text in lives.values()]
             folder = None if launch.keys is None else own_folder(launch.keys, own.host)
             if errors := probe_errors("launch.attach", workers, folder, wait_s=_START_S):
                 raise ConfigError(errors)
@@ -51,7 +54,7 @@ class Attachment:
             given = self._config.policy.checkpoint
             checkpoint = given if given.startswith("package:") else str(policy_dir)
             here = describe_host(LOCAL, checkpoint)
-            self.hosts = attach(launch, own, checkpoint=checkpoint, here=here)
+            self.hosts = attach(launch, own, lives=lives, checkpoint=checkpoint, here=here)
         return self.hosts.facts
 
     def require_shared_folder(self, prepared: PreparedRun) -> None:

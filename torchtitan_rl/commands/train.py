@@ -21,6 +21,7 @@ from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.garbage import collect_less
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.losses import Losses
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.checks.launch import start_errors
@@ -137,7 +138,9 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     for line in (*prepared.notes, *found.passed_over):
         recorder.say(line)
     tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
+    losses = Losses(prepared, run.hosts, recorder)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(losses.watching())
         with recorder.phase("start"):
             from torchtitan_rl.backends.monarch.run import run_processes  # seconds
 
@@ -147,10 +150,10 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         collect_less()
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
+        reserved = reserved_replicas(config)
+        await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
         recorder.watch_engines(
-            await stack.enter_async_context(
-                EngineSampler(router.stats, reserved=reserved_replicas(config))
-            )
+            await stack.enter_async_context(EngineSampler(router.stats, reserved=reserved))
         )
         endpoint = None
         if processes.endpoint is not None:

@@ -1,6 +1,8 @@
 """``torchtitan-rl worker --address A``: makes this machine a host of runs, one after the other.
 
 It serves the controllers that attach to its address (``--launch.attach A``) until it is stopped.
+Each run has a life of the worker to itself, see `launch.lives`: whatever it started here ends with
+it, also where its controller is gone.
 """
 
 from __future__ import annotations
@@ -8,19 +10,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
 
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
+from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
-_POLL_S = 0.1
+_LIFE = "torchtitan_rl.backends.monarch.worker_loop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class WorkerOptions:
 
     address: str
     """Where to listen, and nowhere else: ``tls://10.0.0.2:26600``, an address of this machine that
-    the controller and the other hosts can reach."""
+    the controller and the other hosts can reach. After the loss of a controller, or of the
+    connection to it, the worker moves on to the next port: the 15 that follow must be open, too."""
     keys: Path | None = None
     """This host's folder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
     allow_plain_tcp: bool = False
@@ -55,36 +57,44 @@ def main(words: Sequence[str]) -> int:
     if errors:
         raise ConfigError(errors)
     own = Address.parse(options.address)
+    _require_free(own)
     set_monarch_environment(options.keys, own, field="--keys")
-    from monarch.actor import start_worker_loop_forever  # seconds
+    lives = WorkerLives(
+        life_command,
+        options.address,
+        memory=_memory(own),
+        say=lambda line: print(f"worker: {line}", flush=True),
+    )
+    with stopped_by_signals(lives) as received:
+        code = lives.run()
+    if received:
+        print(f"worker: stopped by {signal.Signals(received[0]).name}", flush=True)
+        return 128 + received[0]
+    return code
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
-    lifetime = start_worker_loop_forever(address=options.address, ca="trust_all_connections")
-    while not _is_listening(own):
-        with suppress(TimeoutError):
-            _wait(lifetime, options.address, _POLL_S)
-    print(f"worker: listening on {options.address}", flush=True)
-    _wait(lifetime, options.address)
-    return 0
+
+def life_command(address: str) -> list[str]:
+    """The process of one life, which listens at this address."""
+    return [sys.executable, "-m", _LIFE, address]
 
 
-def _wait(lifetime: Any, address: str, timeout_s: float | None = None) -> None:
+def _memory(own: Address) -> Path:
+    """Where this worker notes the port of its next life. Home folders may be shared by hosts."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "torchtitan-rl" / f"worker-{own.host.replace(':', '_')}-{own.port}"
+
+
+def _require_free(address: Address) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
     try:
-        lifetime.get(timeout=timeout_s)
-    except ValueError as error:  # of the system, as text
-        raise ConfigError(f"--address is {address!r}: {error}") from error
-
-
-def _is_listening(own: Address) -> bool:
-    try:
-        socket.create_connection((own.host, own.port), timeout=_POLL_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """What Monarch started here ends with this process."""
-    print(f"worker: stopped by {signal.Signals(number).name}", flush=True)
-    os._exit(128 + number)
+        family, kind, *_, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except OSError as error:
+        raise ConfigError(f"--address is '{address}': {error.strerror or error}") from error

@@ -7,7 +7,9 @@ one is full it begins another, and keeps the newest ``KEPT_FILES``. `merge_trace
 loop) takes a track each.
 
 Times are microseconds of the Unix clock, so that processes line up; within a process they follow
-the monotonic clock. A disabled tracer does next to nothing.
+the monotonic clock. Processes of other hosts write the name of their host, and `merge_traces` takes
+off what the clock of that host was ahead, which `write_clocks` has noted in ``clocks.json``. A
+disabled tracer does next to nothing.
 
 Invariant: a tracer raises no OSError. What the disk does not take is left out of the trace, which
 is logged once, and later events are written again.
@@ -17,22 +19,28 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.line_files import append_line, whole_lines
+from torchtitan_rl.observability.clock_offset import ClockOffset
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 32 << 20  # of a file; about a week of a busy process
 KEPT_FILES = 4  # of one process
+HOST_VARIABLE = "TORCHTITAN_RL_HOST"  # of processes that run on another host than the controller
+CLOCKS = "clocks.json"  # in the folder of the traces
 
+_HOST_EVENT = "process_labels"  # as viewers call what they show next to the name
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MAIN_TRACK = "main"
 
@@ -45,11 +53,20 @@ class Tracer:
         process: name shown in the trace; a process that is started again, or that begins another
             file, shows as one more.
         max_bytes: of a file, but for its last event.
+        host: whose clock it follows; empty for the controller's.
     """
 
-    def __init__(self, trace_dir: Path | None, process: str, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        trace_dir: Path | None,
+        process: str,
+        *,
+        max_bytes: int = MAX_BYTES,
+        host: str = "",
+    ) -> None:
         self._lock = threading.RLock()
         self._process = process
+        self._host = host
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._paths: list[Path] = []
@@ -141,6 +158,8 @@ class Tracer:
         head: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "args": {"name": self._process}}
         ]
+        if self._host:
+            head += [{"name": _HOST_EVENT, "ph": "M", "args": {"labels": self._host}}]
         head += [self._track_name(track) for track in self._tracks]
         try:
             num_bytes = _append(file, head)
@@ -175,13 +194,19 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
         OSError: it cannot be written, or files cannot be read; an older ``trace.json`` stays.
     """
     output = output or trace_dir.parent / "trace.json"
+    clocks = read_clocks(trace_dir)
     unfinished = output.with_suffix(".unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')
             separator = "\n"
             for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
+                ahead_us = 0.0
                 for event in _events(path):
+                    if event.get("name") == _HOST_EVENT:
+                        ahead_us = _ahead_us(clocks, event)
+                    elif "ts" in event:
+                        event["ts"] -= ahead_us
                     event["pid"] = pid
                     event.setdefault("tid", 0)
                     file.write(separator + json.dumps(event, separators=(",", ":")))
@@ -193,6 +218,38 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
             unfinished.unlink(missing_ok=True)
         raise
     return output
+
+
+def host_label() -> str:
+    """The name of the host that this process runs on; empty where that is the controller's."""
+    return os.environ.get(HOST_VARIABLE, "")
+
+
+def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
+    """Note how far the clocks of other hosts, by name, are ahead.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    trace_dir.mkdir(parents=True, exist_ok=True)
+    unfinished = trace_dir / f"{CLOCKS}.unfinished"
+    offsets = {host: asdict(offset) for host, offset in clocks.items()}
+    unfinished.write_text(json.dumps(offsets, indent=1))
+    unfinished.replace(trace_dir / CLOCKS)
+
+
+def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
+    """What `write_clocks` wrote; nothing where it cannot be read."""
+    try:
+        found = json.loads((trace_dir / CLOCKS).read_text())
+        return {host: ClockOffset(**offset) for host, offset in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any]) -> float:
+    offset = clocks.get(str(event.get("args", {}).get("labels")))
+    return 0.0 if offset is None else offset.ahead_ns / 1e3
 
 
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:

@@ -14,8 +14,10 @@ T = TypeVar("T")
 
 
 class ReplicaState(StrEnum):
-    """Only a serving or syncing replica is given requests; a dead one never comes back."""
+    """Only a serving or syncing replica is given requests; a dead one never comes back, another
+    takes its place."""
 
+    STARTING = "starting"  # joined while others serve, and fetches the newest weights
     SERVING = "serving"
     SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
     DRAINING = "draining"  # finishing what it has before a swap

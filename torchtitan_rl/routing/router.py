@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 
-from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.errors import GenerationError, ReplicaError
 from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
@@ -259,6 +259,36 @@ class GeneratorRouter:
     def outstanding_tokens(self) -> dict[str, int]:
         return {slot.name: slot.outstanding_tokens for slot in self._slots.all}
 
+    async def join(self, replica: Replica, *, is_reserved: bool = False) -> None:
+        """Take in one more replica, whose name is new and whose engine has the weights of version
+        0. It gets no request before it holds the newest weights. Returns once the router is not
+        paused and the replica belongs to it.
+        """
+        await self._slots.wait_until(lambda: not self._slots.is_paused, key="join")
+        self._weights.join(replica, is_reserved=is_reserved)
+
+    def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
+        """The replicas whose names ``is_lost`` says so of are lost, whatever they answer: their
+        requests continue elsewhere."""
+        for slot in self._slots.live():
+            if is_lost(slot.name):
+                self._slots.mark_dead(slot, error)
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """While this is open, a replica is about to `join`: where no other is left, requests and
+        weight syncs wait for it instead of failing."""
+        self._slots.num_expected += 1
+        try:
+            yield
+        finally:
+            self._slots.num_expected -= 1
+            self._slots.notify()
+
+    def on_dead(self, call: Callable[[Replica, str], None]) -> None:
+        """From now on call this with each replica that is lost, once, and the cause."""
+        self._slots.on_dead = lambda slot: call(slot.replica, " ".join(f"{slot.failure}".split()))
+
     async def close(self) -> None:
         """Close every replica; requests that still wait here fail."""
         self._requests.close()
@@ -300,7 +330,8 @@ class GeneratorRouter:
                 return False
             if slots.index.least(version) is not None:
                 return True
-            return not self._keeps_requests and not slots.live_unreserved()
+            keeps_requests = self._keeps_requests or slots.num_expected
+            return not keeps_requests and not slots.live_unreserved()
 
         return Route(
             choose=self._choose,

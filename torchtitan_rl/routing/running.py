@@ -170,7 +170,8 @@ class RunningRequests:
 
     def _refuse_poison(self, running: _Routed, error: ReplicaError) -> None:
         """Refuse a request during which two engine loops have failed."""
-        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._slots.live_unreserved():
+        has_others = self._slots.live_unreserved() or self._slots.num_expected
+        if running.engine_failures >= _MAX_ENGINE_FAILURES and has_others:
             raise GenerationError(
                 f"request {running.request.request_id}: {running.engine_failures} engines failed "
                 f"while they had it, so no other is given it; the last: {error}"

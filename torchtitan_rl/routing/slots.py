@@ -2,8 +2,9 @@
 
 Invariants: a wait for a replica's answer ends at once when the replica dies; everything here runs
 on one event loop and changes without awaiting, so what is read between two awaits is consistent
-and needs no lock; a dead replica stays dead, with its first cause; load, state and version of a
-slot change through `Slots` alone, which keeps `Slots.index` up to date.
+and needs no lock; a dead replica stays dead, with its first cause, and one that takes its place has
+a slot of its own; load, state and version of a slot change through `Slots` alone, which keeps
+`Slots.index` up to date.
 
 Besides its `ReplicaState` a slot has flags:
 
@@ -25,6 +26,7 @@ Which combinations occur:
   after a sleep.
 - ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
 - ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
+- ``is_lagging`` in state STARTING: no sync waits for it.
 - In state DEAD the flags mean nothing.
 """
 
@@ -113,10 +115,22 @@ class Slots:
         self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
         for slot in self.all:
             self._update(slot)
+        self.num_expected = 0  # replicas that will take the place of dead ones
+        self.on_dead: Callable[[Slot], None] | None = None
         self.is_paused = False  # replicas get no requests but those of their pins
         self.spares_pins = False  # the pause does not stop pinned replicas
         self.active_time = ActiveTime()  # of all requests but pins'
         self.wakeups = Wakeups()
+
+    def add(self, replica: Replica, *, is_reserved: bool, state: ReplicaState) -> Slot:
+        """A slot for one more replica, whose engine has the weights of version 0."""
+        slot = Slot(replica, len(self.all), is_reserved, state)
+        self.all.append(slot)
+        self.index = LoadIndex(len(self.all))
+        for one in self.all:
+            self._update(one)
+        self.notify()
+        return slot
 
     def live(self) -> list[Slot]:
         return [slot for slot in self.all if slot.is_live]
@@ -152,8 +166,10 @@ class Slots:
 
     def mark_dead(self, slot: Slot, error: BaseException) -> None:
         """It gets no further request, and its running ones are taken from it."""
-        slot.state = ReplicaState.DEAD
+        was_live, slot.state = slot.is_live, ReplicaState.DEAD
         slot.failure = slot.failure or error
+        if was_live and self.on_dead is not None:
+            self.on_dead(slot)  # before anything finds that none is left
         self._update(slot)
         for future in slot.work:
             future.cancel()
@@ -203,8 +219,9 @@ class Slots:
         return None
 
     def require_unreserved(self) -> None:
-        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
-        if not self.live_unreserved():
+        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do,
+        and none is expected."""
+        if not self.live_unreserved() and not self.num_expected:
             names = ", ".join(slot.name for slot in self.reserved())
             exception = f" but the reserved {names}" if names else ""
             raise GenerationError(f"no replica is left{exception}: {self.failure_summary()}")

@@ -15,7 +15,7 @@ from typing import Literal
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replica import Replica, ReplicaState
 from torchtitan_rl.routing.slots import NO_WEIGHTS, Slot, Slots
 from torchtitan_rl.types import PullReport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -99,7 +99,7 @@ class WeightSync:
             raise self._crash
         if self._is_closed:
             raise WeightSyncError(f"version {handle.version}: the router is closed")
-        if not self._slots.live_unreserved():
+        if not self._slots.live_unreserved() and not self._slots.num_expected:
             raise WeightSyncError(
                 f"no replica holds version {handle.version}: {self._slots.failure_summary()}"
             )
@@ -116,6 +116,16 @@ class WeightSync:
         task = asyncio.create_task(self._follow(slot), name=f"weights of {slot.name}")
         self._pullers[slot.index] = task
         task.add_done_callback(lambda task: self._on_end(slot, task))
+
+    def join(self, replica: Replica, *, is_reserved: bool) -> Slot:
+        """A slot for a replica whose engine has the weights of version 0. It gets requests once it
+        holds the newest ones; a reserved one gets them with its first pin."""
+        is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
+        state = ReplicaState.STARTING if is_behind else ReplicaState.SERVING
+        slot = self._slots.add(replica, is_reserved=is_reserved, state=state)
+        slot.is_lagging = is_behind
+        self.follow(slot)
+        return slot
 
     async def bring(self, slot: Slot, handle: WeightHandle) -> None:
         """Make a pinned slot hold exactly ``handle.version``.
@@ -153,9 +163,14 @@ class WeightSync:
         if self._is_closed or self._crash is not None:
             return True
         live = self._slots.live_unreserved()
-        if any(slot.version < version for slot in live if not slot.is_pinned):
+        if any(
+            slot.version < version
+            for slot in live
+            if not slot.is_pinned and slot.state is not ReplicaState.STARTING
+        ):
             return False
-        return not live or any(slot.version >= version for slot in live)
+        is_without_replicas = not live and not self._slots.num_expected
+        return is_without_replicas or any(slot.version >= version for slot in live)
 
     def _report(self, version: int) -> SyncReport:
         live = self._slots.live_unreserved()

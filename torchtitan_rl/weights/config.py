@@ -14,8 +14,16 @@ class WeightSyncConfig:
     """``hot_swap`` continues running requests under the new weights; ``drain`` waits until they
     have ended."""
     transport: Literal["auto", "shared_memory", "rdma"] = "auto"
-    """``auto`` is shared memory if trainer and replicas run on one host, as they do today, else
-    RDMA."""
+    """``auto`` is shared memory on the trainer's host and RDMA to the other hosts, over Monarch's
+    own channels where there is no RDMA hardware; ``rdma`` is RDMA on every host."""
+    fan_out: int = 2
+    """Number of hosts that read a version from one source at the same time. Hosts that have a
+    version are sources for the others, so that many hosts fetch in a tree. 0: all from the
+    trainer."""
+    delta: Literal["auto", "off"] = "off"
+    """``auto`` sends other hosts only what changed since the version before, compressed without
+    loss, where that is small and there is no RDMA hardware: for slow networks, since it takes the
+    trainer's time."""
     reset_prefix_cache_on_pull: bool = True
     """False serves new requests from prefixes that were cached under older weights."""
     recompute_running_on_pull: bool = True

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl.weights.image import ImageLayout
+from torchtitan_rl.weights.parts import PackedPart
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryHandle:
@@ -16,12 +19,48 @@ class SharedMemoryHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteMemoryHandle:
-    """The same bytes in the publisher's memory, read through Monarch's ``RDMABuffer``."""
+class RemoteDelta:
+    """What changed in the packed parts of a source since version ``base`` (see `weights/delta.py`).
 
-    version: int
-    buffer: Any  # monarch.rdma.RDMABuffer over the whole safetensors image, uint8 [num_bytes]
+    ``buffers`` hold the compressed blocks one after another, ``sizes`` are their bytes.
+    """
+
+    base: int
+    buffers: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSource:
+    """Packed parts of a version in one process's memory (see `weights/parts.py`)."""
+
+    owner: str  # for errors: "trainer rank 1", "host 2"
+    parts: tuple[PackedPart, ...]
+    buffers: tuple[Any, ...]  # monarch.rdma.RDMABuffer, over slices of the packed bytes, in order
     num_bytes: int
+    delta: RemoteDelta | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMemoryHandle:
+    """The parts of a version in the memory of the trainer's ranks, which together are all of it.
+
+    ``keep``: versions besides this one and the one before that are still needed. ``shared``: the
+    same version for the replicas on the trainer's own host, if there are any.
+    """
+
+    layout: ImageLayout
+    sources: tuple[RemoteSource, ...]
+    keep: frozenset[int] = frozenset()
+    shared: SharedMemoryHandle | None = None
+
+    @property
+    def version(self) -> int:
+        return self.layout.version
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
 
 
 WeightHandle = SharedMemoryHandle | RemoteMemoryHandle

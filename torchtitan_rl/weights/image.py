@@ -11,9 +11,10 @@ policy version, and reading checks it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +50,20 @@ class ImageLayout:
     num_bytes: int
 
 
+class Box(NamedTuple):
+    """The elements of ``size`` at ``offset`` of tensor ``name``, which has ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """One process's part of a tensor of ``shape`` and ``dtype``: the box ``local`` at ``offset``.
@@ -62,6 +77,11 @@ class TensorPart:
     def whole(self) -> torch.Tensor:
         """A tensor like the whole one, without data; for `plan_image`."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def box(self, name: str) -> Box:
+        """Where the local elements belong; there are some."""
+        assert self.local is not None
+        return Box(name, tuple(self.shape), self.dtype, self.offset, tuple(self.local.shape))
 
 
 def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout:
@@ -105,12 +125,16 @@ def write_image(
     layout: ImageLayout, tensors: Mapping[str, torch.Tensor], image: torch.Tensor
 ) -> None:
     """Copy ``tensors`` (any device, contiguous or not) into ``image``, uint8 [num_bytes]."""
-    parts = {
+    write_header(layout, image)
+    write_parts(layout, whole_parts(tensors), image)
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPart]:
+    """Each tensor as its only part."""
+    return {
         name: TensorPart(shape=t.shape, dtype=t.dtype, offset=(0,) * t.dim(), local=t)
         for name, t in tensors.items()
     }
-    write_header(layout, image)
-    write_parts(layout, parts, image)
 
 
 def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: torch.Tensor) -> None:
@@ -118,13 +142,18 @@ def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: tor
     `write_header`."""
     for name, part in parts.items():
         if part.local is not None and part.local.numel():
-            start = layout.offsets[name]
-            end = start + part.shape.numel() * part.dtype.itemsize
-            place = image[start:end].view(part.dtype).view(part.shape)
-            for dim, size in enumerate(part.local.shape):
-                if size != part.shape[dim]:
-                    place = place.narrow(dim, part.offset[dim], size)
-            place.copy_(part.local.detach())
+            view_of(layout, part.box(name), image).copy_(part.local.detach())
+
+
+def view_of(layout: ImageLayout, box: Box, image: torch.Tensor) -> torch.Tensor:
+    """The box in ``image``, uint8 [num_bytes], as a view of the tensor's type."""
+    start = layout.offsets[box.name]
+    end = start + math.prod(box.shape) * box.dtype.itemsize
+    view = image[start:end].view(box.dtype).view(box.shape)
+    for dim, size in enumerate(box.size):
+        if size != box.shape[dim]:
+            view = view.narrow(dim, box.offset[dim], size)
+    return view
 
 
 def write_header(layout: ImageLayout, image: torch.Tensor) -> None:

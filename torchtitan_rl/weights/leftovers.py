@@ -26,6 +26,7 @@ HEADROOM_BYTES = 16 << 20  # of it: other programs use it too
 _PREFIX = "torchtitan-rl-"
 _FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
 _LOCKED_WITHIN_S = 60.0  # after its creation
+GUARD_NAME = "torchtitan-rl-guard"  # in its command line
 _GUARD = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$@"'
 
 
@@ -55,7 +56,7 @@ class FolderGuard:
         reading, self._writing = os.pipe()
         try:
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "torchtitan-rl-guard", *map(str, folders)],
+                ["/bin/sh", "-c", _GUARD, GUARD_NAME, *map(str, folders)],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -54,6 +54,11 @@ class SharedMemoryPublisher:
         for folder in self._roots:
             remove_leftovers(folder)
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Those that readers can open, in order of publishing."""
+        return tuple(self._held)
+
     def publish(
         self,
         version: int,

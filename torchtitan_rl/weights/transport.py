@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -18,7 +18,16 @@ class Transport(StrEnum):
     """Medium between the trainer and the generator ranks."""
 
     SHARED_MEMORY = "shared_memory"  # a memory-mapped file; one host only
-    RDMA = "rdma"  # Monarch's RDMABuffer, over TCP without RDMA hardware
+    RDMA = "rdma"  # Monarch's RDMABuffer, over its channels without RDMA hardware
+    BOTH = "both"  # the former on the trainer's host, the latter to the others
+
+    @property
+    def shares_memory(self) -> bool:
+        return self is not Transport.RDMA
+
+    @property
+    def reaches_others(self) -> bool:
+        return self is not Transport.SHARED_MEMORY
 
 
 class WeightPublisher(Protocol):
@@ -55,24 +64,39 @@ def host_name() -> str:
 def choose_transport(
     configured: Literal["auto", "shared_memory", "rdma"],
     *,
-    trainer_host: str,
-    replica_hosts: Sequence[str],
+    trainer_hosts: Collection[int],
+    replica_hosts: Collection[int],
 ) -> Transport:
-    """Shared memory if everything runs on the trainer's host, else RDMA, unless ``configured``.
+    """Shared memory where trainer and replicas are on one host, RDMA between hosts, unless
+    ``configured``.
 
     Args:
-        trainer_host: host of the trainer's rank 0, which publishes.
-        replica_hosts: hosts of all generator ranks.
+        trainer_hosts, replica_hosts: those of all ranks, by their places in the list of hosts.
 
     Raises:
-        ConfigError: shared memory is configured and a generator rank runs on another host.
+        ConfigError: shared memory is configured and does not reach all replicas.
     """
-    others = sorted(set(replica_hosts) - {trainer_host})
-    if configured == "shared_memory" and others:
+    others = sorted(set(replica_hosts) - set(trainer_hosts))
+    is_on_one_host = len(set(trainer_hosts)) == 1
+    if configured == "shared_memory" and (others or not is_on_one_host):
+        trainer = ", ".join(map(str, sorted(set(trainer_hosts))))
+        replicas = ", ".join(map(str, sorted(set(replica_hosts))))
         raise ConfigError(
-            f"weight_sync.transport: shared_memory does not reach from {trainer_host} (trainer) to "
-            f"{', '.join(others)} (generator); use auto or rdma"
+            f"weight_sync.transport: shared_memory does not reach from host {trainer} (trainer) to "
+            f"host {replicas} (generator); use auto or rdma"
         )
-    if configured == "rdma" or (configured == "auto" and others):
+    if configured == "shared_memory" or (configured == "auto" and is_on_one_host and not others):
+        return Transport.SHARED_MEMORY
+    if configured == "rdma" or not is_on_one_host or len(others) == len(set(replica_hosts)):
         return Transport.RDMA
-    return Transport.SHARED_MEMORY
+    return Transport.BOTH
+
+
+def hosts_that_fetch(
+    transport: Transport, *, trainer_hosts: Collection[int], replica_hosts: Collection[int]
+) -> list[int]:
+    """The hosts of replicas that do not have the trainer's shared memory."""
+    if transport is Transport.SHARED_MEMORY:
+        return []
+    mapped = set(trainer_hosts) if transport is Transport.BOTH else set()
+    return sorted(set(replica_hosts) - mapped)

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from tests.fast.test_line_files import files_of_at_most
-from torchtitan_rl.observability.trace import KEPT_FILES, Tracer, merge_traces
+from torchtitan_rl.observability.clock_offset import ClockOffset
+from torchtitan_rl.observability.trace import (
+    CLOCKS,
+    KEPT_FILES,
+    Tracer,
+    merge_traces,
+    read_clocks,
+    write_clocks,
+)
 
 
 def merged_events(trace_dir: Path) -> list[dict[str, Any]]:
@@ -161,3 +169,23 @@ def test_a_merge_that_fails_leaves_the_older_trace_and_no_half_of_one(tmp_path: 
         merge_traces(tmp_path / "traces")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "traces"]
     assert (tmp_path / "trace.json").read_bytes() == before
+
+
+def test_processes_of_a_host_whose_clock_is_ahead_lie_where_they_belong(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    here, there = Tracer(traces, "controller"), Tracer(traces, "replica0", host="host1")
+    now_ns = time.perf_counter_ns()
+    here.complete("ask", now_ns, now_ns + 1000)
+    there.complete("answer", now_ns, now_ns + 1000)
+    write_clocks(traces, {"host1": ClockOffset(ahead_ns=5_000_000_000, error_ns=1000)})
+    events = spans(merged_events(traces))
+    assert events["answer"]["ts"] == pytest.approx(events["ask"]["ts"] - 5e6, abs=1e4)
+    assert read_clocks(traces)["host1"].error_ns == 1000
+
+
+def test_clocks_that_cannot_be_read_move_nothing(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    tracer = Tracer(traces, "replica0", host="host1")
+    tracer.complete("answer", 0, 1000)
+    (traces / CLOCKS).write_text('{"host1": 3}')
+    assert "answer" in spans(merged_events(traces))

@@ -1,5 +1,4 @@
 import mmap
-import threading
 from pathlib import Path
 
 import pytest
@@ -7,8 +6,7 @@ import torch
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import segment
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
-from torchtitan_rl.weights.image import plan_image, write_image
+from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.segment import SegmentReader
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
@@ -21,17 +19,6 @@ def publisher(tmp_path: Path) -> SharedMemoryPublisher:
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3000,), value)}
-
-
-def remote_read(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
-    image.copy_(handle.buffer)
-
-
-def remote(version: int) -> RemoteMemoryHandle:
-    layout = plan_image(weights(version), version)
-    image = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    write_image(layout, weights(version), image)
-    return RemoteMemoryHandle(version=version, buffer=image, num_bytes=layout.num_bytes)
 
 
 def count_maps(monkeypatch: pytest.MonkeyPatch, **wanted: int) -> list[int]:
@@ -52,55 +39,6 @@ def test_staged_tensors_equal_the_published_ones(publisher: SharedMemoryPublishe
     staging = WeightStaging()
     staging.stage(publisher.publish(1, weights(1)))
     assert torch.equal(staging.tensors(1)["w"], weights(1)["w"])
-
-
-def test_remote_images_are_read_through_the_reader() -> None:
-    staging = WeightStaging(remote_read)
-    staging.stage(remote(2))
-    assert torch.equal(staging.tensors(2)["w"], weights(2)["w"])
-
-
-def test_memory_of_a_discarded_version_is_reused_once_no_tensor_of_it_is_held() -> None:
-    staging = WeightStaging(remote_read)
-    places = []
-    held = []
-    for version in range(2, 8):
-        staging.stage(remote(version))
-        staging.discard_before(version)
-        tensor = staging.tensors(version)["w"]
-        places.append(tensor.data_ptr())
-        if version == 5:
-            held.append(tensor[10:20])
-        del tensor
-    assert len(set(places[:4])) == 2  # the staged version's and the next one's
-    assert places[3] not in places[4:]
-    assert torch.equal(held[0], weights(5)["w"][10:20])
-    assert torch.equal(staging.tensors(7)["w"], weights(7)["w"])
-
-
-def test_memory_of_a_failed_read_is_not_reused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The read may continue after its deadline."""
-    made = count_maps(monkeypatch, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def read_or_fail(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
-        if handle.version == 2:
-            raise WeightSyncError("version 2 is late")
-        image.copy_(handle.buffer)
-
-    staging = WeightStaging(read_or_fail)
-    with pytest.raises(WeightSyncError, match="late"):
-        staging.stage(remote(2))
-    for version in range(3, 7):
-        staging.stage(remote(version))
-        staging.discard_before(version)
-    assert len(made) == 3  # that of the failed read, and two that are reused
-
-
-def test_a_remote_handle_without_a_reader_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="version 2 is in remote memory"):
-        WeightStaging().stage(remote(2))
 
 
 def test_asking_for_a_version_that_is_not_staged_says_what_is(
@@ -216,22 +154,3 @@ def test_a_version_that_is_released_or_mislabelled_fails_by_name(
     with pytest.raises(WeightSyncError, match=r"version 3: .* bytes instead of 5"):
         staging.stage(SharedMemoryHandle(version=3, path=current.path, num_bytes=5))
     assert staging.versions == ()
-
-
-def test_a_version_is_not_available_before_all_its_bytes_are() -> None:
-    half_way, go_on = threading.Event(), threading.Event()
-
-    def slow_read(handle: RemoteMemoryHandle, image: torch.Tensor) -> None:
-        image[:100].copy_(handle.buffer[:100])
-        half_way.set()
-        go_on.wait()
-        image.copy_(handle.buffer)
-
-    staging = WeightStaging(slow_read)
-    thread = threading.Thread(target=staging.stage, args=(remote(1),))
-    thread.start()
-    half_way.wait()
-    assert staging.versions == ()
-    go_on.set()
-    thread.join()
-    assert staging.versions == (1,)

@@ -1,21 +1,30 @@
 import pytest
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.weights.transport import Transport, choose_transport
+from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
 
 
-def test_auto_takes_shared_memory_on_one_host_and_rdma_between_hosts() -> None:
-    one = choose_transport("auto", trainer_host="a", replica_hosts=["a", "a"])
-    two = choose_transport("auto", trainer_host="a", replica_hosts=["a", "b"])
-    assert (one, two) == (Transport.SHARED_MEMORY, Transport.RDMA)
+@pytest.mark.parametrize(
+    ("configured", "trainer", "replicas", "expected", "fetching"),
+    [
+        ("auto", [0, 0], [0], Transport.SHARED_MEMORY, []),
+        ("auto", [0], [1, 2, 2], Transport.RDMA, [1, 2]),
+        ("auto", [0], [0, 1, 2], Transport.BOTH, [1, 2]),
+        ("auto", [0, 1], [0, 1], Transport.RDMA, [0, 1]),
+        ("rdma", [0], [0], Transport.RDMA, [0]),
+        ("rdma", [0], [0, 1], Transport.RDMA, [0, 1]),
+        ("shared_memory", [3], [3], Transport.SHARED_MEMORY, []),
+    ],
+)
+def test_hosts_without_the_trainers_shared_memory_fetch(
+    configured: str, trainer: list[int], replicas: list[int], expected: Transport, fetching: list
+) -> None:
+    transport = choose_transport(configured, trainer_hosts=trainer, replica_hosts=replicas)
+    assert transport is expected
+    assert hosts_that_fetch(transport, trainer_hosts=trainer, replica_hosts=replicas) == fetching
 
 
-def test_either_can_be_forced_on_one_host() -> None:
-    rdma = choose_transport("rdma", trainer_host="a", replica_hosts=["a"])
-    shared = choose_transport("shared_memory", trainer_host="a", replica_hosts=["a"])
-    assert (rdma, shared) == (Transport.RDMA, Transport.SHARED_MEMORY)
-
-
-def test_shared_memory_forced_across_hosts_is_refused_with_the_hosts_and_a_fix() -> None:
-    with pytest.raises(ConfigError, match=r"from a \(trainer\) to b, c \(generator\); use auto"):
-        choose_transport("shared_memory", trainer_host="a", replica_hosts=["c", "a", "b"])
+@pytest.mark.parametrize(("trainer", "replicas"), [([0], [0, 2]), ([0, 2], [0, 2])])
+def test_shared_memory_between_hosts_is_refused(trainer: list[int], replicas: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"weight_sync.transport: .* to host 0, 2 \(generator\)"):
+        choose_transport("shared_memory", trainer_hosts=trainer, replica_hosts=replicas)

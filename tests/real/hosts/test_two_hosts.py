@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 
 import pytest
 
@@ -16,19 +18,28 @@ STEPS = ("--num-steps", "2", "--checkpoint.export-hf", "--metrics.rollouts-per-s
 
 
 @contextmanager
-def workers(root: Path, number: int = 2) -> Iterator[list[str]]:
-    """The addresses of workers that listen."""
+def workers(root: Path) -> Iterator[list[str]]:
+    """The addresses of workers that listen. At the end each stops at a signal, with all it had."""
     with ExitStack() as stack:
-        addresses = []
-        for index in range(number):
+        running = []
+        for index in range(2):
             host = f"127.0.0.{2 + index}"
             address = f"tcp://{host}:{free_port(host)}"
             log = root / f"worker{index}.log"
             worker = Run(["--address", address], log=log, command="worker")
             stack.callback(worker.kill_all)
-            worker.wait_until(lambda log=log: "listening" in log.read_text(), f"start of {address}")
-            addresses.append(address)
-        yield addresses
+            running.append((address, worker))
+        for address, worker in running:
+            worker.wait_until(partial(is_listening, worker, address), f"start of {address}")
+        yield [address for address, _ in running]
+        for number, (_, worker) in zip((SIGTERM, SIGINT), running, strict=True):
+            worker.process.send_signal(number)
+            assert worker.wait(30) == 128 + number
+            assert worker.left_behind(10) == []
+
+
+def is_listening(worker: Run, address: str) -> bool:
+    return f"worker: listening on {address}" in worker.log.read_text()
 
 
 def on_hosts(addresses: list[str]) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.rpc.messages import Abort
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightDistribution
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 _CLOSE_S = 60.0
 _LOST_CLOSE_S = 2.0  # of a lost replica: ranks that still work can close their loops
@@ -62,7 +63,7 @@ class GeneratorActor(Actor):
         await self._connection.until_received(count)
 
     @concurrent_endpoint
-    async def stage(self, handle: WeightHandle) -> None:
+    async def stage(self, handle: SharedMemoryHandle) -> None:
         await self._generator.stage(handle)
 
     @concurrent_endpoint
@@ -73,9 +74,13 @@ class GeneratorActor(Actor):
 class GeneratorProcesses:
     """The processes of one replica; see `ReplicaPeer`. Errors arrive as this package's own."""
 
-    def __init__(self, mesh: ProcessMesh, spec: GeneratorSpec) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, spec: GeneratorSpec, *, weights: WeightDistribution, host: int
+    ) -> None:
         self._mesh = mesh
         self._spec = spec
+        self._weights = weights
+        self._host = host
         self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
         self._leader = self._ranks.slice(ranks=0)
         self._stream: Stream[tuple[ToReplica, ...], tuple[FromReplica, ...]] = Stream(
@@ -115,9 +120,9 @@ class GeneratorProcesses:
         return 2 * self._spec.generator.stall_timeout_s
 
     async def stage(self, handle: WeightHandle) -> None:
-        await call(
-            self._ranks.stage.call(handle), what=f"{self.name}: fetch of version {handle.version}"
-        )
+        local = await self._weights.local(handle, self._host)
+        what = f"{self.name}: fetch of version {handle.version}"
+        await call(self._ranks.stage.call(local), what=what)
 
     async def close_loop(self, *, is_lost: bool) -> None:
         timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
@@ -134,12 +139,21 @@ MonarchReplica = ConnectedReplica[GeneratorProcesses]
 
 
 async def spawn_replica(
-    group: ProcessGroup, spec: GeneratorSpec, hosts: Hosts | None = None
+    group: ProcessGroup,
+    spec: GeneratorSpec,
+    hosts: Hosts | None = None,
+    *,
+    weights: WeightDistribution | None = None,
 ) -> MonarchReplica:
-    """Start the processes; ``replica.peer.start()`` then builds the engine in them. ``spec.model``
-    is where the controller has it."""
+    """Start the processes; ``replica.peer.start()`` then builds the engine in them.
+
+    Args:
+        spec: its ``model`` is where the controller has it.
+        weights: fetches new weights to the replica's host; None: they are on this host.
+    """
     hosts = hosts or Hosts()
     environment = engine_environment(group.threads, spec.device)
     mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment, hosts=hosts)
     spec = replace(spec, model=hosts[group.host].policy_dir or spec.model)
-    return ConnectedReplica(GeneratorProcesses(mesh, spec))
+    weights = weights or WeightDistribution({}, fan_out=0)
+    return ConnectedReplica(GeneratorProcesses(mesh, spec, weights=weights, host=group.host))

@@ -9,14 +9,13 @@ import threading
 import traceback
 
 from torchtitan_rl.backends.monarch.garbage import collect_less
-from torchtitan_rl.backends.monarch.rdma import MonarchRdmaReader
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.rank import build_loop
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.server import IDLE_S, EngineServer
 from torchtitan_rl.observability.engine_trace import EngineTrace
-from torchtitan_rl.observability.trace import Tracer
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.observability.trace import Tracer, host_label
+from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.staging import WeightStaging
 
 _CLOSE_S = 30.0  # for the loop to end
@@ -27,9 +26,9 @@ class GeneratorRank:
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         self._rank = rank
-        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}")
+        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}", host=host_label())
         self._engine_trace = EngineTrace(self._tracer)
-        self._staging = WeightStaging(MonarchRdmaReader(timeout_s=spec.weight_sync.timeout_s))
+        self._staging = WeightStaging()
         with self._tracer.span("start"):
             self._loop = build_loop(
                 spec,
@@ -62,8 +61,8 @@ class GeneratorRank:
             sys.stderr.flush()
             os._exit(1)
 
-    async def stage(self, handle: WeightHandle) -> None:
-        """Fetch a version while decoding goes on; on every rank."""
+    async def stage(self, handle: SharedMemoryHandle) -> None:
+        """Map a version while decoding goes on; on every rank."""
         with self._tracer.span("fetch weights", track="fetch", version=handle.version):
             await asyncio.to_thread(self._staging.stage, handle)
 

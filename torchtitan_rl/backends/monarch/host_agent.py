@@ -1,12 +1,16 @@
 """The agent of a run on one of its other hosts: an actor in a process of its own, started first and
-ended last. It says what the host has, and ends processes there that do not end by themselves.
+ended last. It says what the host has, ends processes there that do not end by themselves, tells the
+worker that the controller was heard, and hands out what the processes have written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +23,8 @@ from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, note_beat, note_run_end
+from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,7 @@ class HostAnswer:
     policy_dir: Path = Path()
     policy: str = ""  # `policy_fingerprint`
     policy_error: str = ""
+    worker: str = ""  # the address that the worker there was given
 
 
 class HostAgent(Actor):
@@ -39,6 +46,36 @@ class HostAgent(Actor):
     def __init__(self, address: str) -> None:
         self._address = address
         self._held: dict[tuple[int, ...], Processes] = {}
+        note_beat()
+
+    @concurrent_endpoint
+    async def beat(self) -> int:
+        """The controller is there. Returns the time here, in nanoseconds of the Unix clock."""
+        there_ns = time.time_ns()
+        note_beat()
+        return there_ns
+
+    @concurrent_endpoint
+    async def end_run(self) -> None:
+        """The run has ended: the worker ends what is left of it here, this process too."""
+        note_run_end()
+
+    @concurrent_endpoint
+    async def files_there(
+        self, folder: Path, patterns: Sequence[str], sign: str
+    ) -> dict[str, int] | None:
+        """Of the files in ``folder``; None where the folder is the controller's, which has put the
+        file ``sign`` there."""
+        if (folder / sign).exists():
+            return None
+        return file_sizes(folder, patterns)
+
+    @concurrent_endpoint
+    async def read_new(
+        self, folder: Path, patterns: Sequence[str], offsets: dict[str, int]
+    ) -> list[FilePiece]:
+        """See `file_tail.read_new`."""
+        return await asyncio.to_thread(read_new, folder, offsets, patterns=patterns)
 
     @concurrent_endpoint
     async def answer(self, checkpoint: str) -> HostAnswer:
@@ -88,4 +125,5 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
         policy_dir=policy_dir,
         policy=policy,
         policy_error=error,
+        worker=os.environ.get(ADDRESS_VARIABLE, ""),
     )

@@ -16,8 +16,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -37,17 +39,24 @@ from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.lives import accepts, listening
 from torchtitan_rl.weights.transport import host_name
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
+_AGAIN_TIMEOUT_S = 30.0
+_POLL_S = 0.1
 _AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
 _CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for who is trusted
 
 
 class Ending(Protocol):
-    """Processes that can be ended in any case."""
+    """Processes that can be ended in any case. ``are_lost``: their host is, so nothing can be said
+    to them."""
+
+    @property
+    def are_lost(self) -> bool: ...
 
     async def end(self, timeout_s: float) -> list[int]:
         """See `Processes.end`."""
@@ -65,6 +74,8 @@ class Host:
     agent: Any = None
     python: str = ""  # the interpreter there; empty: as here
     policy_dir: Path | None = None  # there; None: as here
+    address: str = ""  # where its worker is attached
+    lost: Event = field(default_factory=Event)  # set once, when it is given up
 
     def command(self, environment: Mapping[str, str]) -> Any:
         """How a process is started there, as Monarch's ``BootstrapCommand``."""
@@ -78,24 +89,34 @@ class Host:
         if self.agent is None:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
-        return _FarProcesses(agent=self.agent, host=self.name, pids=pids)
+        return _FarProcesses(host=self, pids=pids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What every host must have: the policy, and what is ``here``."""
+
+    checkpoint: str
+    here: HostAnswer
 
 
 class Hosts:
-    """The hosts of a run, by their index in its plan; each is this machine where none is named."""
+    """The hosts of a run, by their index in its plan; each is this machine where none is named. A
+    host that is lost and comes back is another `Host` of the same index."""
 
     def __init__(
         self,
         hosts: Sequence[Host] = (),
         facts: Sequence[HostFacts] = (),
         *,
-        attached: Sequence[HostMesh] = (),
+        wanted: _Wanted | None = None,
         ip: str = "127.0.0.1",
     ) -> None:
         self.facts = tuple(facts)
-        self._hosts = tuple(hosts)
-        self._attached = tuple(attached)
+        self._hosts = list(hosts)
+        self._wanted = wanted
         self._ip = ip
+        self._used = {host.address for host in hosts}  # Monarch attaches none of them again
 
     def __getitem__(self, index: int) -> Host:
         if index == CONTROLLER_HOST or not self._hosts:
@@ -116,14 +137,53 @@ class Hosts:
             answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
             return [name for name, sees in answers.items() if not sees]
 
-    def detach(self) -> None:
-        """End what runs on the other hosts; their workers stay, for the next run. Blocks for
-        seconds where one is gone."""
-        for stop in [mesh.stop() for mesh in self._attached]:
+    def far(self) -> list[Host]:
+        """All but this machine."""
+        return [host for host in self._hosts if host.agent is not None]
+
+    async def attach_again(self, index: int) -> Host | None:
+        """A lost host, if its worker listens by now, else None.
+
+        Raises:
+            ConfigError: it has other code or another policy than before.
+        """
+        lost, wanted = self._hosts[index], self._wanted
+        assert wanted is not None
+        for address in await asyncio.to_thread(listening, lost.name):
+            if address in self._used:
+                continue
+            self._used.add(address)
             try:
-                stop.get(timeout=_STOP_TIMEOUT_S)
-            except (TimeoutError, RuntimeError, SupervisionError) as error:
-                logger.warning("a host was not left in order: %s", error or "no answer")
+                async with asyncio.timeout(_AGAIN_TIMEOUT_S):
+                    mesh = attach_to_workers(ca=_CA, workers=[address])
+                    await mesh.initialized
+                    agent = _spawn_agent(mesh, lost.name)
+                    answer = await agent.answer.call_one(wanted.checkpoint)
+            except (TimeoutError, ActorError, SupervisionError, RuntimeError) as error:
+                logger.warning("%s was not attached again: %s", address, error or "no answer")
+                continue
+            if errors := answer_errors(lost.name, wanted.here, answer):
+                raise ConfigError(errors)
+            self._hosts[index] = _far_host(index, lost.name, address, mesh, agent, answer)
+            return self._hosts[index]
+        return None
+
+    def detach(self) -> None:
+        """End what runs on the other hosts; their workers stay, for the next run. Blocks until
+        they have ended it."""
+        leave([(host.address, host.agent) for host in self.far() if not host.lost.is_set()])
+
+
+def leave(agents: Sequence[tuple[str, Any]]) -> None:
+    """Tell the workers at these addresses, by the agents there, that the run has ended, and wait
+    until they no longer listen for it."""
+    deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+    for answer in [agent.end_run.call_one() for _, agent in agents]:
+        with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
+            answer.get(timeout=max(0.1, deadline_s - time.monotonic()))
+    for address, _ in agents:
+        while accepts(address) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
 
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
@@ -132,13 +192,19 @@ def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
 
 
 def attach(
-    launch: LaunchConfig, own: Address | None, *, checkpoint: str, here: HostAnswer
+    launch: LaunchConfig,
+    own: Address | None,
+    *,
+    lives: Mapping[str, str],
+    checkpoint: str,
+    here: HostAnswer,
 ) -> Hosts:
     """Contact the workers, ask what they have, and compare it with what is ``here``. Call it before
     anything else of Monarch.
 
     Args:
         own: where this controller listens; None where all hosts are this machine.
+        lives: where each worker listens, by its address in ``launch.attach``; see `find_lives`.
         checkpoint: the policy, as `resolve_checkpoint` takes it; a directory has the same path on
             all hosts.
 
@@ -150,42 +216,52 @@ def attach(
     if own is not None:
         enable_transport(str(own))
     far = [text for text in launch.attach if text != LOCAL]
-    meshes = {text: attach_to_workers(ca=_CA, workers=[text]) for text in far}
-    hosts = Hosts(attached=tuple(meshes.values()))
+    meshes = {text: attach_to_workers(ca=_CA, workers=[lives[text]]) for text in far}
+    agents: dict[str, Any] = {}
     try:
         _wait_for_all({text: mesh.initialized for text, mesh in meshes.items()}, deadline_s)
-        agents = {text: _spawn_agent(mesh, text) for text, mesh in meshes.items()}
+        for text, mesh in meshes.items():
+            agents[text] = _spawn_agent(mesh, text)
         asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
         answers = _wait_for_all(asked, deadline_s)
         if errors := [e for text in far for e in answer_errors(text, here, answers[text])]:
             raise ConfigError(errors)
     except BaseException:
-        hosts.detach()
+        leave([(lives[text], agent) for text, agent in agents.items()])
         raise
     ip = "127.0.0.1" if own is None else own.host
     return Hosts(
         [
             local_host(index, ip=ip)
             if text == LOCAL
-            else Host(
-                index=index,
-                name=text,
-                ip=Address.parse(text).host,
-                mesh=meshes[text].slice(hosts=0),
-                agent=agents[text],
-                python=answers[text].python,
-                policy_dir=answers[text].policy_dir,
-            )
+            else _far_host(index, text, lives[text], meshes[text], agents[text], answers[text])
             for index, text in enumerate(launch.attach)
         ],
         [here.facts if text == LOCAL else answers[text].facts for text in launch.attach],
-        attached=tuple(meshes.values()),
+        wanted=_Wanted(checkpoint=checkpoint, here=here),
         ip=ip,
+    )
+
+
+def _far_host(
+    index: int, name: str, address: str, mesh: HostMesh, agent: Any, answer: HostAnswer
+) -> Host:
+    return Host(
+        index=index,
+        name=name,
+        ip=Address.parse(name).host,
+        mesh=mesh.slice(hosts=0),
+        agent=agent,
+        address=address,
+        python=answer.python,
+        policy_dir=answer.policy_dir,
     )
 
 
 def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:
     """How a host differs from the controller's machine where it must not."""
+    if there.worker and there.worker != address:
+        return [f"launch.attach: at {address} listens the worker of {there.worker}"]
     field = f"launch.attach: {address} has"
     errors = [
         f"{field} {difference}; install the same on both"
@@ -205,17 +281,20 @@ def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str
 class _FarProcesses:
     """Processes that an agent holds."""
 
-    agent: Any
-    host: str
+    host: Host
     pids: tuple[int, ...]
 
+    @property
+    def are_lost(self) -> bool:
+        return self.host.lost.is_set()
+
     async def end(self, timeout_s: float) -> list[int]:
-        answer = self.agent.end.call_one(self.pids, timeout_s)
+        answer = self.host.agent.end.call_one(self.pids, timeout_s)
         try:
             return list(await asyncio.wait_for(answer, 2 * timeout_s + _AGENT_TIMEOUT_S))
         except (TimeoutError, ActorError, SupervisionError) as error:
-            cause = error or "no answer"
-            logger.warning("%s: whether its processes have ended is unknown: %s", self.host, cause)
+            name, cause = self.host.name, error or "no answer"
+            logger.warning("%s: whether its processes have ended is unknown: %s", name, cause)
             return []
 
 

@@ -21,6 +21,11 @@ class Processes:
     def __init__(self, pids: Iterable[int]) -> None:
         self._handles = {pid: os.pidfd_open(pid) for pid in pids}
 
+    @property
+    def are_lost(self) -> bool:
+        """Their host is: never this one."""
+        return False
+
     def alive(self) -> list[int]:
         return [pid for pid, handle in self._handles.items() if not _has_exited(handle)]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,20 +14,61 @@ from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_repli
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec
+from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
+from torchtitan_rl.backends.specs import (
+    EndpointSpec,
+    GeneratorSpec,
+    TrainerSpec,
+    WeightHostSpec,
+)
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.weights.config import WeightSyncConfig
-from torchtitan_rl.weights.transport import Transport, choose_transport
+from torchtitan_rl.weights.distribution import WeightDistribution
+from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
+    """``replicas`` grows as lost ones are started again."""
+
     trainer: MonarchTrainer
-    replicas: tuple[MonarchReplica, ...]
+    replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
+    prepared: PreparedRun
+    hosts: Hosts
+    weights: WeightDistribution
+    weight_hosts: dict[int, WeightHost]
+    trace_dir: Path | None
+
+    async def restart(self, first: str, name: str) -> MonarchReplica:
+        """Start the replica that the plan calls ``first``, as ``name``. The processes of the one
+        whose place it takes have ended.
+
+        Raises:
+            ReplicaError, DeadlineError: it did not start.
+        """
+        (group,) = (group for group in self.prepared.plan.replicas if group.name == first)
+        group = replace(group, name=name)
+        spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
+        replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
+        self.replicas.append(replica)  # is closed at the end in any case
+        try:
+            await replica.peer.start()
+        except TorchtitanRLError:
+            await replica.close()
+            raise
+        return replica
+
+    def lose_host(self, host: int) -> None:
+        """Forget the weights there: another process fetches them when the host is back."""
+        if host in self.weight_hosts:
+            fetcher = _weight_host(self.prepared, self.hosts, host, self.trace_dir)
+            self.weight_hosts[host] = fetcher
+            self.weights.replace(host, fetcher)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +93,35 @@ async def run_processes(
     """
     plan = prepared.plan
     assert plan.trainer is not None
-    supervise()
     hosts = hosts or Hosts()
+    transport, weight_hosts = _weight_hosts(prepared, hosts, trace_dir)
+    weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
+    supervise()
     trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir), hosts)
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
     try:
         for group in plan.replicas:
             spec = _generator_spec(prepared, group, trace_dir=trace_dir)
-            replicas.append(await spawn_replica(group, spec, hosts))
+            replicas.append(await spawn_replica(group, spec, hosts, weights=weights))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
-        transport = choose_transport(
-            prepared.config.weight_sync.transport,
-            trainer_host=trainer.host,
-            replica_hosts=[host for replica in replicas for host in replica.peer.hosts],
-        )
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
-        await all_of(start, *([] if endpoint is None else [endpoint.start()]))
-        yield RunProcesses(trainer=trainer, replicas=tuple(replicas), endpoint=endpoint)
+        starts = [start, *(host.start() for host in weight_hosts.values())]
+        await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
+        yield RunProcesses(
+            trainer=trainer,
+            replicas=replicas,
+            endpoint=endpoint,
+            prepared=prepared,
+            hosts=hosts,
+            weights=weights,
+            weight_hosts=weight_hosts,
+            trace_dir=trace_dir,
+        )
     finally:
         closes = [trainer.close(), *(replica.close() for replica in replicas)]
+        closes += [_close_weights(weights, weight_hosts.values())]
         if endpoint is not None:
             closes.append(endpoint.close())
         await asyncio.gather(*closes)
@@ -122,6 +171,44 @@ async def _start(
     await all_of(*(replica.peer.start() for replica in replicas))
 
 
+def _weight_hosts(
+    prepared: PreparedRun, hosts: Hosts, trace_dir: Path | None
+) -> tuple[Transport, dict[int, WeightHost]]:
+    """How weights reach the replicas, and what fetches them, by host."""
+    config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
+    assert trainer is not None
+    trainer_hosts = trainer.rank_hosts or (trainer.host,)
+    replica_hosts = [group.host for group in replicas]
+    transport = choose_transport(
+        config.weight_sync.transport, trainer_hosts=trainer_hosts, replica_hosts=replica_hosts
+    )
+    fetching = hosts_that_fetch(transport, trainer_hosts=trainer_hosts, replica_hosts=replica_hosts)
+    fetchers = {host: _weight_host(prepared, hosts, host, trace_dir) for host in fetching}
+    return transport, fetchers
+
+
+def _weight_host(
+    prepared: PreparedRun, hosts: Hosts, host: int, trace_dir: Path | None
+) -> WeightHost:
+    config = prepared.config
+    return weight_host(
+        ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host),
+        WeightHostSpec(
+            name=f"host {host}",
+            run_dir=config.run_dir.absolute(),
+            log_dir=config.log_dir.absolute(),
+            weight_sync=config.weight_sync,
+            trace_dir=trace_dir,
+        ),
+        hosts,
+    )
+
+
+async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightHost]) -> None:
+    await weights.close()
+    await asyncio.gather(*(host.close() for host in hosts))
+
+
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
     config = prepared.config
     return TrainerSpec(
@@ -133,6 +220,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
         run_dir=config.run_dir.absolute(),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
+        weight_sync=config.weight_sync,
     )
 
 

@@ -28,9 +28,11 @@ from monarch.actor import (
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts
 from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.observability.trace import HOST_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ _STOP_TIMEOUT_S = 15.0  # of what Monarch does to end a mesh
 _EXIT_TIMEOUT_S = 5.0  # until its processes have exited
 _ASK_TIMEOUT_S = 60.0
 
-ACTOR_NAMES = ("generator", "trainer", "endpoint")  # as our meshes are named
+ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # as our meshes are named
 
 
 class ProcessLostError(ReplicaError):
@@ -73,6 +75,11 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
     if group.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(group.devices)
     return environment
+
+
+def _host_environment(host: Host) -> dict[str, str]:
+    """Whose clock a process follows, see `observability.trace`."""
+    return {HOST_VARIABLE: host_name(host.index)} if host.agent is not None else {}
 
 
 class _ProcessActor(Actor):
@@ -173,7 +180,9 @@ async def _spawn(
         per_host={"ranks": group.ranks},
         bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),
         name=group.name,
-        bootstrap_command=host.command(process_environment(group) | dict(environment)),
+        bootstrap_command=host.command(
+            process_environment(group) | _host_environment(host) | dict(environment)
+        ),
     )
     actors: Any = mesh.spawn("process", _ProcessActor, group.first_rank)
     what = f"start of the processes of {group.name} on {host.name}"
@@ -236,7 +245,10 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 async def stop_processes(mesh: ProcessMesh) -> None:
     """End a mesh's processes, by a kill where they do not end by themselves; one that is dead
-    already is no error. One line says what went wrong."""
+    already is no error. One line says what went wrong. Those of a lost host are left to its worker,
+    which ends them when it hears nothing more."""
+    if mesh.processes.are_lost:
+        return
     complaint = ""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
@@ -245,6 +257,8 @@ async def stop_processes(mesh: ProcessMesh) -> None:
         complaint = f"no end within {_STOP_TIMEOUT_S:.0f} s"
     except (SupervisionError, RuntimeError) as error:
         complaint = first_line(error)
+    if mesh.processes.are_lost:
+        return  # by now
     if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
         complaint = f"processes {killed} were killed, for they did not end by themselves"
     if complaint:

@@ -96,6 +96,7 @@ class MonarchTrainer:
         ]
         self._leader = self._parts[0].slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def spawn(
@@ -190,11 +191,24 @@ class MonarchTrainer:
         answers: list[Any] = await self._call(self._answers(endpoint, *arguments), what)
         return answers
 
+    def lose(self, cause: str) -> None:
+        """A host of its ranks is lost: every call that runs, and every later one, fails."""
+        if not self._lost.done():
+            self._lost.set_result(cause)
+
     async def _call(self, answers: Any, what: str) -> Any:
+        calling = asyncio.ensure_future(
+            call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+        )
         try:
-            return await call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+            await asyncio.wait({calling, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise TrainerLostError(self._lost.result())
+            return calling.result()
         except ProcessLostError as error:
             raise TrainerLostError(str(error)) from error
+        finally:
+            calling.cancel()
 
     async def _run(self, method: str, *arguments: Any, what: str = "") -> Any:
         """Rank 0's answer; the others' are the same, or None."""

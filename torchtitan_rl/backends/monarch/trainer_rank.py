@@ -1,4 +1,4 @@
-"""What runs in a trainer process: the policy trainer, and on rank 0 its publisher of weights."""
+"""What runs in a trainer process: the policy trainer, and its publishers of weights."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_rl.backends.specs import TrainerSpec
-from torchtitan_rl.backends.titan.joint_publishing import JointPublisher, all_on_one_host
+from torchtitan_rl.backends.titan.joint_publishing import JointPublisher
+from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.observability.trace import Tracer
+from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.image import TensorPart, whole_parts
+from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
-from torchtitan_rl.weights.transport import Transport, WeightPublisher
+from torchtitan_rl.weights.transport import Transport
 
 
 class TrainerRank:
     """Made and called in one thread of its process, on all ranks together."""
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
-        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}")
+        self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(
                 spec.checkpoint,
@@ -30,8 +35,9 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
             )
-            self._publisher = _publisher(spec, transport) if rank == 0 else None
-            self._joint = _joint_publisher(self._publisher, spec, transport)
+            self._shared = _shared_publisher(spec, transport) if rank == 0 else None
+            self._joint = JointPublisher(self._shared) if transport.shares_memory else None
+            self._remote = _remote_publisher(spec, rank) if transport.reaches_others else None
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
@@ -41,16 +47,36 @@ class TrainerRank:
         """Collective; the handle on rank 0, None elsewhere."""
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
-            parts = None if self._joint is None else self._trainer.hf_parts()
-            if self._joint is not None and parts is not None:
-                with self._tracer.span("write weights", version=version):
-                    return self._joint.publish(version, parts, keep=keep)
-            with self._tracer.span("gather weights", version=version):
-                tensors = self._trainer.hf_state_dict()
-            if self._publisher is None:
-                return None
+            parts = self._trainer.hf_parts()
+            if parts is None:
+                with self._tracer.span("gather weights", version=version):
+                    tensors = self._trainer.hf_state_dict()
             with self._tracer.span("write weights", version=version):
-                return self._publisher.publish(version, tensors, keep=keep)
+                if parts is None:
+                    return self._write_gathered(version, tensors, keep)
+                return self._write(version, parts, keep)
+
+    def _write(
+        self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
+    ) -> WeightHandle | None:
+        """Each rank writes what it has."""
+        shared = None
+        if self._joint is not None:
+            shared = self._joint.publish(version, parts, keep=keep)
+        if self._remote is None:
+            return shared
+        return self._remote.publish(version, parts, keep=keep, shared=shared)
+
+    def _write_gathered(
+        self, version: int, tensors: Mapping[str, torch.Tensor], keep: frozenset[int]
+    ) -> WeightHandle | None:
+        """Rank 0 writes, and has all tensors."""
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.publish(version, tensors, keep=keep)
+        if self._remote is None:
+            return shared
+        return self._remote.publish(version, whole_parts(tensors), keep=keep, shared=shared)
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int
@@ -90,27 +116,24 @@ class TrainerRank:
             self._trainer.export_hf(path)
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        for publisher in (self._shared, self._remote):
+            if publisher is not None:
+                publisher.close()
         self._trainer.close()
         self._tracer.close()
 
 
-def _joint_publisher(
-    publisher: WeightPublisher | None, spec: TrainerSpec, transport: Transport
-) -> JointPublisher | None:
-    """Where all ranks can write into the same memory. Collective."""
-    if transport is not Transport.SHARED_MEMORY:
-        return None
-    if not all_on_one_host():
-        return None
-    assert publisher is None or isinstance(publisher, SharedMemoryPublisher)
-    return JointPublisher(publisher)
+def _shared_publisher(spec: TrainerSpec, transport: Transport) -> SharedMemoryPublisher | None:
+    return (
+        SharedMemoryPublisher(spec.run_dir.name, spec.run_dir) if transport.shares_memory else None
+    )
 
 
-def _publisher(spec: TrainerSpec, transport: Transport) -> WeightPublisher:
-    if transport is Transport.RDMA:
-        from torchtitan_rl.backends.monarch.rdma import MonarchRdmaPublisher
+def _remote_publisher(spec: TrainerSpec, rank: int) -> RemotePublisher:
+    from torchtitan_rl.backends.monarch.rdma import RdmaOffers, has_rdma_hardware
 
-        return MonarchRdmaPublisher()
-    return SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)
+    offers = RdmaOffers()
+    # Hardware moves the whole faster than a core compresses what changed.
+    makes_deltas = spec.weight_sync.delta == "auto" and not has_rdma_hardware()
+    owner = f"trainer rank {rank}"
+    return RemotePublisher(PartPublisher(offers, owner=owner, makes_deltas=makes_deltas))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
 
@@ -75,23 +77,23 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
     """The part of each tensor that this rank writes, in ``dtype``, so that all ranks together write
     every element once. Not collective. Nothing is copied: valid until the model's next step.
 
-    None if a rank's shard is not a box (data and tensor parallelism split the same dimension). A
-    tied head is left out.
+    None if a rank's shard is not a box (data and tensor parallelism split the same dimension into
+    uneven parts). A tied head is left out.
     """
     adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
-    for name, value in adapter.to_hf(model.state_dict()).items():
-        part = _part(value, dtype)
+    for index, (name, value) in enumerate(adapter.to_hf(model.state_dict()).items()):
+        part = _part(value, dtype, index)
         if part is None:
             return None
         parts[name] = part
     return parts
 
 
-def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
-    """The first of the ranks that hold the same shard writes it."""
+def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | None:
+    """The ranks that hold the same shard take turns, by the ``index`` of the tensor, in writing."""
     if not isinstance(value, DTensor):
-        is_first, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
+        is_writer, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
     else:
         mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
         assert where is not None  # every rank has a share of every tensor
@@ -99,16 +101,35 @@ def _part(value: torch.Tensor, dtype: torch.dtype) -> TensorPart | None:
             Replicate() if size == 1 else place
             for size, place in zip(mesh.shape, value.placements, strict=True)
         ]
-        cuts = [place.dim for place in places if type(place) is Shard]
-        num_replicated = sum(place.is_replicate() for place in places)
-        if len(set(cuts)) + num_replicated < len(places):
+        if not _is_box(value.shape, mesh.shape, places):
             return None
-        is_first = not any(w for w, p in zip(where, places, strict=True) if p.is_replicate())
+        is_writer = all(
+            rank == index % size
+            for rank, size, place in zip(where, mesh.shape, places, strict=True)
+            if place.is_replicate()
+        )
         _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
         local = value.to_local()
     return TensorPart(
-        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_first else None
+        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_writer else None
     )
+
+
+def _is_box(shape: Sequence[int], mesh_shape: Sequence[int], places: Sequence[Placement]) -> bool:
+    """Whether each rank's shard is a box of the whole. Data and tensor parallelism together cut
+    one dimension in two steps, of which the first is strided; the parts must then be even."""
+    ranks: dict[int, int] = {}  # by dimension
+    strides: dict[int, int] = {}
+    for place, size in zip(places, mesh_shape, strict=True):
+        if isinstance(place, Shard | _StridedShard):
+            ranks[place.dim] = ranks.get(place.dim, 1) * size
+            if isinstance(place, _StridedShard):
+                if place.dim in strides:
+                    return False
+                strides[place.dim] = int(place.split_factor) * size
+        elif not place.is_replicate():
+            return False
+    return all(strides[dim] == ranks[dim] and shape[dim] % ranks[dim] == 0 for dim in strides)
 
 
 def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:

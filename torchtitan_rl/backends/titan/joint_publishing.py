@@ -26,16 +26,8 @@ from torchtitan_rl.weights.image import (
 )
 from torchtitan_rl.weights.segment import Segment, SegmentWriter
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
-from torchtitan_rl.weights.transport import host_name
 
 _PATH_BYTES = 4096  # PATH_MAX of Linux
-
-
-def all_on_one_host() -> bool:
-    """Whether all ranks of the default process group run on one host. Collective."""
-    hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_name())
-    return len(set(hosts)) == 1
 
 
 class JointPublisher:

@@ -95,6 +95,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "request_timeout_s": _SECONDS,
         "stall_timeout_s": _SECONDS,
         "start_timeout_s": _SECONDS,
+        "max_restarts": _count(0),
         "threads": _THREADS,
     },
     c.ScheduleConfig: {
@@ -105,7 +106,11 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "report_wait_s": _SECONDS,
         "max_wait_s": _SECONDS,
     },
-    c.WeightSyncConfig: {"lag_timeout_s": _SECONDS, "timeout_s": _SECONDS},
+    c.WeightSyncConfig: {
+        "fan_out": _count(0, 1 << 16),
+        "lag_timeout_s": _SECONDS,
+        "timeout_s": _SECONDS,
+    },
     c.LossConfig: {
         "clip_low": Bounds(
             least=0.0,

@@ -1,0 +1,262 @@
+"""Weights from a trainer to several hosts: one copy for each host, tree, shards, deltas.
+
+    python -m benchmarks.weight_sync_hosts [--policy 135M | DIR] [--hosts 1 2 4] [--repeats 5]
+        [--parts hosts publish delta]
+
+Hosts are workers on loopback addresses of this machine, each with a fetching process and two
+readers (replicas without an engine). They share its cores, so several hosts at once take longer
+than elsewhere, and a tree, which spares the trainer's network, gains nothing here.
+
+- hosts: one trainer rank publishes; the readers of all hosts ask at once. Bytes that each host
+  reads, and seconds until the last reader has the version, with all hosts reading from the trainer
+  (star) and with a tree; for one host also against a plain copy over a TCP connection.
+- publish: two FSDP ranks, each offering its shards, against gathering on rank 0, which offers all.
+- delta: after real optimizer steps, what changed against the whole, by type and learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import enable_transport
+
+from benchmarks.options import at_least
+from benchmarks.report import heading, medians, print_table, write_report
+from benchmarks.weight_sync import POLICIES
+from benchmarks.weight_sync_copies import TcpCopy
+from benchmarks.weight_sync_hosts_parts import Publisher, Reached, Setting, worker_hosts
+from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.backends.monarch.runtime import supervise
+from torchtitan_rl.config.policies import resolve_checkpoint
+
+LEARNING_RATES = (1e-6, 1e-4)
+DTYPES = ("bfloat16", "float32")
+
+
+def main() -> None:
+    options = _options()
+    report = heading(options)
+    work_dir = Path(tempfile.mkdtemp(prefix="weight-sync-hosts-"))
+    supervise()
+    enable_transport(f"tcp://127.0.0.1:{free_port()}")
+    try:
+        results = asyncio.run(_measure(options, work_dir))
+    finally:
+        shutil.rmtree(work_dir)
+    write_report(options.output, report | results)
+
+
+async def _measure(options: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
+    policy = str(resolve_checkpoint(POLICIES.get(options.policy, options.policy)))
+    base = Setting(policy=policy, threads=options.threads)
+    results: dict[str, Any] = {}
+    if "hosts" in options.parts:
+        results["hosts"] = [
+            await _to_hosts(base, number, options.repeats, work_dir) for number in options.hosts
+        ]
+        _print_hosts(results["hosts"])
+    if "publish" in options.parts:
+        setting = dataclasses.replace(base, ranks=2)
+        results["publish"] = await _shards_against_gather(setting, options.repeats, work_dir)
+        _print_publish(results["publish"])
+    if "delta" in options.parts:
+        results["delta"] = [
+            await _delta_against_whole(
+                dataclasses.replace(base, learning_rate=rate), dtype, options.repeats, work_dir
+            )
+            for dtype in DTYPES
+            for rate in LEARNING_RATES
+        ]
+        _print_delta(results["delta"])
+    return results
+
+
+async def _to_hosts(setting: Setting, number: int, repeats: int, work_dir: Path) -> dict[str, Any]:
+    """Star and tree in turn, then the plain copy."""
+    async with (
+        worker_hosts(number, work_dir) as hosts,
+        Publisher.spawn(setting, work_dir) as publisher,
+    ):
+        tcp: TcpCopy | None = None
+        rows: list[dict[str, Any]] = []
+        for repeat in range(repeats + 1):  # the first one is not counted
+            row: dict[str, Any] = {}
+            for name, fan_out in (("star", 0), ("tree", 1)):
+                published = await publisher.publish("bfloat16")
+                reached = await hosts.reach(published.handle, fan_out=fan_out)
+                row |= {f"{name}_s": reached.seconds, f"{name}_fetch_s": reached.slowest_fetch_s}
+                row[f"{name}_bytes"] = list(reached.num_bytes)
+            tcp = tcp or TcpCopy(published.handle.num_bytes, readers=1)
+            row["tcp_copy_s"] = tcp.run()
+            if repeat:
+                rows.append(row)
+        assert tcp is not None
+        tcp.close()
+    typical = medians(rows)
+    return {
+        "hosts": number,
+        "readers": 2 * number,
+        "num_bytes": published.handle.num_bytes,
+        "bytes_of_each_host": rows[-1]["star_bytes"],
+        "repeats": rows,
+        "medians": typical,
+        "ratios": {
+            "star / tree": typical["star_s"] / typical["tree_s"],
+            "fetch rate / TCP copy": typical["tcp_copy_s"] / typical["star_fetch_s"],
+        },
+    }
+
+
+async def _shards_against_gather(setting: Setting, repeats: int, work_dir: Path) -> dict[str, Any]:
+    """Publishing and fetching to one host, by shards and by gathering in turn."""
+    async with (
+        worker_hosts(1, work_dir) as hosts,
+        Publisher.spawn(setting, work_dir) as publisher,
+    ):
+        rows = []
+        for repeat in range(repeats + 1):
+            row: dict[str, float] = {}
+            for name in ("shards", "gather"):
+                published = await publisher.publish("bfloat16", gathers=name == "gather")
+                reached = await hosts.reach(published.handle, fan_out=0)
+                row[f"{name}_publish_s"] = published.seconds
+                row[f"{name}_fetch_s"] = reached.slowest_fetch_s
+                row[f"{name}_s"] = published.seconds + reached.seconds
+            if repeat:
+                rows.append(row)
+    typical = medians(rows)
+    names = ("publish_s", "fetch_s", "s")
+    return {
+        "ranks": setting.ranks,
+        "repeats": rows,
+        "medians": typical,
+        "ratios": {
+            f"gather / shards, {n}": typical[f"gather_{n}"] / typical[f"shards_{n}"] for n in names
+        },
+    }
+
+
+async def _delta_against_whole(
+    setting: Setting, dtype: str, repeats: int, work_dir: Path
+) -> dict[str, Any]:
+    """Each version is published once with a delta and once without, after one optimizer step."""
+    rows = []
+    async with (
+        worker_hosts(1, work_dir) as hosts,
+        Publisher.spawn(setting, work_dir) as publisher,
+    ):
+        for repeat in range(repeats + 1):
+            await publisher.step()
+            row: dict[str, float] = {}
+            for name in ("whole", "delta"):
+                published = await publisher.publish(dtype, makes_delta=name == "delta")
+                reached = await hosts.reach(published.handle, fan_out=0)
+                row |= _delta_row(name, published.seconds, reached)
+            if repeat:
+                rows.append(row)
+    typical = medians(rows)
+    return {
+        "dtype": dtype,
+        "learning_rate": setting.learning_rate,
+        "repeats": rows,
+        "medians": typical,
+        "ratios": {
+            "bytes": typical["delta_bytes"] / typical["whole_bytes"],
+            "whole / delta": (typical["whole_publish_s"] + typical["whole_fetch_s"])
+            / (typical["delta_publish_s"] + typical["delta_fetch_s"]),
+        },
+    }
+
+
+def _delta_row(name: str, publish_s: float, reached: Reached) -> dict[str, float]:
+    return {
+        f"{name}_publish_s": publish_s,
+        f"{name}_fetch_s": reached.slowest_fetch_s,
+        f"{name}_bytes": float(reached.num_bytes[0]),
+    }
+
+
+def _print_hosts(results: Sequence[Mapping[str, Any]]) -> None:
+    print("\none copy for each host: seconds (medians)")
+    columns = ("star_s", "tree_s", "star_fetch_s", "tree_fetch_s", "tcp_copy_s")
+    print_table(
+        [
+            "hosts",
+            "MB",
+            "MB of each host",
+            "star",
+            "tree",
+            "fetch*",
+            "fetch, tree",
+            "TCP",
+            "fetch/TCP",
+        ],
+        [
+            [
+                str(one["hosts"]),
+                f"{one['num_bytes'] / 1e6:.1f}",
+                ", ".join(f"{n / 1e6:.1f}" for n in one["bytes_of_each_host"]),
+                *(f"{one['medians'][column]:.3f}" for column in columns),
+                f"{one['ratios']['fetch rate / TCP copy']:.2f}",
+            ]
+            for one in results
+        ],
+    )
+
+
+def _print_publish(result: Mapping[str, Any]) -> None:
+    print("\ntwo FSDP ranks: seconds (medians)")
+    print_table(
+        ["", "publish", "fetch", "both"],
+        [
+            [
+                name,
+                *(
+                    f"{result['medians'][f'{name}_{part}']:.3f}"
+                    for part in ("publish_s", "fetch_s", "s")
+                ),
+            ]
+            for name in ("shards", "gather")
+        ],
+    )
+
+
+def _print_delta(results: Sequence[Mapping[str, Any]]) -> None:
+    print("\nwhat changed against the whole: medians")
+    names = ("whole_publish_s", "delta_publish_s", "whole_fetch_s", "delta_fetch_s")
+    print_table(
+        ["", "share of bytes", "publish", "with delta", "fetch", "of delta", "whole/delta"],
+        [
+            [
+                f"{one['dtype']} {one['learning_rate']:g}",
+                f"{one['ratios']['bytes']:.3f}",
+                *(f"{one['medians'][name]:.3f}" for name in names),
+                f"{one['ratios']['whole / delta']:.2f}",
+            ]
+            for one in results
+        ],
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", default="135M", metavar="NAME_OR_DIR")
+    parser.add_argument("--hosts", nargs="+", type=at_least(1), default=[1, 2, 4])
+    parts = ["hosts", "publish", "delta"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--threads", type=int, default=1, help="of each trainer rank")
+    parser.add_argument("--repeats", type=at_least(1), default=5)
+    default = Path("outputs/benchmarks/weight_sync_hosts.json")
+    parser.add_argument("--output", type=Path, default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

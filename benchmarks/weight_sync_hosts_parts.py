@@ -1,0 +1,249 @@
+"""The processes of `weight_sync_hosts`: trainer ranks that publish, hosts that fetch, readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current_rank
+
+from benchmarks.weight_sync_session import ROW_LEN, batch
+from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host
+from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.backends.monarch.rdma import RdmaOffers
+from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes
+from torchtitan_rl.backends.monarch.weight_host import weight_host
+from torchtitan_rl.backends.specs import WeightHostSpec
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.distribution import WeightDistribution
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
+from torchtitan_rl.weights.image import whole_parts
+from torchtitan_rl.weights.remote import PartPublisher
+from torchtitan_rl.weights.staging import WeightStaging
+
+READERS = 2  # on each host
+_WORKER = """
+import sys
+from monarch.actor import run_worker_loop_forever
+run_worker_loop_forever(address=sys.argv[1], ca="trust_all_connections")
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    policy: str
+    ranks: int = 1
+    threads: int = 1
+    learning_rate: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    handle: RemoteMemoryHandle
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """``seconds``: until the last reader of all hosts had the version."""
+
+    seconds: float
+    slowest_fetch_s: float
+    num_bytes: tuple[int, ...]  # of each fetch
+
+
+class TrainerSide(Actor):
+    """One rank of a trainer."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._thread = ThreadPoolExecutor(1)
+
+    @concurrent_endpoint
+    async def run(self, method: str, *arguments: Any) -> Any:
+        work = functools.partial(contextvars.copy_context().run, getattr(self, method), *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def build(self) -> None:
+        from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
+        from torchtitan_rl.backends.titan.trainer import PolicyTrainer
+
+        setting = self._setting
+        config = TrainerConfig(
+            data_parallel_shard=setting.ranks,
+            row_len=ROW_LEN,
+            rows_per_microbatch=1,
+            threads=setting.threads,
+            optimizer=OptimizerConfig(learning_rate=setting.learning_rate),
+        )
+        self._trainer = PolicyTrainer(Path(setting.policy), config, seed=0, max_steps=1000)
+        rank = f"trainer rank {current_rank().rank}"
+        offers = RdmaOffers()
+        self._publishers = {
+            makes_deltas: RemotePublisher(
+                PartPublisher(offers, owner=rank, makes_deltas=makes_deltas)
+            )
+            for makes_deltas in (False, True)
+        }
+
+    def step(self) -> None:
+        self._trainer.train_step(batch())
+
+    def publish(
+        self, version: int, dtype: str, gathers: bool, makes_delta: bool
+    ) -> Published | None:
+        kind: torch.dtype = getattr(torch, dtype)
+        started = time.perf_counter()
+        parts = None if gathers else self._trainer.hf_parts()
+        if parts is None:
+            parts = whole_parts(self._trainer.hf_state_dict())
+        parts = {name: dataclasses.replace(part, dtype=kind) for name, part in parts.items()}
+        handle = self._publishers[makes_delta].publish(
+            version, parts, keep=frozenset({version - 2}), shared=None
+        )
+        seconds = time.perf_counter() - started
+        return None if handle is None else Published(handle=handle, seconds=seconds)
+
+    def close(self) -> None:
+        for publisher in self._publishers.values():
+            publisher.close()
+        self._trainer.close()
+
+
+class Publisher:
+    """The ranks together. Every version that it publishes has a number of its own."""
+
+    def __init__(self, ranks: Any) -> None:
+        self._ranks = ranks
+        self._version = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def spawn(cls, setting: Setting, work_dir: Path) -> AsyncIterator[Publisher]:
+        group = ProcessGroup(name="trainer", ranks=setting.ranks, threads=setting.threads)
+        mesh = await spawn_processes(group, log_dir=work_dir)
+        try:
+            ranks: Any = mesh.mesh.spawn("trainer", TrainerSide, setting)
+            await ranks.run.call("build")
+            yield cls(ranks)
+            await ranks.run.call("close")
+        finally:
+            await stop_processes(mesh)
+
+    async def step(self) -> None:
+        await self._ranks.run.call("step")
+
+    async def publish(
+        self, dtype: str, *, gathers: bool = False, makes_delta: bool = False
+    ) -> Published:
+        self._version += 1
+        answers = await self._ranks.run.call("publish", self._version, dtype, gathers, makes_delta)
+        return answers.item(ranks=0)
+
+
+class ReaderSide(Actor):
+    def __init__(self) -> None:
+        self._staging = WeightStaging()
+
+    @concurrent_endpoint
+    async def stage(self, handle: SharedMemoryHandle) -> None:
+        await asyncio.to_thread(self._staging.stage, handle)
+        self._staging.discard_before(handle.version)
+
+
+class FetchingHosts:
+    def __init__(self, hosts: Hosts, indices: Sequence[int], work_dir: Path) -> None:
+        self._fetchers = {
+            index: weight_host(
+                ProcessGroup(name=f"weights{index}", ranks=1, threads=1, host=index),
+                WeightHostSpec(
+                    name=f"host {index}",
+                    run_dir=work_dir / f"host{index}",
+                    log_dir=work_dir,
+                    weight_sync=WeightSyncConfig(),
+                    trace_dir=None,
+                ),
+                hosts,
+            )
+            for index in indices
+        }
+        self._readers: dict[int, list[Any]] = {
+            index: [
+                hosts[index].mesh.spawn_procs(per_host={"p": 1}).spawn("reader", ReaderSide)
+                for _ in range(READERS)
+            ]
+            for index in indices
+        }
+
+    async def start(self) -> None:
+        await asyncio.gather(*(fetcher.start() for fetcher in self._fetchers.values()))
+
+    async def reach(self, handle: RemoteMemoryHandle, *, fan_out: int) -> Reached:
+        """All readers of all hosts ask for the version at once."""
+        weights = WeightDistribution(self._fetchers, fan_out=fan_out)
+
+        async def stage(index: int, reader: Any) -> None:
+            await reader.stage.call_one(await weights.local(handle, index))
+
+        started = time.perf_counter()
+        await asyncio.gather(
+            *(stage(index, one) for index, readers in self._readers.items() for one in readers)
+        )
+        seconds = time.perf_counter() - started
+        fetches = weights.take_fetches()
+        return Reached(
+            seconds=seconds,
+            slowest_fetch_s=max(fetched.seconds for fetched in fetches),
+            num_bytes=tuple(fetched.num_bytes for fetched in fetches),
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(fetcher.close() for fetcher in self._fetchers.values()))
+
+
+@asynccontextmanager
+async def worker_hosts(number: int, work_dir: Path) -> AsyncIterator[FetchingHosts]:
+    """Hosts 1 to ``number``, as workers on loopback addresses; host 0 is this process's."""
+    names = [f"127.0.0.{index + 2}" for index in range(number)]
+    addresses = [f"tcp://{name}:{free_port(name)}" for name in names]
+    with _workers(addresses):
+        meshes = [attach_to_workers(ca="trust_all_connections", workers=[one]) for one in addresses]
+        for mesh in meshes:
+            await mesh.initialized
+        attached = [
+            Host(index=index, name=address, ip=name, mesh=mesh.slice(hosts=0))
+            for index, (address, name, mesh) in enumerate(
+                zip(addresses, names, meshes, strict=True), start=1
+            )
+        ]
+        hosts = FetchingHosts(
+            Hosts([local_host(0), *attached]), [host.index for host in attached], work_dir
+        )
+        await hosts.start()
+        yield hosts
+        await hosts.close()
+
+
+@contextmanager
+def _workers(addresses: Sequence[str]) -> Iterator[None]:
+    workers = [subprocess.Popen([sys.executable, "-c", _WORKER, one]) for one in addresses]
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()

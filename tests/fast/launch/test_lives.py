@@ -1,0 +1,156 @@
+"""Lives of a worker, with small processes instead of Monarch's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchtitan_rl.launch.lives import life_addresses, listening
+
+ROOT = Path(__file__).parents[3]
+ADDRESS = "tcp://127.0.0.2:26600"
+
+WORKER = """
+import sys
+from pathlib import Path
+from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
+
+lives = WorkerLives(
+    lambda address: [sys.executable, "-c", sys.argv[1], address],
+    sys.argv[2],
+    memory=Path(sys.argv[3]),
+    say=lambda line: print(line, flush=True),
+    silence_s=1.5,
+)
+with stopped_by_signals(lives):
+    sys.exit(lives.run())
+"""
+
+# A life: says that it runs, starts a process in a session of its own, one that loses its parent,
+# and does as it is told.
+LIFE = """
+import os, subprocess, sys, time
+from torchtitan_rl.launch.lives import note_beat, note_run_end
+subprocess.Popen(["sh", "-c", "sleep 1000 & setsid sleep 1000 &"]).wait()
+print("lives at", sys.argv[1], os.getpid(), flush=True)
+{}
+"""
+BEATS = "note_beat(); time.sleep(0.2)\n"
+
+
+class Worker:
+    def __init__(self, life: str, log: Path, address: str = ADDRESS) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    WORKER,
+                    LIFE.format(life),
+                    address,
+                    str(log.with_suffix(".memory")),
+                ],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=output,
+            )
+
+    def until(self, condition: Callable[[str], bool]) -> str:
+        deadline_s = time.monotonic() + 60
+        while not condition(self.log.read_text()):
+            assert time.monotonic() < deadline_s, self.log.read_text()
+            time.sleep(0.05)
+        return self.log.read_text()
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start_worker(life: str) -> Worker:
+        started.append(Worker(life, tmp_path / "log"))
+        return started[-1]
+
+    yield start_worker
+    for worker in started:
+        worker.stop()
+
+
+def addresses(text: str) -> list[str]:
+    return re.findall(r"lives at (\S+)", text)
+
+
+def test_without_a_beat_after_the_first_all_processes_of_a_life_end_and_the_next_has_another_port(
+    start,
+):
+    worker = start("note_beat()\ntime.sleep(1000)")
+    worker.until(lambda text: "lives at" in text)
+    first = worker.descendants()
+    assert len(first) == 3
+    text = worker.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == [ADDRESS, "tcp://127.0.0.2:26601"]
+    assert "nothing was heard from the controller for" in text
+    assert not [process for process in first if process.is_running()]
+
+
+def test_a_life_whose_controller_was_never_there_waits_for_it(start):
+    worker = start("time.sleep(1000)")
+    worker.until(lambda text: "lives at" in text)
+    time.sleep(2.5)
+    assert len(addresses(worker.log.read_text())) == 1
+
+
+def test_beats_keep_a_life_and_its_run_s_end_gives_the_next_one_the_same_port(start):
+    worker = start(f"for _ in range(15): {BEATS}note_run_end()\ntime.sleep(1000)")
+    text = worker.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == [ADDRESS, ADDRESS]
+    assert "the run has ended" in text
+
+
+def test_a_worker_that_is_stopped_leaves_no_process(start):
+    worker = start("note_beat()\ntime.sleep(1000)")
+    worker.until(lambda text: "lives at" in text)
+    processes = worker.descendants()
+    assert worker.stop() == 0
+    assert not [process for process in processes if process.is_running()]
+
+
+def test_the_ports_of_a_worker_follow_the_one_of_its_address():
+    assert life_addresses("tls://[::1]:65534") == ("tls://[::1]:65534", "tls://[::1]:65535")
+    assert len(life_addresses(ADDRESS)) == 16
+
+
+def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start):
+    worker = start("note_beat()\ntime.sleep(1000)")
+    worker.until(lambda text: "lives at" in text)
+    time.sleep(1.0)  # the worker looks at it every half second
+    worker.stop()
+    again = start("note_run_end()\ntime.sleep(1000)")
+    text = again.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == ["tcp://127.0.0.2:26601", ADDRESS]
+
+
+def test_the_addresses_that_listen_are_found():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = listening(f"tcp://127.0.0.1:{port - 3}")
+        assert f"tcp://127.0.0.1:{port}" in found
+    assert f"tcp://127.0.0.1:{port}" not in listening(f"tcp://127.0.0.1:{port - 3}")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from torchtitan_rl.observability.file_tail import FileCopies, last_lines, read_new
+
+
+def bring(source, copies, **limits):
+    pieces = read_new(source, copies.offsets, patterns=("*.log",), **limits)
+    copies.write(pieces)
+    return pieces
+
+
+def test_copies_are_named_after_their_host_and_grow_with_the_originals(tmp_path):
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source.mkdir()
+    (source / "replica0-rank0.log").write_text("one\n")
+    (source / "other.txt").write_text("not wanted")
+    bring(source, copies)
+    with (source / "replica0-rank0.log").open("a") as file:
+        file.write("two\n")
+    (source / "replica1-rank0.log").write_text("three\n")
+    bring(source, copies)
+    assert bring(source, copies) == []
+    found = {path.name: path.read_text() for path in (tmp_path / "here").iterdir()}
+    assert found == {
+        "host1-replica0-rank0.log": "one\ntwo\n",
+        "host1-replica1-rank0.log": "three\n",
+    }
+
+
+def test_a_piece_has_a_bounded_size(tmp_path):
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source.mkdir()
+    (source / "a.log").write_text("x" * 25)
+    sizes = []
+    while pieces := bring(source, copies, max_piece_bytes=10):
+        sizes += [len(piece.data) for piece in pieces]
+    assert sizes == [10, 10, 5]
+    assert copies.path("a.log").read_text() == "x" * 25
+
+
+def test_what_is_too_far_behind_is_left_out_and_said(tmp_path):
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source.mkdir()
+    (source / "a.log").write_text("old" * 100 + "new")
+    bring(source, copies, max_behind_bytes=3)
+    assert copies.path("a.log").read_text() == "\n[300 bytes are left out]\nnew"
+    assert bring(source, copies) == []
+
+
+def test_a_piece_that_arrives_twice_is_written_once(tmp_path):
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source.mkdir()
+    (source / "a.log").write_text("once")
+    pieces = bring(source, copies)
+    copies.write(pieces)
+    assert copies.path("a.log").read_text() == "once"
+
+
+def test_the_last_lines_of_a_log_are_those_with_text(tmp_path):
+    (tmp_path / "a.log").write_text("one\n\ntwo\nthree\n\n")
+    assert last_lines(tmp_path / "a.log", 2) == ["two", "three"]
+    assert last_lines(tmp_path / "missing.log", 2) == []

@@ -1,0 +1,222 @@
+"""Replicas that take the place of dead ones."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.support.replicas import GatedReplica, handle, request, settle
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import GenerationError, ReplicaError
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.restarts import EXPECTED_S, SETTLED_S, ReplicaRestarts, first_name
+from torchtitan_rl.routing.router import GeneratorRouter
+
+
+class Machine:
+    """Starts replicas while it is not broken."""
+
+    def __init__(self, *names: str, **options) -> None:
+        self.replicas = {name: GatedReplica(name) for name in names}
+        self.router = GeneratorRouter(list(self.replicas.values()), **options)
+        self.said: list[str] = []
+        self.can_start = asyncio.Event()
+        self.can_start.set()
+        self.num_broken = 0
+
+    async def start(self, lost: str, name: str) -> GatedReplica:
+        await self.can_start.wait()
+        if self.num_broken:
+            self.num_broken -= 1
+            raise ReplicaError(f"{name} does not start")
+        self.replicas[name] = GatedReplica(name)
+        return self.replicas[name]
+
+    def kill(self, name: str) -> None:
+        self.replicas[name].is_dead = True
+        self.router.give_up(lambda one: one == name, ReplicaError(f"{name} was killed"))
+
+    @asynccontextmanager
+    async def restarting(self, max_restarts: int = 2, **options):
+        restarts = ReplicaRestarts(
+            self.router, self.start, max_restarts=max_restarts, say=self.said.append, **options
+        )
+        async with restarts:
+            yield
+
+
+def test_a_replica_that_was_lost_is_closed_and_another_takes_its_place():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting():
+            machine.kill("replica0")
+            await settle()
+        assert machine.replicas["replica0"].is_closed
+        assert machine.router.states() == {
+            "replica0": ReplicaState.DEAD,
+            "replica1": ReplicaState.SERVING,
+            "replica0-2": ReplicaState.SERVING,
+        }
+        assert "replica0-2 takes the place of replica0" in machine.said
+
+    run_virtually(play())
+
+
+def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        await machine.router.sync_weights(handle(7), mode="hot_swap")
+        late = GatedReplica("replica2")
+        late.stage_gate.clear()
+        await machine.router.join(late)
+        await settle()
+        assert machine.router.states()["replica2"] is ReplicaState.STARTING
+        for number in range(4):
+            await machine.router.generate(request(f"r{number}"))
+        assert late.served == []
+        late.stage_gate.set()
+        await settle()
+        assert machine.router.versions() == {"replica0": 7, "replica1": 7, "replica2": 7}
+        machine.kill("replica0")
+        machine.kill("replica1")
+        await machine.router.generate(request("last", min_version=7))
+        assert late.served == ["last"]
+
+    run_virtually(play())
+
+
+def test_no_sync_waits_for_a_replica_that_joins_and_it_gets_the_newest_of_them():
+    async def play():
+        machine = Machine("replica0")
+        await machine.router.sync_weights(handle(1), mode="hot_swap")
+        late = GatedReplica("replica1")
+        late.stage_gate.clear()
+        await machine.router.join(late)
+        report = await machine.router.sync_weights(handle(2), mode="hot_swap")
+        assert report.lagging == ("replica1",)
+        late.unreadable.add(1)  # the trainer has released it meanwhile
+        late.stage_gate.set()
+        await settle()
+        assert late.pulled == [2]
+        assert machine.router.states()["replica1"] is ReplicaState.SERVING
+
+    run_virtually(play())
+
+
+def test_where_no_other_replica_is_left_requests_and_syncs_wait_for_the_restart():
+    async def play():
+        machine = Machine("replica0")
+        lost = asyncio.create_task(machine.router.wait_until_lost())
+        async with machine.restarting():
+            machine.can_start.clear()
+            machine.kill("replica0")
+            await settle()
+            waiting = asyncio.create_task(machine.router.generate(request("r0")))
+            syncing = asyncio.create_task(
+                machine.router.sync_weights(handle(3), mode="hot_swap", lag_timeout_s=60.0)
+            )
+            await asyncio.sleep(100.0)
+            assert not waiting.done()
+            assert syncing.result().pulls == ()
+            machine.can_start.set()
+            await settle()
+            assert (await waiting).replica == "replica0-2"
+            assert machine.router.versions() == {"replica0-2": 3}
+            assert not lost.done()
+        lost.cancel()
+
+    run_virtually(play())
+
+
+def test_a_run_without_replicas_ends_when_the_restart_takes_too_long():
+    async def play():
+        machine = Machine("replica0")
+        async with machine.restarting():
+            machine.can_start.clear()
+            machine.kill("replica0")
+            lost = asyncio.create_task(machine.router.wait_until_lost())
+            await asyncio.sleep(EXPECTED_S - 1)
+            assert not lost.done()
+            await asyncio.sleep(2)
+            with pytest.raises(GenerationError, match="replica0 was killed"):
+                lost.result()
+
+    run_virtually(play())
+
+
+def test_a_replica_that_does_not_stay_is_given_up():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting(max_restarts=2):
+            for name in ("replica0", "replica0-2", "replica0-3"):
+                machine.kill(name)
+                await settle()
+            assert "replica0-4" not in machine.replicas
+            assert "is not started again" in machine.said[-1]
+
+    run_virtually(play())
+
+
+def test_one_that_served_for_long_is_as_good_as_new():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting(max_restarts=1):
+            for name in ("replica0", "replica0-2", "replica0-3"):
+                machine.kill(name)
+                await settle()
+                await asyncio.sleep(SETTLED_S)
+            assert machine.router.states()["replica0-4"] is ReplicaState.SERVING
+
+    run_virtually(play())
+
+
+def test_a_start_that_fails_is_tried_again_and_then_given_up():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting(max_restarts=2):
+            machine.num_broken = 1
+            machine.kill("replica0")
+            await asyncio.sleep(60.0)
+            assert "replica0-3" in machine.replicas
+            machine.num_broken = 100
+            machine.kill("replica1")
+            await asyncio.sleep(600.0)
+            assert machine.num_broken == 98
+            assert machine.said[-1] == "replica1 is given up: replica1-3 does not start"
+
+    run_virtually(play())
+
+
+def test_a_reserved_replica_is_replaced_by_a_reserved_one():
+    async def play():
+        machine = Machine("replica0", "replica1", reserved=["replica1"])
+        await machine.router.sync_weights(handle(4), mode="hot_swap")
+        async with machine.restarting(reserved=["replica1"]):
+            machine.kill("replica1")
+            await settle()
+            async with machine.router.pin() as pin:
+                assert (await pin.generate(request("evaluated"))).replica == "replica1-2"
+                assert machine.router.versions()["replica1-2"] == 4
+
+    run_virtually(play())
+
+
+def test_a_replica_joins_after_a_pause():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting():
+            await machine.router.pause("abort")
+            machine.kill("replica0")
+            await settle()
+            assert "replica0-2" not in machine.router.states()
+            await machine.router.resume()
+            await settle()
+            assert "replica0-2" in machine.router.states()
+
+    run_virtually(play())
+
+
+def test_names_of_restarts_lead_to_the_name_in_the_plan():
+    assert first_name("replica0-12") == first_name("replica0") == "replica0"

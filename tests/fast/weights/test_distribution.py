@@ -1,0 +1,242 @@
+"""Each version reaches each host once, whoever asks, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.async_tests import on_virtual_clock
+from tests.support.await_faults import Faults, InjectedError, Kind
+from tests.support.virtual_clock import VirtualLoop
+from torchtitan_rl.errors import ReplicaError, WeightSyncError
+from torchtitan_rl.weights.distribution import WeightDistribution
+from torchtitan_rl.weights.handle import (
+    RemoteDelta,
+    RemoteMemoryHandle,
+    RemoteSource,
+    SharedMemoryHandle,
+)
+from torchtitan_rl.weights.image import plan_image
+from torchtitan_rl.weights.receiving import Fetched
+
+TRAINER = "trainer rank 0"
+
+
+def handle(version: int, *, base: int | None = None, **more: object) -> RemoteMemoryHandle:
+    delta = None if base is None else RemoteDelta(base=base, buffers=(), sizes=())
+    source = RemoteSource(owner=TRAINER, parts=(), buffers=(), num_bytes=0, delta=delta)
+    layout = plan_image({"w": torch.zeros(3)}, version)
+    return RemoteMemoryHandle(layout=layout, sources=(source,), **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class Network:
+    """Hosts that take a second for each fetch, and who reads from whom."""
+
+    fetches: list[tuple[str, str, int]] = field(default_factory=list)  # host, source, version
+    reading: Counter[str] = field(default_factory=Counter)
+    most_at_once: Counter[str] = field(default_factory=Counter)
+    lost: set[str] = field(default_factory=set)
+
+    def hosts(self, number: int) -> dict[int, Host]:
+        return {index: Host(self, f"host {index}") for index in range(number)}
+
+
+@dataclass
+class Host:
+    network: Network
+    name: str
+
+    async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
+        source = TRAINER if parent is None else parent.owner
+        self.network.fetches.append((self.name, source, handle.version))
+        self.network.reading[source] += 1
+        self.network.most_at_once |= self.network.reading
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            self.network.reading[source] -= 1
+        if self.name in self.network.lost:
+            raise ReplicaError(f"{self.name} is lost")
+        if source in self.network.lost:
+            raise WeightSyncError(f"version {handle.version}: {source} is lost")
+        path = f"/{self.name}/v{handle.version}"
+        shared = SharedMemoryHandle(version=handle.version, path=path, num_bytes=9)
+        return Fetched(handle=shared, num_bytes=9, seconds=1.0)
+
+    async def offer(self, version: int) -> RemoteSource:
+        await asyncio.sleep(0.1)
+        return RemoteSource(owner=self.name, parts=(), buffers=(), num_bytes=9)
+
+
+@on_virtual_clock
+async def test_replicas_of_a_host_share_one_fetch() -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(2), fan_out=2)
+    asked = [weights.local(handle(4), host) for host in (0, 1) for _ in range(5)]
+    paths = [shared.path for shared in await asyncio.gather(*asked)]
+    assert paths == ["/host 0/v4"] * 5 + ["/host 1/v4"] * 5
+    assert sorted(network.fetches) == [("host 0", TRAINER, 4), ("host 1", TRAINER, 4)]
+    assert [fetched.num_bytes for fetched in weights.take_fetches()] == [9, 9]
+    assert weights.take_fetches() == ()
+
+
+@on_virtual_clock
+async def test_the_trainers_own_host_maps_its_memory() -> None:
+    weights = WeightDistribution({}, fan_out=2)
+    shared = SharedMemoryHandle(version=4, path="/own", num_bytes=9)
+    assert await weights.local(shared, 0) is shared
+    assert await weights.local(handle(4, shared=shared), 0) is shared
+    with pytest.raises(WeightSyncError, match="version 4: nothing fetches for host 3"):
+        await weights.local(handle(4), 3)
+
+
+@pytest.mark.parametrize("fan_out", [0, 1, 2, 3])
+def test_many_hosts_fetch_in_a_tree(fan_out: int) -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(16), fan_out=fan_out)
+
+    @on_virtual_clock
+    async def fetch_all() -> None:
+        await asyncio.gather(*(weights.local(handle(1), host) for host in range(16)))
+
+    fetch_all()
+    assert sorted(host for host, _, _ in network.fetches) == sorted(
+        f"host {index}" for index in range(16)
+    )
+    if fan_out:
+        assert max(network.most_at_once.values()) == fan_out
+        assert len(network.most_at_once) > 4  # most hosts read from another host
+    else:
+        assert network.most_at_once == {TRAINER: 16}
+
+
+@on_virtual_clock
+async def test_a_host_reads_from_the_trainer_when_its_parent_is_lost() -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(4), fan_out=1)
+    await weights.local(handle(1), 0)
+    network.lost.add("host 0")
+    shared = await asyncio.gather(*(weights.local(handle(1), host) for host in (1, 2, 3)))
+    assert [one.path for one in shared] == [f"/host {host}/v1" for host in (1, 2, 3)]
+    assert Counter(host for host, _, _ in network.fetches)["host 1"] == 2  # one failed
+    assert sum(source == "host 0" for _, source, _ in network.fetches) == 1  # nobody tries again
+
+
+@on_virtual_clock
+async def test_a_fetch_that_failed_is_tried_again_by_who_asks_next() -> None:
+    network = Network(lost={"host 0"})
+    weights = WeightDistribution(network.hosts(1), fan_out=2)
+    answers = await asyncio.gather(
+        *(weights.local(handle(1), 0) for _ in range(2)), return_exceptions=True
+    )
+    assert [str(answer) for answer in answers] == ["host 0 is lost"] * 2
+    assert len(network.fetches) == 1
+    network.lost.clear()
+    weights.replace(0, Host(network, "host 0 again"))
+    assert (await weights.local(handle(1), 0)).path == "/host 0 again/v1"
+
+
+@on_virtual_clock
+async def test_a_replica_that_no_longer_waits_does_not_stop_the_others() -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(1), fan_out=2)
+    first = asyncio.create_task(weights.local(handle(1), 0))
+    second = asyncio.create_task(weights.local(handle(1), 0))
+    await asyncio.sleep(0.5)
+    first.cancel()
+    assert (await second).path == "/host 0/v1"
+    assert len(network.fetches) == 1
+
+
+@on_virtual_clock
+async def test_who_waits_when_all_ends_is_told() -> None:
+    weights = WeightDistribution(Network().hosts(3), fan_out=1)
+    asked = [asyncio.create_task(weights.local(handle(1), host)) for host in range(3)]
+    await asyncio.sleep(0.5)
+    await weights.close()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(answer) for answer in answers] == [
+        f"version 1: the fetch for host {host} was ended" for host in range(3)
+    ]
+
+
+@on_virtual_clock
+async def test_what_changed_is_read_from_the_trainer_by_all_that_hold_the_base() -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(3), fan_out=1)
+    for host in (0, 1):
+        await weights.local(handle(1), host)
+    network.fetches.clear()
+    network.most_at_once.clear()
+    await asyncio.gather(*(weights.local(handle(2, base=1), host) for host in range(3)))
+    assert {source for host, source, _ in network.fetches if host != "host 2"} == {TRAINER}
+    assert network.most_at_once[TRAINER] >= 2
+
+
+@on_virtual_clock
+async def test_released_versions_are_forgotten_and_kept_ones_are_not() -> None:
+    network = Network()
+    weights = WeightDistribution(network.hosts(1), fan_out=2)
+    for version in range(4):
+        await weights.local(handle(version, keep=frozenset({1})), 0)
+    network.fetches.clear()
+    for version in (1, 2, 3, 0):
+        await weights.local(handle(version), 0)
+    assert [version for _, _, version in network.fetches] == [0]
+
+
+def watched(path: str) -> bool:
+    return Path(path).name in ("distribution.py", Path(__file__).name)
+
+
+async def life(faults: Faults) -> None:
+    """Two versions for four hosts of two replicas; ends with the invariants."""
+    network = Network()
+    weights = WeightDistribution(network.hosts(4), fan_out=2)
+    asyncio.get_running_loop().set_task_factory(faults.factory)  # type: ignore[arg-type]
+    faults.is_counting = True
+    for version in range(2):
+        newest = handle(version)
+        asked = [
+            asyncio.create_task(weights.local(newest, host)) for host in range(4) for _ in range(2)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for host, answer in zip(
+            (host for host in range(4) for _ in range(2)), answers, strict=True
+        ):
+            if isinstance(answer, SharedMemoryHandle):
+                assert answer.path == f"/host {host}/v{version}"
+            else:
+                assert isinstance(answer, InjectedError | asyncio.CancelledError | WeightSyncError)
+    faults.is_counting = False
+    for host in range(4):  # whatever failed, the next one to ask gets it
+        assert (await weights.local(newest, host)).path == f"/host {host}/v1"
+    fetched = Counter((host, version) for host, _, version in network.fetches)
+    assert all(count <= 2 for count in fetched.values())
+    assert sum(count - 1 for count in fetched.values()) <= 1
+    assert max(network.most_at_once.values()) <= 2
+    await weights.close()
+
+
+def run_life(faults: Faults) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(life(faults), 600))
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_fault_at_any_await_costs_at_most_one_fetch(kind: Kind) -> None:
+    counting = Faults(watches=watched)
+    run_life(counting)
+    assert len(counting.sites) > 30
+    first_of_each = {site: number for number, site in reversed(list(enumerate(counting.sites)))}
+    for number in first_of_each.values():
+        run_life(Faults(watches=watched, number=number, kind=kind))

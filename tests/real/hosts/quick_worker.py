@@ -1,0 +1,25 @@
+"""``torchtitan-rl worker`` whose controllers may be silent for a few seconds only: ``python -m
+tests.real.hosts.quick_worker ADDRESS MEMORY SECONDS``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torchtitan_rl.commands.worker import life_command
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
+from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+
+if __name__ == "__main__":
+    address, memory, seconds = sys.argv[1:]
+    set_monarch_environment(None, Address.parse(address), field="--keys")
+    lives = WorkerLives(
+        life_command,
+        address,
+        memory=Path(memory),
+        say=lambda line: print(f"worker: {line}", flush=True),
+        silence_s=float(seconds),
+    )
+    with stopped_by_signals(lives):
+        sys.exit(lives.run())

@@ -1,0 +1,96 @@
+"""A controller that only attaches to a worker and watches its host: ``python -m
+tests.real.hosts.watch_scenario OWN WORKER POLICY FOLDER SECONDS``. Prints what happens, a JSON line
+each, with the seconds since its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.lives import find_lives
+from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+
+STARTED_S = time.monotonic()
+
+
+def tell(event: str, **details: Any) -> None:
+    seconds = round(time.monotonic() - STARTED_S, 1)
+    print(json.dumps({"event": event, "at_s": seconds, **details}), flush=True)
+
+
+async def watch(hosts: Any, folder: Path, seconds: float) -> None:
+    from monarch.actor import Actor, endpoint
+
+    from torchtitan_rl.backends.monarch.host_watch import HostWatch
+    from torchtitan_rl.backends.monarch.runtime import (
+        call,
+        spawn_processes,
+        stop_processes,
+        supervise,
+    )
+    from torchtitan_rl.config.plan import ProcessGroup
+
+    class Talker(Actor):
+        @endpoint
+        async def talk(self, name: str) -> None:
+            print(f"{name} runs", flush=True)
+
+    supervise()
+    is_lost = asyncio.Event()
+
+    def on_lost(host: int, cause: str) -> None:
+        tell("lost", host=host, cause=cause)
+        is_lost.set()
+
+    async def spawn(name: str) -> Any:
+        group = ProcessGroup(name=name, ranks=1, threads=1)
+        mesh = await spawn_processes(group, log_dir=folder / "logs", hosts=hosts)
+        await call(mesh.mesh.spawn("talker", Talker).talk.call(name), what="talk", timeout_s=30)
+        tell("spawned", name=name)
+        return mesh
+
+    async with HostWatch(
+        hosts,
+        log_dir=folder / "logs",
+        trace_dir=folder / "traces",
+        say=lambda line: tell("said", line=line),
+        on_lost=on_lost,
+    ) as watching:
+        first = await spawn("replica0")
+        try:
+            async with asyncio.timeout(seconds):
+                await is_lost.wait()
+                await watching.wait_until_there(0)
+                tell("back")
+                again = await spawn("replica0-2")
+                await stop_processes(again)
+                await stop_processes(first)  # is lost: returns at once
+        except TimeoutError:
+            await stop_processes(first)
+
+
+def main() -> None:
+    own, worker, policy, folder, seconds = sys.argv[1:]
+    launch = LaunchConfig(attach=(worker,), address=own, allow_plain_tcp=True)
+    set_monarch_environment(None, Address.parse(own), field="launch.keys")
+    from torchtitan_rl.backends.monarch.host_agent import describe_host
+    from torchtitan_rl.backends.monarch.hosts import attach
+
+    here = describe_host("local", policy)
+    lives = find_lives([worker])
+    hosts = attach(launch, Address.parse(own), lives=lives, checkpoint=policy, here=here)
+    tell("attached", lives=lives)
+    asyncio.run(watch(hosts, Path(folder), float(seconds)))
+    hosts.detach()
+    tell("left")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Watches the other hosts of a run, from its start to its end: see `HostWatch`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from torchtitan_rl.backends.monarch.hosts import Host, Hosts
+from torchtitan_rl.config.hosts import host_name
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
+from torchtitan_rl.observability.clock_offset import ClockOffset, RoundTrip, estimate_offset
+from torchtitan_rl.observability.file_tail import FileCopies
+from torchtitan_rl.observability.trace import write_clocks
+from torchtitan_rl.tasks import cancel_all
+
+logger = logging.getLogger(__name__)
+
+_LAST_FILES_S = 20.0  # for what the processes wrote at their end
+_FILES_TIMEOUT_S = 30.0
+_NUM_ROUND_TRIPS = 64
+_UNREACHABLE = (TimeoutError, ActorError, SupervisionError)
+
+OnHostLost = Callable[[int, str], None]
+
+
+class HostWatch:
+    """Each host gets a beat every ``BEAT_S``, by which it knows that the run goes on.
+
+    One that does not answer is lost: ``on_lost`` is called with its index and the cause, once, and
+    from then on it is looked for, until it is back (`wait_until_there`). What processes there write
+    into ``log_dir`` and ``trace_dir`` is brought into the same folders here, under the host's name,
+    and how far their clocks are ahead is noted for the trace.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        log_dir: Path,
+        trace_dir: Path | None,
+        say: Callable[[str], None],
+        on_lost: OnHostLost,
+    ) -> None:
+        self._hosts = hosts
+        self._say = say
+        self._on_lost = on_lost
+        self._trace_dir = trace_dir
+        folders = [(log_dir, ("*.log",))]
+        if trace_dir is not None:
+            folders.append((trace_dir, ("*.jsonl",)))
+        self._files = {
+            host.index: [_Files(host.index, *one) for one in folders] for host in hosts.far()
+        }
+        self._clocks: dict[str, ClockOffset] = {}
+        self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> HostWatch:
+        for host in self._hosts.far():
+            for files in self._files[host.index]:
+                await files.begin(host)
+            name = host_name(host.index)
+            self._tasks.append(asyncio.create_task(self._watch(host), name=f"beats of {name}"))
+            files_task = self._bring_files(host.index)
+            self._tasks.append(asyncio.create_task(files_task, name=f"files of {name}"))
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """The processes have ended: bring what they wrote last."""
+        await cancel_all(self._tasks)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_FILES_S):
+                await asyncio.gather(*(self.bring_now(host.index) for host in self._hosts.far()))
+        for files in self._files.values():
+            for one in files:
+                one.end()
+
+    async def wait_until_there(self, index: int) -> None:
+        """Return when the host answers its next beat; at once for this machine."""
+        if index in self._asking:
+            answered = asyncio.get_running_loop().create_future()
+            self._asking[index].append(answered)
+            await answered
+
+    def is_far(self, index: int) -> bool:
+        """Whether it is another machine."""
+        return index in self._files
+
+    async def bring_now(self, index: int) -> None:
+        """Bring what is new in the files of a host that is not lost."""
+        host = self._hosts[index]
+        if index in self._files and not host.lost.is_set():
+            for files in self._files[index]:
+                await files.bring(host)
+
+    async def _watch(self, host: Host) -> None:
+        while True:
+            cause = await self._beat_until_lost(host)
+            host.lost.set()
+            self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
+            self._on_lost(host.index, cause)
+            back = await self._look_for(host.index)
+            if back is None:
+                return
+            host = back
+            self._say(f"{host_name(host.index)} is back, at {host.address}")
+
+    async def _beat_until_lost(self, host: Host) -> str:
+        """Why it is lost."""
+        loop = asyncio.get_running_loop()
+        silence, num_answers = Silence(loop.time()), 0
+        round_trips: deque[RoundTrip] = deque(maxlen=_NUM_ROUND_TRIPS)
+        beat: asyncio.Task[RoundTrip] | None = None
+        while True:
+            beat = beat or asyncio.create_task(_beat(host))
+            await asyncio.wait({beat}, timeout=BEAT_S)
+            if beat.done():
+                if (error := beat.exception()) is not None:
+                    return f"its agent failed: {' '.join(str(error).split())[:300]}"
+                round_trips.append(beat.result())
+                beat, num_answers = None, num_answers + 1
+                self._note_answer(host.index)
+                await self._note_clock(host.index, round_trips)
+            silent_s = silence.look(loop.time(), num_answers)
+            if silent_s >= HOST_LOST_S:
+                return f"no answer for {silent_s:.0f} s"
+            if beat is None:
+                await asyncio.sleep(BEAT_S)
+
+    def _note_answer(self, index: int) -> None:
+        asking, self._asking[index] = self._asking[index], []
+        for one in asking:
+            if not one.done():
+                one.set_result(None)
+
+    async def _look_for(self, index: int) -> Host | None:
+        """The host once it is back; None where it may not come back."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                host = await self._hosts.attach_again(index)
+            except ConfigError as error:
+                self._say(f"{host_name(index)} is back and cannot be used: {error}")
+                return None
+            if host is not None:
+                return host
+
+    async def _note_clock(self, index: int, round_trips: Sequence[RoundTrip]) -> None:
+        offset, name = estimate_offset(round_trips), host_name(index)
+        if self._trace_dir is None or offset is None or self._clocks.get(name) == offset:
+            return
+        self._clocks[name] = offset
+        try:
+            await asyncio.to_thread(write_clocks, self._trace_dir, dict(self._clocks))
+        except OSError as error:
+            logger.warning("clocks of hosts are not noted: %s", error)
+
+    async def _bring_files(self, index: int) -> None:
+        while True:
+            await asyncio.sleep(2 * BEAT_S)
+            await self.bring_now(index)
+
+
+class _Files:
+    """Files of one folder of a host."""
+
+    def __init__(self, index: int, folder: Path, patterns: Sequence[str]) -> None:
+        self._folder = folder
+        self._patterns = patterns
+        self._copies = FileCopies(folder, f"{host_name(index)}-")
+        self._sign = folder / f".of-the-controller-{uuid.uuid4().hex}"
+        self._is_shared = False
+
+    async def begin(self, host: Host) -> None:
+        """What is there already is of earlier runs. Nothing is brought from a folder that the hosts
+        share: it is here already."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sign.touch()
+        try:
+            sizes = host.agent.files_there.call_one(self._folder, self._patterns, self._sign.name)
+            found = await asyncio.wait_for(_answer(sizes), _FILES_TIMEOUT_S)
+        except _UNREACHABLE as error:
+            logger.warning("%s: %s", host.name, error)
+            found = {}
+        self._is_shared = found is None
+        self._copies.offsets |= found or {}
+
+    async def bring(self, host: Host) -> None:
+        """All that is new."""
+        while not self._is_shared:
+            offsets = dict(self._copies.offsets)
+            try:
+                asked = host.agent.read_new.call_one(self._folder, self._patterns, offsets)
+                pieces = await asyncio.wait_for(_answer(asked), _FILES_TIMEOUT_S)
+                await asyncio.to_thread(self._copies.write, pieces)
+            except _UNREACHABLE:
+                return  # the beats say so
+            except OSError as error:
+                logger.warning("files of %s are not brought here: %s", host.name, error)
+                return
+            if not pieces:
+                return
+
+    def end(self) -> None:
+        self._sign.unlink(missing_ok=True)
+
+
+async def _beat(host: Host) -> RoundTrip:
+    sent_ns = time.time_ns()
+    there_ns = await host.agent.beat.call_one()
+    return RoundTrip(sent_ns=sent_ns, there_ns=there_ns, received_ns=time.time_ns())
+
+
+async def _answer(future: Any) -> Any:
+    return await future

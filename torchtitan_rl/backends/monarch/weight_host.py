@@ -1,0 +1,144 @@
+"""One process on each host that fetches weights for all replicas there; see `weights/receiving.py`.
+
+A process that died is replaced at the next fetch. Its versions are gone with it; replicas keep what
+they have mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchtitan_rl.backends.monarch.hosts import Hosts
+from torchtitan_rl.backends.monarch.runtime import (
+    ProcessLostError,
+    ProcessMesh,
+    call,
+    spawn_processes,
+    stop_processes,
+)
+from torchtitan_rl.backends.specs import WeightHostSpec
+from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource
+from torchtitan_rl.weights.receiving import Fetched, WeightReceiver
+
+_T = TypeVar("_T")
+
+_CLOSE_S = 10.0
+_START_S = 60.0
+
+
+class WeightHostActor(Actor):
+    """Work runs in one thread: versions come one after another."""
+
+    def __init__(self, spec: WeightHostSpec) -> None:
+        self._spec = spec
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        await self._work(self._build)
+
+    @concurrent_endpoint
+    async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
+        with self._tracer.span("fetch to host", version=handle.version):
+            return await self._work(self._receiver.fetch, handle, parent)
+
+    @concurrent_endpoint
+    async def offer(self, version: int) -> RemoteSource:
+        return await self._work(self._receiver.offer, version)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._work(self._receiver.close)
+        self._tracer.close()
+
+    def _build(self) -> None:
+        from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
+        from torchtitan_rl.observability.trace import Tracer, host_label
+        from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+
+        spec = self._spec
+        self._tracer = Tracer(spec.trace_dir, f"weights of {spec.name} rank 0", host=host_label())
+        self._receiver = WeightReceiver(
+            SharedMemoryPublisher(spec.run_dir.name, spec.run_dir),
+            RdmaReader(timeout_s=spec.weight_sync.timeout_s),
+            RdmaOffers(),
+            host=spec.name,
+        )
+
+    async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        # Monarch finds the actor to act for in a context variable.
+        work = functools.partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class WeightHost:
+    """A `HostFetcher`, in a process that ``spawn`` starts on the host."""
+
+    def __init__(self, spec: WeightHostSpec, spawn: Callable[[], Awaitable[ProcessMesh]]) -> None:
+        self._spec = spec
+        self._spawn = spawn
+        self._timeout_s = spec.weight_sync.timeout_s
+        self._mesh: ProcessMesh | None = None
+        self._actor: Any = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Does nothing where the process runs.
+
+        Raises:
+            ReplicaError, DeadlineError: it did not start.
+        """
+        async with self._starting:
+            if self._actor is None:
+                self._mesh = await self._spawn()
+                actor: Any = self._mesh.mesh.spawn("weights", WeightHostActor, self._spec)
+                await call(
+                    actor.start.call_one(), what=f"{self._spec.name}: start", timeout_s=_START_S
+                )
+                self._actor = actor
+
+    async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
+        what = f"{self._spec.name}: fetch of version {handle.version}"
+        try:
+            return await self._call("fetch", handle, parent, what=what)
+        except ProcessLostError:
+            await self._end()
+            return await self._call("fetch", handle, parent, what=what)
+
+    async def offer(self, version: int) -> RemoteSource:
+        return await self._call("offer", version, what=f"{self._spec.name}: offer of {version}")
+
+    async def close(self) -> None:
+        if self._actor is not None:
+            what = f"{self._spec.name}: close"
+            with contextlib.suppress(ProcessLostError, DeadlineError):  # it ends below
+                await call(self._actor.close.call_one(), what=what, timeout_s=_CLOSE_S)
+        await self._end()
+
+    async def _call(self, endpoint: str, *arguments: Any, what: str) -> Any:
+        await self.start()
+        answer = getattr(self._actor, endpoint).call_one(*arguments)
+        return await call(answer, what=what, timeout_s=self._timeout_s)
+
+    async def _end(self) -> None:
+        mesh, self._mesh, self._actor = self._mesh, None, None
+        if mesh is not None:
+            await stop_processes(mesh)
+
+
+def weight_host(
+    group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
+) -> WeightHost:
+    """Not started: `WeightHost.start` starts its process."""
+    spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
+    return WeightHost(spec, spawn)

@@ -1,0 +1,36 @@
+"""The process of one life of a worker: ``python -m torchtitan_rl.backends.monarch.worker_loop
+ADDRESS``. It serves the controller that attaches to it; `launch.lives` starts and ends it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from contextlib import suppress
+
+from torchtitan_rl.launch.lives import accepts
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_POLL_S = 0.1
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    from monarch.actor import start_worker_loop_forever
+
+    (address,) = sys.argv[1:]
+    lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
+    try:
+        while not accepts(address):
+            with suppress(TimeoutError):
+                lifetime.get(timeout=_POLL_S)
+        print(f"worker: listening on {address}", flush=True)
+        lifetime.get()
+    except (RuntimeError, ValueError) as error:  # of the system, as text
+        print(f"worker: {address}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""A worker's lives: one process, with all its descendants, for each run that uses this host.
+
+A life ends when its run has ended, when the controller was silent for too long (see `silence`),
+when the process ends by itself, or when the worker is told to stop. Then every process that it
+started is killed, whoever their parents are by now, and a new life begins.
+
+A controller cannot attach an address again that it lost. So the life after one that did not end
+with its run has the next of the worker's addresses: same host, next port; see `life_addresses`.
+Which one that is outlives the worker, in a file: the one that is started in its place begins there.
+
+Invariant: two lives never overlap, and nothing of a life outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.silence import CONTROLLER_LOST_S, Silence
+from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
+
+NUM_LIFE_PORTS = 16
+"""How many ports a worker may use, from the one of its address on."""
+ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
+
+_SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
+_ENDED = "ended"
+_LOOK_S = 0.5
+_GUARD_S = 5.0  # for published weights to be removed
+_QUICK_S = 5.0  # a life that ends sooner did not listen
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+_TRY_S = 2.0  # to connect
+
+
+def life_addresses(address: str) -> tuple[str, ...]:
+    """Where a worker of ``address`` may listen: this port and those that follow it.
+
+    >>> life_addresses("tcp://10.0.0.2:26600")[:2]
+    ('tcp://10.0.0.2:26600', 'tcp://10.0.0.2:26601')
+    """
+    first = Address.parse(address)
+    ports = range(first.port, min(first.port + NUM_LIFE_PORTS, 1 << 16))
+    return tuple(str(replace(first, port=port)) for port in ports)
+
+
+def listening(address: str) -> list[str]:
+    """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
+    addresses = life_addresses(address)
+    with ThreadPoolExecutor(len(addresses), thread_name_prefix="worker") as pool:
+        accepted = pool.map(accepts, addresses)
+        return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
+
+
+def find_lives(workers: Sequence[str]) -> dict[str, str]:
+    """Where each of these workers, by its own address, is to be attached: its own address, or the
+    first of those that follow it where that alone listens. Blocks."""
+    if not workers:
+        return {}
+    with ThreadPoolExecutor(min(16, len(workers)), thread_name_prefix="workers") as pool:
+        found = pool.map(listening, workers)
+        return {worker: [*there, worker][0] for worker, there in zip(workers, found, strict=True)}
+
+
+def accepts(address: str) -> bool:
+    """Whether something listens there. Blocks."""
+    parsed = Address.parse(address)
+    try:
+        socket.create_connection((parsed.host, parsed.port), timeout=_TRY_S).close()
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def note_beat() -> None:
+    """The controller was heard. For the processes of a life; elsewhere nothing happens."""
+    _sign(f"{time.monotonic_ns()}")
+
+
+def note_run_end() -> None:
+    """The run has ended: this life, with the process that calls this, may end."""
+    _sign(_ENDED)
+
+
+def _sign(text: str) -> None:
+    path = os.environ.get(_SIGN_VARIABLE)
+    if path is None:
+        return
+    unfinished = Path(f"{path}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+class WorkerLives:
+    """Runs ``command(address)`` again and again until `stop`.
+
+    ``memory`` is the file that outlives the worker; ``say`` gets a line for each life's end.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[str], Sequence[str]],
+        address: str,
+        *,
+        memory: Path,
+        say: Callable[[str], None],
+        silence_s: float = CONTROLLER_LOST_S,
+    ) -> None:
+        self._command = command
+        self._addresses = life_addresses(address)
+        self._memory = memory
+        self._say = say
+        self._silence_s = silence_s
+        self._stopped = threading.Event()
+
+    def stop(self, *_: Any) -> None:
+        """End the life that runs, and begin no other; also as a signal handler."""
+        self._stopped.set()
+
+    def run(self) -> int:
+        """All lives; returns 0 once stopped, 1 where no address can be listened on."""
+        _adopt_orphans()
+        index, num_failures = self._remembered(), 0
+        while not self._stopped.is_set():
+            started_s = time.monotonic()
+            has_run_ended = self._live(index)
+            if self._stopped.is_set():
+                break
+            was_quick = time.monotonic() - started_s < _QUICK_S and not has_run_ended
+            num_failures = num_failures + 1 if was_quick else 0
+            if num_failures >= len(self._addresses):
+                self._say(f"gave up: none of {self._addresses[0]} and the next ports can be used")
+                return 1
+            index = 0 if has_run_ended else (index + 1) % len(self._addresses)
+        return 0
+
+    def _remembered(self) -> int:
+        """Where the first life begins: at 0, if the last one ended with its run or had none."""
+        try:
+            return int(self._memory.read_text()) % len(self._addresses)
+        except (OSError, ValueError):
+            return 0
+
+    def _remember(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # then the next worker begins at 0
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            self._memory.write_text(str(index % len(self._addresses)))
+
+    def _live(self, index: int) -> bool:
+        """One life; returns whether it ended because its run had."""
+        address = self._addresses[index]
+        with _sign_file() as sign:
+            environment = {
+                **os.environ,
+                _SIGN_VARIABLE: str(sign),
+                ADDRESS_VARIABLE: self._addresses[0],
+            }
+            process = subprocess.Popen(
+                self._command(address), env=environment, start_new_session=True
+            )
+            try:
+                cause = self._watch(process, sign, index)
+            finally:
+                end_descendants()
+            if cause:
+                self._say(f"{address}: {cause}; its processes have ended")
+            has_run_ended = sign.read_text() == _ENDED
+            if has_run_ended:
+                self._remember(0)
+            return has_run_ended
+
+    def _watch(self, process: subprocess.Popen[bytes], sign: Path, index: int) -> str:
+        """Why this life is over; empty where the worker was stopped."""
+        silence = Silence(time.monotonic())
+        has_run = False
+        while not self._stopped.wait(_LOOK_S):
+            if process.poll() is not None:
+                return f"the worker process ended with code {process.returncode}"
+            heard = sign.read_text()
+            if heard == _ENDED:
+                return "the run has ended"
+            if heard and not has_run:
+                has_run = True
+                self._remember(index + 1)
+            silent_s = silence.look(time.monotonic(), heard)
+            if heard and silent_s >= self._silence_s:
+                return f"nothing was heard from the controller for {silent_s:.0f} s"
+        return ""
+
+
+def end_descendants() -> None:
+    """Kill all descendants of this process, which must have adopted orphans, until none is left.
+
+    The guards of published weights, which end by themselves once they have removed them, get a few
+    seconds for it.
+    """
+    deadline_s = time.monotonic() + _GUARD_S
+    while children := _children():
+        spares_guards = time.monotonic() < deadline_s
+        for process in children:
+            with contextlib.suppress(psutil.Error):
+                if not (spares_guards and GUARD_NAME in process.cmdline()):
+                    process.kill()
+        _reap()
+        time.sleep(0.05)
+    _reap()
+    remove_leftovers()
+
+
+def _children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if _is_running(process)]
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _adopt_orphans() -> None:
+    """Descendants whose parents end become children of this process, not of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+@contextmanager
+def _sign_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-worker-") as folder:
+        sign = Path(folder) / "sign"
+        sign.write_text("")
+        yield sign
+
+
+@contextmanager
+def stopped_by_signals(lives: WorkerLives) -> Iterator[list[int]]:
+    """SIGINT and SIGTERM stop ``lives``; yields the list of those that came."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        received.append(number)
+        lives.stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

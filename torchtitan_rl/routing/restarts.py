@@ -1,0 +1,143 @@
+"""Starts replicas again that were lost.
+
+A dead replica is closed first, because its processes may still have its devices. The one that takes
+its place has a name of its own, ``replica0-2`` for the second start of ``replica0``, and joins the
+router, which brings it to the newest weights.
+
+Invariants: a replica that is lost again and again soon after its start is given up after
+``max_restarts`` restarts; nothing here ends the run. While the first ``EXPECTED_S`` of a restart
+last, the router's requests wait for it where no other replica is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.routing.replica import Replica
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.tasks import cancel_all
+
+EXPECTED_S = 300.0
+SETTLED_S = 600.0
+"""One that served for so long has not been lost soon after its start."""
+_DELAY_S = 5.0  # between two attempts to start it
+_CLOSE_S = 60.0
+
+_RESTARTED = re.compile(r"(?P<first>.+)-\d+")
+
+
+def first_name(name: str) -> str:
+    """``replica0`` of ``replica0-2``: what the plan calls it."""
+    found = _RESTARTED.fullmatch(name)
+    return found["first"] if found else name
+
+
+class ReplicaRestarts:
+    """Restarts what is lost while its ``async with`` is open.
+
+    Args:
+        start: makes the processes of the replica that takes the place of the first name's, under
+            the second name. It waits for the replica's host where that is gone.
+        max_restarts: of one replica, in a row.
+        say: gets a line for a person.
+    """
+
+    def __init__(
+        self,
+        router: GeneratorRouter,
+        start: Callable[[str, str], Awaitable[Replica]],
+        *,
+        max_restarts: int,
+        say: Callable[[str], None],
+        reserved: Collection[str] = (),
+    ) -> None:
+        self._router = router
+        self._start = start
+        self._max_restarts = max_restarts
+        self._say = say
+        self._reserved = frozenset(reserved)
+        self._begun_s: dict[str, float] = {}  # by name: when it joined
+        self._num_quick: dict[str, int] = {}  # by first name: restarts in a row
+        self._num_starts: dict[str, int] = {}  # by first name
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def __aenter__(self) -> ReplicaRestarts:
+        self._router.on_dead(self._on_dead)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._is_closed = True
+        await cancel_all(self._tasks)
+
+    def _on_dead(self, lost: Replica, cause: str) -> None:
+        if self._is_closed:
+            return
+        if not self._may_restart(lost.name):
+            self._say(
+                f"{lost.name} is lost and is not started again, after {self._max_restarts} "
+                f"restarts in a row: {cause}"
+            )
+            return
+        self._say(f"{lost.name} is lost and is started again: {cause}")
+        expectation = ExitStack()
+        expectation.enter_context(self._router.expecting())
+        timer = asyncio.get_running_loop().call_later(EXPECTED_S, expectation.close)
+        expectation.callback(timer.cancel)
+        work = self._replace(lost, expectation)
+        task = asyncio.create_task(work, name=f"restart of {lost.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"{task.get_name()} failed: {error!r}")
+
+    async def _replace(self, lost: Replica, expectation: ExitStack) -> None:
+        first = first_name(lost.name)
+        with expectation:
+            replica = await self._started(lost, first)
+            if replica is None:
+                return
+            await self._router.join(replica, is_reserved=first in self._reserved)
+        self._begun_s[replica.name] = asyncio.get_running_loop().time()
+        self._say(f"{replica.name} takes the place of {lost.name}")
+
+    async def _started(self, lost: Replica, first: str) -> Replica | None:
+        await _close(lost)
+        while True:
+            self._num_starts[first] = self._num_starts.get(first, 1) + 1
+            name = f"{first}-{self._num_starts[first]}"
+            try:
+                return await self._start(lost.name, name)
+            except (TorchtitanRLError, OSError) as error:
+                self._num_quick[first] += 1
+                if self._num_quick[first] > self._max_restarts:
+                    self._say(f"{first} is given up: {error}")
+                    return None
+                self._say(f"{name} did not start, which is tried again: {error}")
+            await asyncio.sleep(_DELAY_S)
+
+    def _may_restart(self, name: str) -> bool:
+        """Counts the restart, and says whether it may be."""
+        first, now_s = first_name(name), asyncio.get_running_loop().time()
+        begun_s = self._begun_s.pop(name, None)
+        if begun_s is None or now_s - begun_s >= SETTLED_S:
+            self._num_quick[first] = 0
+        self._num_quick[first] += 1
+        return self._num_quick[first] <= self._max_restarts
+
+
+async def _close(lost: Replica) -> None:
+    """Its processes end, as far as they can be reached."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await lost.close()
+    except (TorchtitanRLError, TimeoutError):
+        pass  # nothing on its host answers

@@ -1,0 +1,182 @@
+"""Brings each version to each host once, for all replicas there.
+
+The first replica of a host that asks starts the fetch, the others wait for the same one. At most
+``fan_out`` hosts at once read from one source; a host that has all of a version is a source for
+others, so that many hosts fetch in a tree whose root is the trainer.
+
+Invariants: a version is fetched at most once by a host, unless that failed; a host that cannot
+read from another host reads from the trainer; every wait for a source ends, since every fetch does;
+a replica that no longer waits does not stop the fetch of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
+from torchtitan_rl.weights.handle import (
+    RemoteMemoryHandle,
+    RemoteSource,
+    SharedMemoryHandle,
+    WeightHandle,
+)
+from torchtitan_rl.weights.published import versions_to_free
+from torchtitan_rl.weights.receiving import Fetched
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = (WeightSyncError, ReplicaError, DeadlineError)
+_TRAINER = None  # as a source; hosts are numbers
+
+
+class HostFetcher(Protocol):
+    """What fetches for one host. Both raise WeightSyncError, ReplicaError or DeadlineError."""
+
+    async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None, /) -> Fetched:
+        """See `WeightReceiver.fetch`. Calls for several versions may overlap."""
+        ...
+
+    async def offer(self, version: int, /) -> RemoteSource:
+        """See `WeightReceiver.offer`."""
+        ...
+
+
+class WeightDistribution:
+    """What all replicas of a run ask for weights.
+
+    Args:
+        fetchers: by host; where there is none, replicas use the trainer's shared memory.
+        fan_out: hosts that read from one source at the same time; 0: all from the trainer.
+    """
+
+    def __init__(self, fetchers: Mapping[int, HostFetcher], *, fan_out: int) -> None:
+        self._fetchers = dict(fetchers)
+        self._fan_out = fan_out
+        self._fetches: dict[tuple[int, int], asyncio.Task[Fetched]] = {}  # by host and version
+        self._readers: dict[int, dict[int | None, int]] = {}  # by version and source: how many
+        self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
+        self._ended: list[Fetched] = []
+
+    async def local(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
+        """The version in the shared memory of ``host``, after it was fetched if need be.
+
+        Raises:
+            WeightSyncError, ReplicaError, DeadlineError: the host could not fetch it.
+        """
+        if isinstance(handle, SharedMemoryHandle):
+            return handle
+        if host not in self._fetchers:
+            if handle.shared is None:
+                raise WeightSyncError(f"version {handle.version}: nothing fetches for host {host}")
+            return handle.shared
+        fetch = self._fetches.get((host, handle.version)) or self._start(host, handle)
+        await asyncio.wait((fetch,))  # a replica that is cancelled does not cancel it
+        if fetch.cancelled():
+            raise WeightSyncError(f"version {handle.version}: the fetch for host {host} was ended")
+        return fetch.result().handle
+
+    def replace(self, host: int, fetcher: HostFetcher) -> None:
+        """For a host that is back: it has none of the versions."""
+        for key in [key for key in self._fetches if key[0] == host]:
+            self._fetches.pop(key).cancel()
+        for readers in self._readers.values():
+            readers.pop(host, None)
+        self._fetchers[host] = fetcher
+
+    def take_fetches(self) -> tuple[Fetched, ...]:
+        """The fetches of all hosts that ended since the last call."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    async def close(self) -> None:
+        """End all fetches; replicas that wait get an error."""
+        fetches = list(self._fetches.values())
+        for fetch in fetches:
+            fetch.cancel()
+        if fetches:
+            await asyncio.wait(fetches)
+
+    def _start(self, host: int, handle: RemoteMemoryHandle) -> asyncio.Task[Fetched]:
+        self._forget_released(host, handle)
+        fetch = asyncio.create_task(
+            self._fetch(host, handle), name=f"version {handle.version} for host {host}"
+        )
+        self._fetches[host, handle.version] = fetch
+        fetch.add_done_callback(lambda fetch: self._on_end(host, handle.version, fetch))
+        return fetch
+
+    def _on_end(self, host: int, version: int, fetch: asyncio.Task[Fetched]) -> None:
+        if not fetch.cancelled() and fetch.exception() is None:
+            self._ended.append(fetch.result())
+        elif self._fetches.get((host, version)) is fetch:
+            del self._fetches[host, version]  # who asks next tries again
+
+    async def _fetch(self, host: int, handle: RemoteMemoryHandle) -> Fetched:
+        fetcher = self._fetchers[host]
+        if self._fan_out == 0 or self._has_base(host, handle):
+            fetched = await fetcher.fetch(handle, None)
+        else:
+            source = await self._take(handle.version)
+            try:
+                fetched = await self._fetch_from(source, fetcher, handle)
+            finally:
+                self._give_back(handle.version, source)
+        if self._fetchers[host] is fetcher:
+            self._readers.setdefault(handle.version, {})[host] = 0
+            self._notify()
+        return fetched
+
+    async def _fetch_from(
+        self, source: int | None, fetcher: HostFetcher, handle: RemoteMemoryHandle
+    ) -> Fetched:
+        if source is not None:
+            try:
+                parent = await self._fetchers[source].offer(handle.version)
+                return await fetcher.fetch(handle, parent)
+            except _FAILURES as error:
+                logger.warning(
+                    "version %s: read from the trainer, not from a host: %s", handle.version, error
+                )
+                self._readers[handle.version].pop(source, None)
+        return await fetcher.fetch(handle, None)
+
+    async def _take(self, version: int) -> int | None:
+        """The source with the fewest readers, once it may have one more: a host before the
+        trainer, which has other things to do."""
+        while True:
+            readers = self._readers.setdefault(version, {})
+            readers.setdefault(_TRAINER, 0)
+            source = min(readers, key=lambda source: (readers[source], source is _TRAINER))
+            if readers[source] < self._fan_out:
+                readers[source] += 1
+                return source
+            await self._changed.wait()
+
+    def _give_back(self, version: int, source: int | None) -> None:
+        readers = self._readers.get(version, {})
+        if source in readers:
+            readers[source] = max(0, readers[source] - 1)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _has_base(self, host: int, handle: RemoteMemoryHandle) -> bool:
+        """Whether it reads only what changed, which the trainer alone has."""
+        bases = {None if source.delta is None else source.delta.base for source in handle.sources}
+        base = bases.pop() if len(bases) == 1 else None
+        fetch = None if base is None else self._fetches.get((host, base))
+        return fetch is not None and fetch.done()
+
+    def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
+        """Of versions that the host is about to remove: all but the newest and those to keep."""
+        held = [v for at, v in self._fetches if at == host and self._fetches[at, v].done()]
+        for version in versions_to_free(held, handle.keep):
+            del self._fetches[host, version]
+        for version in versions_to_free(sorted(self._readers), handle.keep):
+            if not any(self._readers[version].values()):
+                del self._readers[version]
