@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchtitan_rl.types import Completion
 
 
@@ -76,6 +78,18 @@ class CheckpointError(TorchtitanRLError):
 
 class OutputError(TorchtitanRLError):
     """An output file (metrics, rollouts) could not be written; names it and the reason."""
+
+
+class RunTakenOverError(OutputError):
+    """Another process has taken over the run's folder, because this one did not move for a while
+    (it was stopped, or its storage was out of reach); nothing more is written."""
+
+    def __init__(self, run_dir: Path, successor: str) -> None:
+        super().__init__(
+            f"{successor} has taken over {run_dir}, because this process did not answer for a "
+            "while; nothing more is written there"
+        )
+        self.successor = successor
 
 
 class DivergedError(TorchtitanRLError):

@@ -100,6 +100,15 @@ class Run:
                     found.append(process)
         return found
 
+    def listening_on(self) -> set[str]:
+        """The IP addresses on which its processes accept connections; not those of torchrun."""
+        found = set()
+        for process in self.processes():
+            if "torch.distributed.run" not in process.cmdline():
+                sockets = process.net_connections("inet")
+                found |= {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+        return found
+
     def process_of(self, rank: str) -> psutil.Process:
         """The process of ``rank`` (such as "trainer-rank0"), not a helper that it started: ours
         lead a process group."""

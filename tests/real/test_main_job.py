@@ -135,6 +135,8 @@ def test_tensor_parallel_replicas_and_a_sharded_trainer_run_from_torchrun_over_r
         log=tmp_path / "log",
         module="torchrun",
     )
+    run.wait_until(lambda: len(read_metrics(tmp_path / "parallel")) > 1, "the first step")
+    assert run.listening_on() == {"127.0.0.1"}
     run.require_success()
     rows = read_metrics(tmp_path / "parallel")
     assert [row["policy/version"] for row in rows] == [0, 1, 2]

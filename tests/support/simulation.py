@@ -17,7 +17,7 @@ from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder
-from torchtitan_rl.orchestration.run_state import Parts
+from torchtitan_rl.orchestration.run_state import Claim, Parts, Unshared
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
@@ -76,6 +76,7 @@ class Simulation:
         fate: Fate | None = None,
         recorder: Recorder | None = None,
         rubric: Rubric | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self.plan = plan
         chance = random.Random(plan.chance)
@@ -136,6 +137,7 @@ class Simulation:
                 checkpoints=self.checkpoints,
                 journals=JournalDirectory(root / "journal"),
                 ledger=self.ledger,
+                claim=claim or Unshared(),
             ),
         )
 

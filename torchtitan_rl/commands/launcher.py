@@ -10,7 +10,7 @@ exits with the controller's exit code.
 | the controller ends | all workers are ended; all launchers exit with its code |
 | a worker ends | its launcher says so; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |
-| the launcher or agent of rank 0 dies | the others notice it within ``_PULSE_S``, and exit with 1 |
+| the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
@@ -38,14 +39,14 @@ from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import listening_host
-from torchtitan_rl.launch.meeting import Joining, Pulse, Round
+from torchtitan_rl.launch.meeting import Joining, Round
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
+from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
 
 _T = TypeVar("_T")
 _POLL_S = 0.3
 _STORE_S = 30.0  # for one call of torchrun's store
 _JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
-_PULSE_S = 20.0
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 _WORKER_PORTS = 16  # of one worker
 _END_S = 30.0  # for a process to end once it was told to
@@ -138,11 +139,11 @@ class _Launcher:
                 kind = "refused" if isinstance(error, ConfigError) else "failed"
                 await self._say(f"{kind}/{self._node.rank}", error)
             self._signals.stop_cleanly = stop_asked.set
-            pulse = Pulse(_PULSE_S)
+            silence = Silence(time.monotonic())
             while (end := await self._hear("end")) is None:
                 if stop_asked.is_set():
                     await self._say("stop", self._signals.received[0])
-                if pulse.has_stopped(await self._hear("beat")):
+                if silence.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
                     raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
                 await asyncio.sleep(_POLL_S)
         await self._say(f"left/{self._node.rank}", "")
@@ -229,7 +230,7 @@ class _Launcher:
         async def beat() -> None:
             while True:
                 await asyncio.to_thread(self._round.beat)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(BEAT_S)
 
         task = asyncio.create_task(beat())
         try:

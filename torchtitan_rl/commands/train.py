@@ -40,7 +40,7 @@ from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.recovery import choose_checkpoint
-from torchtitan_rl.orchestration.run_state import Parts
+from torchtitan_rl.orchestration.run_state import Claim, Parts
 from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -74,9 +74,9 @@ def main(config_file: str, options: Sequence[str]) -> int:
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
         own = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)
-        with claim_run(prepared):
+        with claim_run(prepared) as claim:
             stay_on_cores(prepared.plan.controller_cores)
-            run = _Run.of(prepared, resume_command, attached.hosts)
+            run = _Run.of(prepared, resume_command, claim, attached.hosts)
             return run_command(partial(_run, run), log_dir=config.log_dir)
 
 
@@ -88,12 +88,13 @@ class _Run:
     prepared: PreparedRun
     hosts: Hosts | None
     resume_command: str
+    claim: Claim
     checkpoints: CheckpointDirectory
     journals: JournalDirectory
     found: NewestCheckpoint
 
     @staticmethod
-    def of(prepared: PreparedRun, resume_command: str, hosts: Hosts | None) -> _Run:
+    def of(prepared: PreparedRun, resume_command: str, claim: Claim, hosts: Hosts | None) -> _Run:
         """
         Raises:
             CheckpointError: it is to be resumed, and none of its checkpoints can be.
@@ -106,6 +107,7 @@ class _Run:
             prepared=prepared,
             hosts=hosts,
             resume_command=resume_command,
+            claim=claim,
             checkpoints=checkpoints,
             journals=journals,
             found=choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint(),
@@ -177,6 +179,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
         await (training if endpoint is None else endpoint.background(training))
         if config.checkpoint.export_hf:
+            run.claim.check()
             with recorder.phase("export"):
                 await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
 
@@ -234,6 +237,7 @@ def _parts(
         recorder=recorder,
         checkpoints=run.checkpoints,
         journals=run.journals,
+        claim=run.claim,
         ledger=ledger,
         identity=run.prepared.identity,
         success_reward=config.task.success_reward(),

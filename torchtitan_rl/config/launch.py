@@ -33,8 +33,9 @@ class LaunchConfig:
     keys: Path | None = None
     """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False
-    """Also use ``tcp://`` between machines: neither encrypted nor authenticated. On loopback
-    addresses it is always allowed."""
+    """Also send plain text between machines, neither encrypted nor authenticated: to ``tcp://``
+    addresses, and between trainer ranks on several hosts. On loopback addresses it is always
+    allowed."""
     attach_timeout_s: float = 60.0
     """Deadline for all hosts to answer and say what they have, in seconds."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
+from torchtitan_rl.config.checks.launch import plain_text_between
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     find_weight_room,
@@ -44,6 +45,7 @@ from torchtitan_rl.config.run_folder import (
 )
 from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease_folder import Lease
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.types import Problem
 
@@ -151,10 +153,13 @@ def prepare_run(
         notes += changes
     if errors or policy_dir is None:
         raise ConfigError(errors)
+    plan = _plan(config, policy_dir, policy, machine, ask_hosts)
+    if plan.trainer and (far := plain_text_between(plan.hosts, plan.trainer.rank_hosts)):
+        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
-        plan=_plan(config, policy_dir, policy, machine, ask_hosts),
+        plan=plan,
         keys=keys,
         evaluation_problems=problems,
         notes=tuple(notes),
@@ -164,7 +169,7 @@ def prepare_run(
 
 
 @contextmanager
-def claim_run(prepared: PreparedRun) -> Iterator[None]:
+def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
     """Hold the run's folder, made if need be, and write down what the run is.
 
     Raises:
@@ -172,7 +177,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             written to.
     """
     run_dir = prepared.config.run_dir
-    with hold_run(run_dir):
+    with hold_run(run_dir) as lease:
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
         try:
@@ -180,7 +185,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[None]:
             prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(run_dir, error) from error
-        yield
+        yield lease
 
 
 def _plan(

@@ -2,7 +2,9 @@
 
 The lock is the kernel's (`flock` on a file): it is held by one open file of the controller process
 and is free the moment that process ends, however it ends. The file itself stays; what it says about
-its holder is for messages only.
+its holder is for messages only. On storage that several hosts share, locks may not reach the other
+hosts: there a lease (`launch/lease_folder.py`) decides, which only waits where the last owner was
+elsewhere and did not release it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease_folder import Lease, RunInUseError, beating_owner
 
 LOCK_FILE = "run.lock"
 _ATTEMPTS = 5
@@ -26,8 +29,9 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network
 
 
 @contextmanager
-def hold_run(run_dir: Path) -> Iterator[None]:
-    """Make the folder and hold its lock. Processes that are started meanwhile do not hold it.
+def hold_run(run_dir: Path) -> Iterator[Lease]:
+    """Make the folder and hold its lock and its lease. Processes that are started meanwhile do not
+    hold them.
 
     Raises:
         ConfigError: another process holds it, or the folder cannot be written to.
@@ -39,28 +43,34 @@ def hold_run(run_dir: Path) -> Iterator[None]:
         raise unwritable(run_dir, error) from error
     held = os.fstat(file)
     os.register_at_fork(after_in_child=lambda: _close_copy(file, held))
+    lease = Lease(run_dir)
     try:
         try:
-            is_free = _lock_patiently(file)
-            if is_free:
-                _write_holder(file)
+            lease.acquire(has_kernel_lock=_lock_patiently(file))
+            _write_holder(file)
+        except RunInUseError as error:
+            raise ConfigError(_in_use(run_dir, str(error))) from error
+        except BlockingIOError as error:
+            raise ConfigError(_in_use(run_dir, _holder(run_dir))) from error
         except OSError as error:
             raise unwritable(run_dir, error) from error
-        if not is_free:
-            raise ConfigError(_in_use(run_dir))
-        yield
+        yield lease
     finally:
+        lease.release()
         os.close(file)
 
 
 def lock_errors(run_dir: Path) -> list[str]:
-    """A message where another process holds the lock now; changes nothing."""
+    """A message where another process runs in the folder now; changes nothing."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return []
     try:
-        return [] if _lock(file) else [_in_use(run_dir)]
+        owner = beating_owner(run_dir, has_kernel_lock=_lock(file))
+        return [_in_use(run_dir, owner)] if owner else []
+    except BlockingIOError:
+        return [_in_use(run_dir, _holder(run_dir))]
     except OSError as error:
         return unwritable(run_dir, error).errors
     finally:
@@ -84,29 +94,37 @@ def _write_holder(file: int) -> None:
 def _lock_patiently(file: int) -> bool:
     """`lock_errors` of another process holds the lock for a moment."""
     for _ in range(_ATTEMPTS - 1):
-        if _lock(file):
-            return True
-        time.sleep(_PAUSE_S)
+        try:
+            return _lock(file)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
     return _lock(file)
 
 
 def _lock(file: int) -> bool:
+    """False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
+        return False
     return True
 
 
-def _in_use(run_dir: Path) -> str:
+def _holder(run_dir: Path) -> str:
     try:
         about = json.loads((run_dir / LOCK_FILE).read_text())
-        holder = f"process {about['pid']} on {about['host']}"
+        return f"process {about['pid']} on {about['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # it is being written
-        holder = "another process"
+        return "another process"
+
+
+def _in_use(run_dir: Path, holder: str) -> str:
     return (
         f"name is {run_dir.name}: {holder} runs in {run_dir}; wait for it, end it, or give another "
         "name"

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,22 +109,6 @@ class Round:
         before = _read(self.store, "started")
         _write(self.store, "started", self.token)
         return before is not None
-
-
-@dataclass(slots=True)
-class Pulse:
-    """Whether rank 0 still beats, by this node's clock alone."""
-
-    limit_s: float
-    now: Callable[[], float] = time.monotonic
-    _last: str | None = None
-    _since: float | None = None
-
-    def has_stopped(self, beat: str | None) -> bool:
-        """Tell it each beat that is read."""
-        if self._since is None or beat != self._last:
-            self._last, self._since = beat, self.now()
-        return self.now() - self._since > self.limit_s
 
 
 def _write(store: Store, key: str, value: str) -> None:

@@ -60,6 +60,7 @@ class RunCheckpointer:
             state.recorder.say(f"resumed after step {state.step} from {resume_from.path}")
         groups, mark = saved.groups, saved.journal_mark
         rollouts: Mapping[str, RecordedRollout] = {}
+        self._parts.claim.check()
         if resume_from is not None:
             rollouts = journals.restore(state.step, groups.rollouts, mark=mark)
         self._recorded = RecordedGroups(rollouts, groups.entries, restored_version=state.version)
@@ -124,6 +125,7 @@ class RunCheckpointer:
             # At staleness 0 a resumed run samples running turns again, bit for bit, from the same
             # weights and seeds; continuing them in the middle would draw other tokens.
             partials = await self._parts.router.partials() if state.capacity.staleness else {}
+            self._parts.claim.check()
             # No await from here until the trainer is called: all of it is of one moment.
             moment = self._moment()
             try:
@@ -165,6 +167,7 @@ class RunCheckpointer:
             return
         self._saved = moment
         self._failures.clear()
+        self._parts.claim.check()
         checkpoints = self._parts.checkpoints
         try:
             await asyncio.to_thread(checkpoints.prune, self._keep)

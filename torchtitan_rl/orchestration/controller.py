@@ -11,6 +11,7 @@
 | | on shared devices: their release | the consumer |
 | `Evaluator`: evaluates a version | a replica to pin; completions | the router |
 | `Watchdog.run`: reports silent waits | its next look | the clock |
+| `Claim.wait_until_lost` | the loss of the run's folder | another controller |
 
 Invariants: a loop that fails ends the run with its own error, after a checkpoint of the state at
 that moment, taken while its rollouts still run. A checkpoint holds everything that is needed to
@@ -22,7 +23,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from torchtitan_rl.errors import CheckpointError, DivergedError, TrainerLostError
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DivergedError,
+    RunTakenOverError,
+    TrainerLostError,
+)
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
@@ -82,6 +88,7 @@ class Controller:
             DivergedError, TrainerLostError: no checkpoint is written; the newest is an older one.
             GenerationError, WeightSyncError: no replica is left; a checkpoint is written.
             DeadlineError: nothing changed for too long.
+            RunTakenOverError: another controller owns the run's folder; nothing is saved.
         """
         with self._state.recorder.phase("restore"):
             if resume_from is not None and resume_from.path is not None:
@@ -105,6 +112,7 @@ class Controller:
             asyncio.create_task(producer.run(), name="producer"),
             asyncio.create_task(self._watchdog().run(), name="watchdog"),
             asyncio.create_task(self._parts.router.wait_until_lost(), name="replicas"),
+            asyncio.create_task(self._parts.claim.wait_until_lost(), name="run folder"),
         ]
         try:
             await asyncio.wait({training, *others}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,8 +120,11 @@ class Controller:
             if failed is None:
                 await training
                 return
+            error = _error_of(failed)
+            if isinstance(error, RunTakenOverError):
+                raise error  # nothing may be saved
             self.request_stop()  # so that the current step is saved too
-            error, lost = _error_of(failed), await self._wait_for_save(training)
+            lost = await self._wait_for_save(training)
             if lost is not None:  # and replicas cannot fetch its weights any more
                 self._state.recorder.say(f"{failed.get_name()}: {type(error).__name__}: {error}")
                 raise lost from error
@@ -137,7 +148,7 @@ class Controller:
             await consumer.run()
             await self._feed.flush()
             await producer.settle()
-        except (DivergedError, TrainerLostError, CheckpointError):
+        except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
             raise  # what could be saved now is not sound
         except Exception as error:
             failure = error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import OutputError, TorchtitanRLError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
@@ -204,8 +204,9 @@ class Producer:
 
     def _write_turn(self, recorded: RecordedRollout) -> None:
         try:
+            self._parts.claim.check()
             self._parts.journals.append(recorded)
-        except JournalError as error:
+        except (JournalError, OutputError) as error:
             self._state.recorder.say(
                 f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"
             )

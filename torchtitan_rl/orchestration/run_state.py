@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
@@ -24,6 +24,35 @@ from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metric
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
+
+
+class Claim(Protocol):
+    """The right to write into the run's folder, which another host may take over."""
+
+    def check(self) -> None:
+        """Called before a write.
+
+        Raises:
+            OutputError: the folder is not ours, or that cannot be found out.
+        """
+        ...
+
+    async def wait_until_lost(self) -> None:
+        """
+        Raises:
+            RunTakenOverError: it is lost.
+        """
+        ...
+
+
+class Unshared:
+    """The `Claim` on a folder that no other host reaches."""
+
+    def check(self) -> None:
+        return
+
+    async def wait_until_lost(self) -> None:
+        await asyncio.Event().wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +70,7 @@ class Parts:
     checkpoints: CheckpointDirectory
     journals: JournalDirectory
     ledger: TokenLedger
+    claim: Claim = field(default_factory=Unshared)
     identity: Mapping[str, Any] = field(default_factory=dict)
     success_reward: float = 1.0 - 1e-9
 

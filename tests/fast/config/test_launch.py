@@ -93,6 +93,22 @@ def test_memory_is_not_shared_between_hosts() -> None:
     assert host_errors(config, None, made_up_hosts("1x0")) == []
 
 
+def test_gradients_leave_a_machine_in_plain_text_only_where_that_is_allowed() -> None:
+    trainer = replace(TINY.trainer, data_parallel_shard=2)
+    config = replace(TINY, trainer=trainer, launch=LaunchConfig(trainer_hosts=(0, 1)))
+    near, far = (
+        [replace(cpu_host(), address=f"tls://{net}.{n}:26600") for n in (1, 2)]
+        for net in ("127.0.0", "10.0.0")
+    )
+    assert host_errors(config, None, near) == []
+    (error,) = host_errors(config, None, far)
+    assert error.startswith("launch.allow_plain_tcp is False: trainer ranks on host0, host1 would")
+    allowed = replace(config, launch=replace(config.launch, allow_plain_tcp=True))
+    assert host_errors(allowed, None, far) == []
+    together = replace(config, launch=LaunchConfig(trainer_hosts=(1,)))
+    assert host_errors(together, None, far) == []
+
+
 def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_they_have(
     tmp_path: Path,
 ) -> None:

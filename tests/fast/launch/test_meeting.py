@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from torchtitan_rl.launch.meeting import Joining, Pulse, Round, Store
+from torchtitan_rl.launch.meeting import Joining, Round, Store
 
 
 class DictStore:
@@ -104,16 +104,3 @@ def test_whoever_starts_again_while_they_meet_all_end_in_one_round(before, event
                 found[rank] = met
     assert len(found) == num_nodes
     assert len({one.token for one in found.values()}) == 1
-
-
-def test_the_pulse_stops_when_the_same_beat_is_read_for_too_long() -> None:
-    time = 100.0
-    pulse = Pulse(20.0, now=lambda: time)
-    assert not pulse.has_stopped(None)
-    time += 15
-    assert not pulse.has_stopped("1")
-    time += 20
-    assert not pulse.has_stopped("1")
-    time += 1
-    assert pulse.has_stopped("1")
-    assert not pulse.has_stopped("2")

@@ -13,6 +13,7 @@ from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.rank import build_loop
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.server import IDLE_S, EngineServer
+from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.engine_trace import EngineTrace
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.weights.handle import SharedMemoryHandle
@@ -26,6 +27,7 @@ class GeneratorRank:
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         self._rank = rank
+        listen_privately()
         self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}", host=host_label())
         self._engine_trace = EngineTrace(self._tracer)
         self._staging = WeightStaging()

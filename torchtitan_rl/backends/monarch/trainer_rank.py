@@ -13,6 +13,7 @@ from torchtitan_rl.backends.titan.joint_publishing import JointPublisher
 from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
@@ -26,6 +27,7 @@ class TrainerRank:
     """Made and called in one thread of its process, on all ranks together."""
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
+        listen_privately()
         self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(

@@ -54,10 +54,29 @@ def host_errors(
     except NoRoomError as error:
         return [str(error)]
     errors = _transport_errors(config, placement)
+    far = plain_text_between(hosts, placement.trainer_hosts)
+    if far and not config.launch.allow_plain_tcp:
+        errors.append(
+            f"launch.allow_plain_tcp is False: {far} would exchange gradients, which gloo and NCCL "
+            "do not encrypt; keep the trainer on one host (launch.trainer_hosts), or, where no one "
+            "else is in the network, allow it"
+        )
     if device_of(hosts) == "cuda":
         return errors
     errors += _thread_errors(config, hosts, placement)
     return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
+
+
+def plain_text_between(hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]) -> str:
+    """The trainer ranks whose process groups leave their machine; empty where none do."""
+    spanned = sorted(set(trainer_hosts))
+    are_near = all(
+        not hosts[host].address or Address.parse(hosts[host].address).is_loopback
+        for host in spanned
+    )
+    if len(spanned) < 2 or are_near:
+        return ""
+    return f"trainer ranks on {', '.join(map(host_name, spanned))}"
 
 
 def _host_list_errors(launch: LaunchConfig) -> list[str]:
