@@ -8,7 +8,7 @@ exits with the controller's exit code.
 |---|---|
 | SIGINT or SIGTERM at a node | the controller gets it: it stops after its step, with a checkpoint |
 | the controller ends | all workers are ended; all launchers exit with its code |
-| a worker ends | its launcher says so; the controller decides whether the run goes on |
+| a worker ends | its launcher starts it again; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |
 | the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
 """
@@ -36,12 +36,14 @@ from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import listening_host
 from torchtitan_rl.launch.meeting import Joining, Round
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
+from torchtitan_rl.tasks import cancel_all
 
 _T = TypeVar("_T")
 _POLL_S = 0.3
@@ -49,6 +51,7 @@ _STORE_S = 30.0  # for one call of torchrun's store
 _JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 _WORKER_PORTS = 16  # of one worker
+_AGAIN_S = 5.0  # before a worker that ended is started again
 _END_S = 30.0  # for a process to end once it was told to
 
 
@@ -146,7 +149,7 @@ class _Launcher:
                 if silence.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
                     raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
                 await asyncio.sleep(_POLL_S)
-        await self._say(f"left/{self._node.rank}", "")
+            await self._say(f"left/{self._node.rank}", "")
         return int(end)
 
     async def _start_worker(self, stack: AsyncExitStack) -> LaunchConfig:
@@ -156,16 +159,33 @@ class _Launcher:
         command = [*self._program, "worker", "--address", str(address)]
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
-        worker = await stack.enter_async_context(
-            ChildProcess.started(command, end_within_s=_END_S, ready_at="listening on ")
-        )
-        listening = await asyncio.wait_for(worker.ready(), _JOIN_S)
-        if listening is None:
-            raise LauncherError(f"the worker ended with code {await worker.wait()} at its start")
-        watch = asyncio.create_task(self._watch(worker))
-        stack.callback(watch.cancel)
-        await self._say(f"address/{self._node.rank}", listening)
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        worker = asyncio.create_task(self._keep_worker(command, listening))
+        stack.push_async_callback(cancel_all, [worker])
+        if not await wait_within(_JOIN_S, listening):
+            raise DeadlineError(f"waited {_JOIN_S:.0f} s for the worker")
+        await self._say(f"address/{self._node.rank}", listening.result())
         return launch
+
+    async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[str]) -> None:
+        """Run the worker, and start it again when it ends: the controller looks for it where the
+        next one listens. ``listening`` gets the first address, or the first failure."""
+        while True:
+            async with ChildProcess.started(
+                command, end_within_s=_END_S, ready_at="listening on "
+            ) as worker:
+                address = await worker.ready()
+                if address is not None and not listening.done():
+                    listening.set_result(address)
+                code = await worker.wait()
+            if not listening.done():
+                error = LauncherError(f"the worker ended with code {code} at its start")
+                return listening.set_exception(error)
+            print(
+                f"node {self._node.rank}: its worker ended with code {code} and is started again",
+                file=sys.stderr,
+            )
+            await asyncio.sleep(_AGAIN_S)
 
     async def _host(self, launch: LaunchConfig) -> str:
         """What this node listens on. The name that leads the others to rank 0 may mean loopback on
@@ -209,21 +229,22 @@ class _Launcher:
         ]
         again = shlex.join([*self._words, *resume_options(self._words, is_again=True)])
         os.environ[RESUME_COMMAND] = f"torchrun ... -m torchtitan_rl.launch {again}"
+        asked: list[int] = []
+
+        def ask_to_stop(number: int) -> None:
+            """Once: schedulers signal all nodes, and a second signal would end the run at once."""
+            if not asked:
+                controller.send(number)
+            asked.append(number)
+
         async with ChildProcess.started(command, end_within_s=_END_S) as controller:
-            self._signals.stop_cleanly = lambda: controller.send(self._signals.received[0])
+            self._signals.stop_cleanly = lambda: ask_to_stop(self._signals.received[0])
             ended = asyncio.create_task(controller.wait())
-            is_told = False
             while not ended.done():
-                stop = await self._hear("stop")
-                if stop is not None and not is_told:
-                    is_told = True
-                    controller.send(int(stop))
+                if (number := await self._hear("stop")) is not None:
+                    ask_to_stop(int(number))
                 await asyncio.wait([ended], timeout=_POLL_S)
             return ended.result()
-
-    async def _watch(self, worker: ChildProcess) -> None:
-        code = await worker.wait()
-        print(f"node {self._node.rank}: its worker ended with code {code}", file=sys.stderr)
 
     @asynccontextmanager
     async def _beating(self) -> AsyncIterator[None]:

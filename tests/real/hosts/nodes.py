@@ -74,6 +74,10 @@ class Nodes:
                     found.append(process)
         return found
 
+    def process_of(self, *words: str) -> psutil.Process:
+        """The one whose command line has these words."""
+        return next(one for one in self.processes() if set(words) <= set(one.cmdline()))
+
     def kill_all(self) -> None:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):

@@ -47,11 +47,16 @@ def test_all_exit_with_the_code_of_the_controller_which_has_all_workers_in_order
     assert "--checkpoint.resume" not in words
 
 
-def test_a_signal_at_any_node_reaches_the_controller_once(nodes) -> None:
+def test_a_worker_that_ends_is_started_again_and_a_signal_to_all_nodes_comes_once(nodes) -> None:
+    """Two signals would end a run without a checkpoint."""
     nodes.start(0, SCRIPTED_CONTROLLER="wait")
     nodes.start(1)
     wait_until((nodes.folder / "waits").exists, "a controller")
-    nodes.launchers[1].send_signal(signal.SIGTERM)
+    nodes.process_of("worker", attached(controllers(nodes)[0])[1]).kill()
+    wait_until(lambda: nodes.log(1).count("listening on") == 2, "another worker")
+    assert "node 1: its worker ended with code 137 and is started again" in nodes.log(1)
+    for launcher in nodes.launchers:
+        launcher.send_signal(signal.SIGTERM)
     assert nodes.wait() == [128 + signal.SIGTERM] * 2
     assert (nodes.folder / "signals").read_text() == "1"
 
