@@ -36,6 +36,7 @@ export KEYS
 
 # torchrun on each node; a launcher starts the processes of its node.
 run() {
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back
   torchrun --nnodes=2 --nproc-per-node=1 \
     --rdzv-backend=c10d --rdzv-endpoint=$RANK_0:29500 --rdzv-id=$SLURM_JOB_ID \
     --rdzv-conf=is_host=$((SLURM_NODEID == 0)) --local-addr="$SLURMD_NODENAME" \

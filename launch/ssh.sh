@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A start over SSH of a torchtitan-rl run on 2 hosts of 4 CUDA devices each, written by
+# A script for SSH of a torchtitan-rl run on 2 hosts of 4 CUDA devices each, written by
 #   torchtitan-rl launch-script ssh alphabet_sort_qwen3_0_6b --hosts 2x4 --nodes 10.0.0.1 10.0.0.2 --folder /shared/run --setup 'source .venv/bin/activate' --keys /shared/keys
 # Run it where SSH reaches all nodes without a password. Ctrl-C stops the run with
 # a checkpoint; the same script continues it. Code, policy and outputs are at the
@@ -23,6 +23,7 @@ start() {
   local rank=$1 node=$2 run=$3
   cd /shared/run
   source .venv/bin/activate
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back
   exec torchrun --nnodes=2 --nproc-per-node=1 \
     --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 --rdzv-id="$run" \
     --rdzv-conf=is_host=$((rank == 0)) --local-addr="$node" \

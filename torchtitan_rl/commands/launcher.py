@@ -78,6 +78,7 @@ async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
     signals.install()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+    watch = asyncio.create_task(_stop_without_parent())
     try:
         store = await asyncio.to_thread(_connect, node)
         joining = Joining(store, node.rank, node.num_nodes)
@@ -93,6 +94,18 @@ async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
             f"node {node.rank}: torchrun's store at {node.store_host}:{node.store_port} does not "
             f"answer: {str(error).splitlines()[0]}"
         ) from error
+    finally:
+        watch.cancel()
+
+
+async def _stop_without_parent() -> None:
+    """As after SIGTERM when torchrun's agent was killed. (The kernel's own signal for this comes
+    once for each thread of the agent, and a second signal ends a run at once.)"""
+    parent = os.getppid()
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if os.getppid() != parent:
+            return os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _Launcher:
@@ -307,14 +320,16 @@ def _connect(node: Node) -> TCPStore:
     listening = None
     if node.provides_store:  # on this address alone
         listening = socket.create_server((node.store_host, node.store_port)).detach()
-    return TCPStore(
+    store = TCPStore(
         node.store_host,
         node.store_port,
         is_master=node.provides_store,
-        timeout=timedelta(seconds=_STORE_S),
+        timeout=timedelta(seconds=_JOIN_S),
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+    store.set_timeout(timedelta(seconds=_STORE_S))
+    return store
 
 
 async def _poll(

@@ -11,7 +11,6 @@ prints a traceback of its own (``SignalException``), and kills what is left afte
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +18,6 @@ from torchtitan_rl.commands.cli import main as cli
 from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.node import Node, resume_options, without_torchrun
-from torchtitan_rl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +39,6 @@ def _main(words: list[str]) -> int:
         raise ConfigError("CONFIG is missing: give a Python file or the name of a configuration")
     from torchtitan_rl.commands.launcher import launch  # imports torch
 
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # torchrun's agent was killed
     return launch(node, words)
 
 

@@ -74,6 +74,10 @@ class Job:
         ]
 
 
+# With torchrun's shared store, an agent that is started again does not find it.
+EXPORT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back"
+
+
 def continued(lines: Sequence[str], indent: str) -> list[str]:
     """One shell command over several lines."""
     first, *rest = lines

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import Job, continued, text
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, text
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _KEYS = "/keys"
@@ -95,6 +95,7 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             '          command: ["bash", "-euc"]',
             "          args:",
             "            - |",
+            f"              {EXPORT}",
             *continued([f"exec {launcher[0]}", *launcher[1:]], " " * 14),
             "          resources:",
             "            requests:",

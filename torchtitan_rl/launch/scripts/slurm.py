@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
-from torchtitan_rl.launch.scripts.job import Job, continued
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
             *(make_keys if job.keys else []),
             "# torchrun on each node; a launcher starts the processes of its node.",
             "run() {",
+            f"  {EXPORT}",
             *continued(launcher, "  "),
             "}",
             "export -f run",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import Job, continued
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def ssh_script(job: Job, options: SshOptions) -> str:
         [
             "#!/usr/bin/env bash",
             *job.header(
-                "A start over SSH",
+                "A script for SSH",
                 "Run it where SSH reaches all nodes without a password. Ctrl-C stops the run with",
                 "a checkpoint; the same script continues it. Code, policy and outputs are at the",
                 "same paths on all nodes.",
@@ -54,7 +54,7 @@ def ssh_script(job: Job, options: SshOptions) -> str:
             "# What each node runs; it is sent as text.",
             "start() {",
             "  local rank=$1 node=$2 run=$3",
-            *(f"  {line}" for line in before),
+            *(f"  {line}" for line in (*before, EXPORT)),
             *continued([f"exec {launcher[0]}", *launcher[1:]], "  "),
             "}",
             "",
