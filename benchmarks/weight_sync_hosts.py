@@ -9,7 +9,8 @@ than elsewhere, and a tree, which spares the trainer's network, gains nothing he
 
 - hosts: one trainer rank publishes; the readers of all hosts ask at once. Bytes that each host
   reads, and seconds until the last reader has the version, with all hosts reading from the trainer
-  (star) and with a tree; for one host also against a plain copy over a TCP connection.
+  (star) and with a tree. In turn with these, alone: one process reads the same bytes into memory
+  that it has, without checksums; a plain copy over a TCP connection.
 - publish: two FSDP ranks, each offering its shards, against gathering on rank 0, which offers all.
 - delta: after real optimizer steps, what changed against the whole, by type and learning rate.
 """
@@ -28,6 +29,7 @@ from typing import Any
 from monarch.actor import enable_transport
 
 from benchmarks.options import at_least
+from benchmarks.plots import bars
 from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.weight_sync import POLICIES
 from benchmarks.weight_sync_copies import TcpCopy
@@ -50,6 +52,12 @@ def main() -> None:
         results = asyncio.run(_measure(options, work_dir))
     finally:
         shutil.rmtree(work_dir)
+    bars(
+        options.output.with_suffix(".png"),
+        _seconds(results),
+        title="Weights from a trainer to other hosts",
+        label="seconds (medians)",
+    )
     write_report(options.output, report | results)
 
 
@@ -94,7 +102,7 @@ async def _to_hosts(setting: Setting, number: int, repeats: int, work_dir: Path)
                 row |= {f"{name}_s": reached.seconds, f"{name}_fetch_s": reached.slowest_fetch_s}
                 row[f"{name}_bytes"] = list(reached.num_bytes)
             tcp = tcp or TcpCopy(published.handle.num_bytes, readers=1)
-            row["tcp_copy_s"] = tcp.run()
+            row |= {"read_s": await hosts.read(published.handle), "tcp_copy_s": tcp.run()}
             if repeat:
                 rows.append(row)
         assert tcp is not None
@@ -110,6 +118,7 @@ async def _to_hosts(setting: Setting, number: int, repeats: int, work_dir: Path)
         "ratios": {
             "star / tree": typical["star_s"] / typical["tree_s"],
             "fetch rate / TCP copy": typical["tcp_copy_s"] / typical["star_fetch_s"],
+            "read rate / TCP copy": typical["tcp_copy_s"] / typical["read_s"],
         },
     }
 
@@ -183,27 +192,38 @@ def _delta_row(name: str, publish_s: float, reached: Reached) -> dict[str, float
     }
 
 
+def _seconds(results: Mapping[str, Any]) -> dict[str, float]:
+    """What the picture shows."""
+    shown = {
+        f"{one['hosts']} hosts, {name}": one["medians"][f"{name}_s"]
+        for one in results.get("hosts", ())
+        for name in ("star", "tree")
+    }
+    if "publish" in results:
+        for name in ("shards", "gather"):
+            seconds = results["publish"]["medians"][f"{name}_publish_s"]
+            shown[f"2 ranks, publish by {name}"] = seconds
+    for one in results.get("delta", ()):
+        for name in ("whole", "delta"):
+            kind = f"{one['dtype']}, {one['learning_rate']:g}"
+            seconds = one["medians"][f"{name}_publish_s"] + one["medians"][f"{name}_fetch_s"]
+            shown[f"{name}, {kind}"] = seconds
+    return shown
+
+
 def _print_hosts(results: Sequence[Mapping[str, Any]]) -> None:
     print("\none copy for each host: seconds (medians)")
-    columns = ("star_s", "tree_s", "star_fetch_s", "tree_fetch_s", "tcp_copy_s")
+    columns = ("star_s", "tree_s", "star_fetch_s", "tree_fetch_s", "read_s", "tcp_copy_s")
+    names = ("star", "tree", "a fetch", "in the tree", "read", "TCP", "read/TCP", "fetch/TCP")
     print_table(
-        [
-            "hosts",
-            "MB",
-            "MB of each host",
-            "star",
-            "tree",
-            "fetch*",
-            "fetch, tree",
-            "TCP",
-            "fetch/TCP",
-        ],
+        ["hosts", "MB", "MB of each host", *names],
         [
             [
                 str(one["hosts"]),
                 f"{one['num_bytes'] / 1e6:.1f}",
                 ", ".join(f"{n / 1e6:.1f}" for n in one["bytes_of_each_host"]),
                 *(f"{one['medians'][column]:.3f}" for column in columns),
+                f"{one['ratios']['read rate / TCP copy']:.2f}",
                 f"{one['ratios']['fetch rate / TCP copy']:.2f}",
             ]
             for one in results

@@ -22,7 +22,7 @@ from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current
 from benchmarks.weight_sync_session import ROW_LEN, batch
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host
 from torchtitan_rl.backends.monarch.ports import free_port
-from torchtitan_rl.backends.monarch.rdma import RdmaOffers
+from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes
 from torchtitan_rl.backends.monarch.weight_host import weight_host
 from torchtitan_rl.backends.specs import WeightHostSpec
@@ -30,7 +30,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
 from torchtitan_rl.weights.image import whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.staging import WeightStaging
@@ -158,11 +158,22 @@ class Publisher:
 class ReaderSide(Actor):
     def __init__(self) -> None:
         self._staging = WeightStaging()
+        self._read = RdmaReader(timeout_s=300.0)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     @concurrent_endpoint
     async def stage(self, handle: SharedMemoryHandle) -> None:
         await asyncio.to_thread(self._staging.stage, handle)
         self._staging.discard_before(handle.version)
+
+    @concurrent_endpoint
+    async def read(self, source: RemoteSource) -> float:
+        """Only read the bytes, into memory that exists already."""
+        if self._memory.numel() != source.num_bytes:
+            self._memory = torch.zeros(source.num_bytes, dtype=torch.uint8)
+        started = time.perf_counter()
+        await asyncio.to_thread(self._read, source.buffers, self._memory)
+        return time.perf_counter() - started
 
 
 class FetchingHosts:
@@ -210,6 +221,11 @@ class FetchingHosts:
             slowest_fetch_s=max(fetched.seconds for fetched in fetches),
             num_bytes=tuple(fetched.num_bytes for fetched in fetches),
         )
+
+    async def read(self, handle: RemoteMemoryHandle) -> float:
+        """Seconds of a plain read of the only source by one process of the first host."""
+        (source,) = handle.sources
+        return await next(iter(self._readers.values()))[0].read.call_one(source)
 
     async def close(self) -> None:
         await asyncio.gather(*(fetcher.close() for fetcher in self._fetchers.values()))

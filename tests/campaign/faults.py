@@ -58,7 +58,7 @@ HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow"}
 """After these a run at S = 0 arrives at the weights of an undisturbed one."""
 
 _RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "dataset": 1, "disk": 4}
-_REPLICA_NAME = re.compile(r"^r\d+\.")
+_REPLICA_NAME = re.compile(r"^r\d+(-\d+)?\.")
 
 
 def draw_faults(seed: int, life: int, plan: CampaignPlan, dry: Machine) -> list[Fault]:

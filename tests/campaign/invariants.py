@@ -30,6 +30,7 @@ from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.saved_run import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import StalenessError
 from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import RolloutStatus
 
@@ -86,8 +87,9 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
     if point[:1] == "r" and point[1:2].isdigit():
         assert life.simulation is not None
         able = [one for one in life.simulation.replicas if one.is_sound]
-        reserved = life.simulation.replicas[-1:] if life.plan.reserves else []
-        return not [one for one in able if one not in reserved] or action in ("late", "slow")
+        reserved = life.simulation.reserved
+        able = [one for one in able if first_name(one.name) not in reserved]
+        return not able or action in ("late", "slow")
     if action in ("no_space", "disk_full"):
         return point in ("journal", "rows") or issubclass(
             error, (JournalError, CheckpointError, OutputError)

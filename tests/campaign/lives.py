@@ -141,8 +141,9 @@ async def _main(life: Life, resume: bool) -> None:
     simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
     life.simulation = simulation
     try:
-        await simulation.controller.run(resume_from=found)
-        await simulation.trainer.export_hf(root)
+        async with simulation.restarting():
+            await simulation.controller.run(resume_from=found)
+            await simulation.trainer.export_hf(root)
     finally:
         rows.close()
 

@@ -55,6 +55,8 @@ def draw(seed: int) -> CampaignPlan:
     validates = rng.random() < 0.4
     hurries = rng.random() < 0.25  # time-outs that strike
     zero_variance = rng.choice(["train", "train", "skip", "resample"])
+    others = random.Random(f"restarts {seed}")
+    restarts = 0 if placement == "asleep" else others.choice([0, 0, 1, 2])
     return CampaignPlan(
         num_steps=rng.randint(2, 5),
         groups_per_step=rng.randint(1, 3),
@@ -66,6 +68,7 @@ def draw(seed: int) -> CampaignPlan:
         zero_variance=zero_variance,
         reward_levels=rng.choice([2, 3, 5]),
         replicas=replicas,
+        restarts=restarts,
         reserves=replicas > 1 and validates and rng.random() < 0.5,
         order=rng.choice(["together", "one_by_one"]),
         mode=rng.choice(["hot_swap", "hot_swap", "drain"]),

@@ -21,6 +21,7 @@ from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.weights.distribution import WeightDistribution
 
 NOISE = "nanobind: leaked 3 instances!"
 
@@ -38,7 +39,8 @@ async def run_processes(
         SimReplica(group.name, chance=chance, trainer=trainer, token_s=0.001)
         for group in prepared.plan.replicas
     ]
-    yield types.SimpleNamespace(trainer=trainer, replicas=replicas, endpoint=None)
+    weights = WeightDistribution({}, fan_out=0)
+    yield types.SimpleNamespace(trainer=trainer, replicas=replicas, weights=weights, endpoint=None)
 
 
 def complain() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.training.config import TrainerConfig
@@ -46,6 +48,8 @@ class Plan(Habits):
     validate_every: int = 0
     evaluation_problems: int = 0
     reserves: bool = False  # the last replica, for evaluation
+    restarts: int = 0  # of a replica that is lost, in a row
+    restart_s: float = 20.0
     checkpoint_every: int = 0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
@@ -79,8 +83,8 @@ class Simulation:
         claim: Claim | None = None,
     ) -> None:
         self.plan = plan
-        chance = random.Random(plan.chance)
-        fate = fate or Undisturbed()
+        self.chance = chance = random.Random(plan.chance)
+        self.fate = fate = fate or Undisturbed()
         self.trainer = SimTrainer(
             chance=chance,
             step_s=plan.train_s,
@@ -91,19 +95,15 @@ class Simulation:
             cuts_tokens=True,
             fate=fate,
         )
-        self.replicas = [
-            SimReplica(
-                f"r{i}", chance=chance, trainer=self.trainer, token_s=plan.token_s, fate=fate
-            )
-            for i in range(plan.replicas)
-        ]
+        self.replicas = [self._replica(f"r{i}") for i in range(plan.replicas)]
+        self.reserved = [self.replicas[-1].name] if plan.reserves else []
         self.ledger = TokenLedger()
         self.router = GeneratorRouter(
             self.replicas,
             on_ended=self.ledger.on_ended,
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
-            reserved=[self.replicas[-1].name] if plan.reserves else [],
+            reserved=self.reserved,
             keeps_requests=True,
         )
         self.recorder = recorder or Memory()
@@ -149,6 +149,30 @@ class Simulation:
         finally:
             assert not self.trainer.complaints
             assert not any(record.unaccounted for record in self.recorder.accounts)
+
+    def restarting(self) -> ReplicaRestarts:
+        """Starts replicas again while its ``async with`` is open."""
+        return ReplicaRestarts(
+            self.router,
+            self._start_again,
+            max_restarts=self.plan.restarts,
+            say=lambda line: None,
+            reserved=self.reserved,
+        )
+
+    async def _start_again(self, lost: str, name: str) -> SimReplica:
+        await asyncio.sleep(self.plan.restart_s)
+        self.replicas.append(self._replica(name))
+        return self.replicas[-1]
+
+    def _replica(self, name: str) -> SimReplica:
+        return SimReplica(
+            name,
+            chance=self.chance,
+            trainer=self.trainer,
+            token_s=self.plan.token_s,
+            fate=self.fate,
+        )
 
     @property
     def requested(self) -> list[str]:

@@ -99,16 +99,20 @@ def _own_address(launch: LaunchConfig) -> Address | None:
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """What native code writes to the console meanwhile is dropped; Monarch has a log of its own."""
-    for stream in (sys.stdout, sys.stderr):
+    """What native code writes to the console meanwhile is dropped (Monarch has a log of its own);
+    what this program says is not."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         stream.flush()
     saved = [os.dup(standard) for standard in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         for standard in (1, 2):
             os.dup2(nowhere, standard)
+        sys.stdout, sys.stderr = (os.fdopen(copy, "w", 1, closefd=False) for copy in saved)
         yield
     finally:
+        sys.stdout, sys.stderr = streams
         os.close(nowhere)
         for standard, copy in zip((1, 2), saved, strict=True):
             os.dup2(copy, standard)

@@ -150,6 +150,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
         collect_less()
+        recorder.watch_weights(processes.weights.take_fetches)
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)

@@ -52,9 +52,9 @@ class GeneratorConfig(EngineConfig):
     stall_timeout_s: float = 120.0
     """A replica with requests whose engine makes no progress for so many seconds is lost."""
     max_restarts: int = 2
-    """How often in a row a replica that is lost is started again; 0: never, as with ``placement
-    colocated``. One that served for 10 minutes begins anew. The processes of a host that is gone
-    wait for it to come back."""
+    """How often in a row a replica of a training run that is lost is started again; 0: never, as
+    with ``placement colocated`` and in ``serve``. One that served for 10 minutes begins to count
+    anew. Replicas of a host that is gone wait for it to come back."""
     start_timeout_s: float = 300.0
     """Seconds for a replica's start, loading the model included."""
 

@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
     evaluation_metrics,
+    fetch_metrics,
     step_metrics,
 )
 from torchtitan_rl.observability.summary import describe_run
@@ -37,6 +38,7 @@ from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord,
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.failures import describe_failures, num_failed
 from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.weights.handle import Fetched
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class RunRecorder:
         self._lag = LoopLagSampler()
         self._engines: EngineSampler | None = None
         self._take_endpoint: Callable[[], Mapping[str, float]] = dict
+        self._take_fetches: Callable[[], Sequence[Fetched]] = tuple
         self._has_begun = False
         self._has_shown_failures = False
         self._is_async = config.schedule.staleness > 0
@@ -99,6 +102,10 @@ class RunRecorder:
     def watch_endpoint(self, take: Callable[[], Mapping[str, float]]) -> None:
         """Add the endpoint's metrics since the last step, from ``take``, to each step's row."""
         self._take_endpoint = take
+
+    def watch_weights(self, take_fetches: Callable[[], Sequence[Fetched]]) -> None:
+        """Add what hosts fetched since the last step to each step's row."""
+        self._take_fetches = take_fetches
 
     def summarize(self, ending: str, *, resume_command: str) -> list[str]:
         """How the run went, and what to do next; call it when all processes have ended. ``ending``
@@ -143,6 +150,7 @@ class RunRecorder:
         if self._engines is not None:
             metrics |= self._engines.take()
         metrics |= self._take_endpoint()
+        metrics |= fetch_metrics(self._take_fetches())
         overlap = overlap_of(metrics)
         if overlap is not None:
             metrics[EFFICIENCY] = overlap.efficiency

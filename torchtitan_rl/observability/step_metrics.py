@@ -24,6 +24,7 @@ from torchtitan_rl.orchestration.records import (
 )
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.weights.handle import Fetched
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
@@ -139,6 +140,17 @@ def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
         "sync/lost_replicas": float(len(newest.lost)),
         "sync/lagging_replicas": float(len(newest.lagging)),
         "sync/held_replicas": float(len(newest.held)),
+    }
+
+
+def fetch_metrics(fetches: Sequence[Fetched]) -> dict[str, float]:
+    """Of the weights that hosts fetched; nothing where there was no fetch."""
+    if not fetches:
+        return {}
+    return {
+        "sync/host_fetches": float(len(fetches)),
+        "sync/host_fetch_bytes": float(sum(fetched.num_bytes for fetched in fetches)),
+        "sync/host_fetch_s": max(fetched.seconds for fetched in fetches),
     }
 
 

@@ -39,8 +39,9 @@ class ReplicaAccount:
 
 async def account_of(slots: Slots) -> dict[str, ReplicaAccount]:
     """See `GeneratorRouter.account`."""
-    accounts = await asyncio.gather(*(_account_of(slots, slot) for slot in slots.all))
-    return {slot.name: account for slot, account in zip(slots.all, accounts, strict=True)}
+    counted = tuple(slots.all)  # others may join meanwhile
+    accounts = await asyncio.gather(*(_account_of(slots, slot) for slot in counted))
+    return {slot.name: account for slot, account in zip(counted, accounts, strict=True)}
 
 
 async def read_slot(

@@ -18,13 +18,13 @@ from typing import Protocol
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.weights.handle import (
+    Fetched,
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
     WeightHandle,
 )
 from torchtitan_rl.weights.published import versions_to_free
-from torchtitan_rl.weights.receiving import Fetched
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.weights.image import ImageLayout
-from torchtitan_rl.weights.parts import PackedPart
+if TYPE_CHECKING:
+    from torchtitan_rl.weights.image import ImageLayout
+    from torchtitan_rl.weights.parts import PackedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,15 @@ class RemoteMemoryHandle:
     @property
     def num_bytes(self) -> int:
         return self.layout.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A version in a host's shared memory. ``num_bytes`` were read from other hosts for it."""
+
+    handle: SharedMemoryHandle
+    num_bytes: int
+    seconds: float
 
 
 WeightHandle = SharedMemoryHandle | RemoteMemoryHandle

@@ -11,8 +11,10 @@ memory of a version that is offered is not written to again before the offer is 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ import torch
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import delta
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
+from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
 from torchtitan_rl.weights.image import Box, ImageLayout, write_header
 from torchtitan_rl.weights.parts import (
     PackedPart,
@@ -34,14 +36,7 @@ from torchtitan_rl.weights.parts import (
 from torchtitan_rl.weights.remote import BufferReader, MemoryOffers
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """A version that has arrived. ``num_bytes``: read from other hosts, compressed or not."""
-
-    handle: SharedMemoryHandle
-    num_bytes: int
-    seconds: float
+_READS_AT_ONCE = 8  # sources; each takes memory for its packed bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +67,8 @@ class WeightReceiver:
         self._host = host
         self._held: dict[int, _Version] = {}
         self._offered: dict[int, RemoteSource] = {}
+        # Memory for packed bytes, reused: allocating it costs as much as reading into it.
+        self._spare: deque[torch.Tensor] = deque()
 
     def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
         """Read a version from the trainer's ranks, or from ``parent``, a host that has all of it.
@@ -135,7 +132,7 @@ class WeightReceiver:
     ) -> int:
         """Returns the number of bytes that were read."""
         # Monarch finds the actor to act for in a context variable.
-        with ThreadPoolExecutor(len(sources)) as threads:
+        with ThreadPoolExecutor(min(len(sources), _READS_AT_ONCE)) as threads:
             reads = [
                 threads.submit(copy_context().run, self._receive, layout, source, image)
                 for source in sources
@@ -146,7 +143,7 @@ class WeightReceiver:
         boxes = [part.box for part in source.parts]
         start = start_in_image(boxes, layout)
         if start is None:
-            packed = torch.empty(source.num_bytes, dtype=torch.uint8)
+            packed = self._memory(source.num_bytes)
         else:
             packed = image[start : start + source.num_bytes]
         num_bytes = self._read_delta(source, boxes, packed) or self._read_whole(source, packed)
@@ -160,7 +157,15 @@ class WeightReceiver:
                 )
         if start is None:
             unpack(boxes, layout, packed, image)
+            self._spare.append(packed)  # not after a failure
         return num_bytes
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        with suppress(IndexError):  # called by several threads
+            while (spare := self._spare.popleft()).numel() != num_bytes:
+                pass
+            return spare
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _read_whole(self, source: RemoteSource, packed: torch.Tensor) -> int:
         self._read(source.buffers, packed)

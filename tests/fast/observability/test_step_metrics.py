@@ -5,7 +5,11 @@ import torch
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from torchtitan_rl.observability.metric_table import check_names
-from torchtitan_rl.observability.step_metrics import evaluation_metrics, step_metrics
+from torchtitan_rl.observability.step_metrics import (
+    evaluation_metrics,
+    fetch_metrics,
+    step_metrics,
+)
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import (
     BufferStates,
@@ -17,6 +21,7 @@ from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import LossTokens, StepTotals, loss_metrics, policy_loss
 from torchtitan_rl.types import PullReport, VersionRun
+from torchtitan_rl.weights.handle import Fetched, SharedMemoryHandle
 
 
 def pull(stall_s: float) -> PullReport:
@@ -191,3 +196,16 @@ def test_a_sync_in_which_every_replica_lagged_has_no_stall():
     metrics = step_metrics(record)
     assert metrics["sync/publish_s"] == 0.5
     assert "sync/pull_stall_ms_max" not in metrics
+
+
+def test_fetches_of_hosts_are_added_up() -> None:
+    shared = SharedMemoryHandle(version=1, path="/v1", num_bytes=9)
+    fetches = [Fetched(handle=shared, num_bytes=100, seconds=seconds) for seconds in (0.2, 0.5)]
+    assert fetch_metrics([]) == {}
+    metrics = fetch_metrics(fetches)
+    check_names(metrics)
+    assert metrics == {
+        "sync/host_fetches": 2.0,
+        "sync/host_fetch_bytes": 200.0,
+        "sync/host_fetch_s": 0.5,
+    }

@@ -16,13 +16,13 @@ from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.errors import ReplicaError, WeightSyncError
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import (
+    Fetched,
     RemoteDelta,
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
 )
 from torchtitan_rl.weights.image import plan_image
-from torchtitan_rl.weights.receiving import Fetched
 
 TRAINER = "trainer rank 0"
 

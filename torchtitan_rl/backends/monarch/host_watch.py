@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,8 @@ class HostWatch:
         for host in self._hosts.far():
             for files in self._files[host.index]:
                 await files.begin(host)
-            name = host_name(host.index)
-            self._tasks.append(asyncio.create_task(self._watch(host), name=f"beats of {name}"))
-            files_task = self._bring_files(host.index)
-            self._tasks.append(asyncio.create_task(files_task, name=f"files of {name}"))
+            self._start(self._watch(host), f"beats of {host_name(host.index)}")
+            self._start(self._bring_files(host.index), f"files of {host_name(host.index)}")
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -85,6 +83,11 @@ class HostWatch:
         for files in self._files.values():
             for one in files:
                 one.end()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
 
     async def wait_until_there(self, index: int) -> None:
         """Return when the host answers its next beat; at once for this machine."""
@@ -127,7 +130,7 @@ class HostWatch:
             await asyncio.wait({beat}, timeout=BEAT_S)
             if beat.done():
                 if (error := beat.exception()) is not None:
-                    return f"its agent failed: {' '.join(str(error).split())[:300]}"
+                    return _cause(error)
                 round_trips.append(beat.result())
                 beat, num_answers = None, num_answers + 1
                 self._note_answer(host.index)
@@ -180,7 +183,8 @@ class _Files:
         self._patterns = patterns
         self._copies = FileCopies(folder, f"{host_name(index)}-")
         self._sign = folder / f".of-the-controller-{uuid.uuid4().hex}"
-        self._is_shared = False
+        self._is_shared = self._has_warned = False
+        self._bringing = asyncio.Lock()
 
     async def begin(self, host: Host) -> None:
         """What is there already is of earlier runs. Nothing is brought from a folder that the hosts
@@ -198,6 +202,10 @@ class _Files:
 
     async def bring(self, host: Host) -> None:
         """All that is new."""
+        async with self._bringing:
+            await self._bring(host)
+
+    async def _bring(self, host: Host) -> None:
         while not self._is_shared:
             offsets = dict(self._copies.offsets)
             try:
@@ -207,13 +215,26 @@ class _Files:
             except _UNREACHABLE:
                 return  # the beats say so
             except OSError as error:
-                logger.warning("files of %s are not brought here: %s", host.name, error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("files of %s are not all brought here: %s", host.name, error)
                 return
             if not pieces:
                 return
 
     def end(self) -> None:
         self._sign.unlink(missing_ok=True)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)
+
+
+def _cause(error: BaseException) -> str:
+    """Monarch's errors end with what is wrong, and begin with which actor that is."""
+    status = " ".join(str(error).split()).rpartition("has status: ")[2]
+    return f"its agent does not answer ({status or type(error).__name__})"
 
 
 async def _beat(host: Host) -> RoundTrip:

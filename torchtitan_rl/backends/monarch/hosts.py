@@ -159,7 +159,13 @@ class Hosts:
                     await mesh.initialized
                     agent = _spawn_agent(mesh, lost.name)
                     answer = await agent.answer.call_one(wanted.checkpoint)
-            except (TimeoutError, ActorError, SupervisionError, RuntimeError) as error:
+            except (
+                TimeoutError,
+                ActorError,
+                SupervisionError,
+                RuntimeError,
+                ValueError,
+            ) as error:
                 logger.warning("%s was not attached again: %s", address, error or "no answer")
                 continue
             if errors := answer_errors(lost.name, wanted.here, answer):
@@ -293,8 +299,9 @@ class _FarProcesses:
         try:
             return list(await asyncio.wait_for(answer, 2 * timeout_s + _AGENT_TIMEOUT_S))
         except (TimeoutError, ActorError, SupervisionError) as error:
-            name, cause = self.host.name, error or "no answer"
-            logger.warning("%s: whether its processes have ended is unknown: %s", name, cause)
+            if not self.are_lost:  # by now
+                name, cause = self.host.name, error or "no answer"
+                logger.warning("%s: whether its processes have ended is unknown: %s", name, cause)
             return []
 
 

@@ -33,7 +33,8 @@ from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
-    """``replicas`` grows as lost ones are started again."""
+    """``replicas`` grows as lost ones are started again; ``weights`` brings the trainer's weights
+    to their hosts."""
 
     trainer: MonarchTrainer
     replicas: list[MonarchReplica]

@@ -16,7 +16,7 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import TensorPart, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
@@ -50,35 +50,38 @@ class TrainerRank:
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
             parts = self._trainer.hf_parts()
+            tensors: dict[str, torch.Tensor] = {}
             if parts is None:
                 with self._tracer.span("gather weights", version=version):
                     tensors = self._trainer.hf_state_dict()
             with self._tracer.span("write weights", version=version):
-                if parts is None:
-                    return self._write_gathered(version, tensors, keep)
-                return self._write(version, parts, keep)
+                shared, refusal = None, None
+                try:
+                    shared = self._share(version, parts, tensors, keep)
+                except Exception as error:  # of rank 0; the others are in the next collective
+                    refusal = error
+                handle: WeightHandle | None = shared
+                if self._remote is not None:
+                    offered = whole_parts(tensors) if parts is None else parts
+                    handle = self._remote.publish(version, offered, keep=keep, shared=shared)
+                if refusal is not None:
+                    raise refusal
+                return handle
 
-    def _write(
-        self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
-    ) -> WeightHandle | None:
-        """Each rank writes what it has."""
-        shared = None
-        if self._joint is not None:
-            shared = self._joint.publish(version, parts, keep=keep)
-        if self._remote is None:
-            return shared
-        return self._remote.publish(version, parts, keep=keep, shared=shared)
-
-    def _write_gathered(
-        self, version: int, tensors: Mapping[str, torch.Tensor], keep: frozenset[int]
-    ) -> WeightHandle | None:
-        """Rank 0 writes, and has all tensors."""
-        shared = None
-        if self._shared is not None:
-            shared = self._shared.publish(version, tensors, keep=keep)
-        if self._remote is None:
-            return shared
-        return self._remote.publish(version, whole_parts(tensors), keep=keep, shared=shared)
+    def _share(
+        self,
+        version: int,
+        parts: Mapping[str, TensorPart] | None,
+        tensors: Mapping[str, torch.Tensor],
+        keep: frozenset[int],
+    ) -> SharedMemoryHandle | None:
+        """Write into the memory of this host, if replicas are here; without ``parts`` rank 0 alone
+        does. Raises on rank 0 only."""
+        if parts is not None:
+            joint = self._joint
+            return None if joint is None else joint.publish(version, parts, keep=keep)
+        shared = self._shared
+        return None if shared is None else shared.publish(version, tensors, keep=keep)
 
     def save_checkpoint(
         self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int

@@ -27,8 +27,8 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource
-from torchtitan_rl.weights.receiving import Fetched, WeightReceiver
+from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
+from torchtitan_rl.weights.receiving import WeightReceiver
 
 _T = TypeVar("_T")
 
@@ -100,6 +100,7 @@ class WeightHost:
         """
         async with self._starting:
             if self._actor is None:
+                await self._end()  # one that did not start
                 self._mesh = await self._spawn()
                 actor: Any = self._mesh.mesh.spawn("weights", WeightHostActor, self._spec)
                 await call(
@@ -109,10 +110,13 @@ class WeightHost:
 
     async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
         what = f"{self._spec.name}: fetch of version {handle.version}"
+        await self.start()
+        mesh = self._mesh
         try:
             return await self._call("fetch", handle, parent, what=what)
         except ProcessLostError:
-            await self._end()
+            if self._mesh is mesh:  # else another fetch has replaced it
+                await self._end()
             return await self._call("fetch", handle, parent, what=what)
 
     async def offer(self, version: int) -> RemoteSource:
