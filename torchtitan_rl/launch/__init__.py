@@ -1,1 +1,2 @@
-"""Machines of a run: their addresses, and the keys that protect what they send to each other."""
+"""The machines of a run: their addresses and keys, where they listen, and which of them owns the
+run's folder."""

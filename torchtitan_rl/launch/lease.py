@@ -106,7 +106,7 @@ class Ownership:
         """``newest`` was read after ``began_s``."""
         if newest is None or (newest.number, newest.token) != (self.number, self._token):
             self.is_lost = True
-            self.successor = "no one" if newest is None else newest.process
+            self.successor = "another process" if newest is None else newest.process
         else:
             self._valid_until_s = began_s + self._valid_s
 
