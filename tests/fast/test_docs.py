@@ -26,6 +26,7 @@ PAGES = (
             "evaluation",
             "endpoint",
             "debugging",
+            "clusters",
         )
     ),
 )

@@ -1,7 +1,6 @@
 """``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate``, ``eval MODEL --config CONFIG``,
-``data preview CONFIG``, ``new task NAME``, ``env check CONFIG``, ``audit RUN_DIR`` and
-``worker --address ADDRESS``.
-``keys --hosts HOST...``.
+``data preview CONFIG``, ``new task NAME``, ``env check CONFIG``, ``audit RUN_DIR``,
+``worker --address ADDRESS``, ``keys --hosts HOST...`` and ``launch-script KIND CONFIG``.
 
 Exit codes: 0 done; 1 the run failed, or a check found something; 2 the configuration is wrong, or
 there is no run to audit; 128 + n: ended by signal n.
@@ -30,6 +29,7 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
        torchtitan-rl worker --address ADDRESS             make this machine a host of runs
        torchtitan-rl keys --hosts HOST... [options]       make TLS keys for a run's machines
+       torchtitan-rl launch-script KIND CONFIG --hosts 4x8    for Slurm, Kubernetes, SSH, Docker
 """
 
 
@@ -83,6 +83,10 @@ def _run(words: list[str]) -> int:
             from torchtitan_rl.commands.keys import main as keys
 
             return keys(rest)
+        case ["launch-script", *rest]:
+            from torchtitan_rl.commands.launch_script import main as launch_script
+
+            return launch_script(rest)
         case ["-h" | "--help"]:
             print(_USAGE, end="")
             return 0

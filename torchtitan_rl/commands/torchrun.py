@@ -1,45 +1,45 @@
-"""A run from torchrun: ``torchrun --nproc-per-node=1 -m torchtitan_rl.commands.torchrun CONFIG``.
+"""A run from torchrun, on one node or several:
+``torchrun --nnodes=N --nproc-per-node=1 ... -m torchtitan_rl.launch CONFIG [options]``.
 
-torchrun starts one launcher process; the run's own processes are Monarch's, as with
-``torchtitan-rl train``. The launcher's exit code is the run's. torchrun exits with 1 for any
-failure; its error report shows the real code. It forwards SIGINT and SIGTERM, prints a traceback
-of its own (``SignalException``), and kills what is left after ``--shutdown-timeout`` (30 s), which
-a step and its checkpoint must fit in.
+torchrun starts one launcher on each node, see `commands/launcher.py`. With one node the launcher
+becomes the controller, as with ``torchtitan-rl train``. The exit code is the run's; torchrun exits
+with 1 for any failure, and its error report shows the real code. It forwards SIGINT and SIGTERM,
+prints a traceback of its own (``SignalException``), and kills what is left after
+``--shutdown-timeout`` (30 s), which a step and its checkpoint must fit in.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from torchtitan_rl.commands.cli import main as cli
-
-# The launcher's rank in torchrun's group is not that of the processes it starts; with
-# TORCHELASTIC_USE_AGENT_STORE they would wait indefinitely for a store that is not theirs.
-_TORCHRUN_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+from torchtitan_rl.commands.console import exit_code_of
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.node import Node, resume_options, without_torchrun
 
 
-def main() -> int:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        print(
-            f"error: WORLD_SIZE is {os.environ['WORLD_SIZE']}: launch one process with "
-            "--nproc-per-node=1; it starts all the others",
-            file=sys.stderr,
-        )
-        return 2
-    for name in list(os.environ):
-        if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
-            del os.environ[name]
-    return cli(["train", *sys.argv[1:]])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of one launcher; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code_of(lambda: _main(words))
+
+
+def _main(words: list[str]) -> int:
+    node = Node.of(os.environ)
+    environment = without_torchrun(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    if {"-h", "--help"} & set(words):
+        return cli(["train", *words]) if node.rank == 0 else 0
+    if node.num_nodes == 1:
+        return cli(["train", *words, *resume_options(words, is_again=node.restarts > 0)])
+    if not words or words[0].startswith("-"):
+        raise ConfigError("CONFIG is missing: give a Python file or the name of a configuration")
+    from torchtitan_rl.commands.launcher import launch  # imports torch
+
+    return launch(node, words)
 
 
 if __name__ == "__main__":

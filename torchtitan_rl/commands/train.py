@@ -7,6 +7,7 @@ by signal n. However it ends, the last lines say how it went and which command c
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -30,6 +31,7 @@ from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.node import RESUME_COMMAND
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -70,7 +72,8 @@ def main(config_file: str, options: Sequence[str]) -> int:
             return 0
         attached.require_shared_folder(prepared)
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
-        resume_command = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
+        own = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
+        resume_command = os.environ.get(RESUME_COMMAND, own)
         with claim_run(prepared) as claim:
             stay_on_cores(prepared.plan.controller_cores)
             run = _Run.of(prepared, resume_command, claim, attached.hosts)

@@ -24,6 +24,12 @@ class LaunchConfig:
     address: str = ""
     """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone. Empty:
     a free port of 127.0.0.1, where all workers are on loopback addresses."""
+    interface: str = ""
+    """With torchrun: what this host listens on, the name of a network interface (``eth1``) or an
+    address or name of the host. Empty: the interface that leads to the other hosts."""
+    port: int = 0
+    """With torchrun: the port of each host's worker, which may use the 15 that follow, too; the
+    controller listens on the next. For firewalls; 0: free ports."""
     keys: Path | None = None
     """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False

@@ -164,9 +164,16 @@ def test_a_second_run_in_the_folder_of_a_running_one_ends_with_exit_code_2(
     assert line.startswith("error: name is one: process ")
 
 
-def test_the_launcher_refuses_a_group_of_launchers_in_one_line(monkeypatch, capsys) -> None:
-    for size in ("2", "many", ""):
+def test_the_launcher_refuses_a_group_of_launchers_on_a_node_in_one_line(
+    monkeypatch, capsys
+) -> None:
+    for size, message in {
+        "2": "LOCAL_WORLD_SIZE is 2 and WORLD_SIZE 2: start one launcher on each node",
+        "many": "WORLD_SIZE is 'many': it must be a whole number",
+        "": "WORLD_SIZE is '': it must be a whole number",
+    }.items():
         monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
         assert launch() == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: WORLD_SIZE is {size}: launch one process")
+        assert line.startswith(f"error: {message}")

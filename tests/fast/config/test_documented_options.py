@@ -13,7 +13,10 @@ import pytest
 from tests.support.config_mutations import with_value
 from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
+from torchtitan_rl.commands.keys import KeysConfig
+from torchtitan_rl.commands.launch_script import LaunchScriptOptions
 from torchtitan_rl.commands.new import NewTaskConfig
+from torchtitan_rl.commands.worker import WorkerOptions
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.problems import evaluation_problems
 from torchtitan_rl.config.evaluate import EvalConfig
@@ -21,17 +24,32 @@ from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import ServeConfig
+from torchtitan_rl.launch.scripts.compose import ComposeOptions
+from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions
+from torchtitan_rl.launch.scripts.slurm import SlurmOptions
+from torchtitan_rl.launch.scripts.ssh import SshOptions
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
     *("README.md", "CONTRIBUTING.md"),
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "training", "endpoint", "debugging", "evaluation", "agents")
+        for name in (
+            "architecture",
+            "training",
+            "endpoint",
+            "debugging",
+            "evaluation",
+            "agents",
+            "clusters",
+        )
     ),
 )
+OPTIONS_OF_KINDS = (SlurmOptions, KubernetesOptions, SshOptions, ComposeOptions)
 FLAGS = {"--dry-run", "--help", "--no-pin-cores"}
-NOT_OURS = re.compile(r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m")
+NOT_OURS = re.compile(
+    r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch |kubectl |docker "
+)
 
 
 @cache
@@ -46,7 +64,10 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 
 
 def known() -> frozenset[str]:
-    commands = (ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig)
+    commands = (
+        *(ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig),
+        *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
+    )
     return fields(RunConfig).union(*(fields(kind) for kind in commands))
 
 

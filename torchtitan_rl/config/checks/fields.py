@@ -27,6 +27,7 @@ _MAY_BE_EMPTY = (
     "endpoint.chat_template",
     "launch.hosts",
     "launch.address",
+    "launch.interface",
 )
 
 

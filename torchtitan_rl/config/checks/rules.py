@@ -191,6 +191,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
     c.LaunchConfig: {
         "generator_hosts": _count(0, 1 << 16),
         "trainer_hosts": _count(0, 1 << 16),
+        "port": _count(0, 65_000),
         "attach_timeout_s": Bounds(least=1.0, most=MAX_SECONDS),
     },
     c.RunConfig: {

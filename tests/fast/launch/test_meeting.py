@@ -1,0 +1,106 @@
+"""The launchers of a run meet in a store, over restarts of one or all of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import TCPStore
+
+from torchtitan_rl.launch.meeting import Joining, Round, Store
+
+
+class DictStore:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def launchers_of(store: Store, num_nodes: int) -> list[Joining]:
+    return [Joining(store, rank, num_nodes) for rank in range(num_nodes)]
+
+
+def meet(launchers: list[Joining]) -> list[Round]:
+    """They look in turn until all have met."""
+    found: list[Round | None] = [None] * len(launchers)
+    for _ in range(4):
+        for rank, launcher in enumerate(launchers):
+            found[rank] = found[rank] or launcher.look()
+    rounds = [one for one in found if one is not None]
+    assert len(rounds) == len(launchers)
+    return rounds
+
+
+def test_launchers_meet_in_torchs_own_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
+    leader, follower = meet(launchers_of(store, 2))
+    follower.say("address/1", "tcp://10.0.0.2:26600")
+    assert leader.hear_of_nodes("address") == [None, "tcp://10.0.0.2:26600"]
+    assert leader.hear("end") is None
+    leader.say("end", 3)
+    assert follower.hear("end") == "3"
+
+
+def test_a_restarted_run_reads_nothing_of_the_round_before() -> None:
+    store = DictStore()
+    before = meet(launchers_of(store, 3))
+    before[1].say("address/1", "tcp://10.0.0.2:26600")
+    before[0].say("end", 1)
+    assert not before[0].is_repeated()
+    after = meet(launchers_of(store, 3))
+    assert {one.token for one in after} != {one.token for one in before}
+    assert len({one.token for one in after}) == 1
+    assert after[2].hear("end") is None
+    assert after[0].hear_of_nodes("address") == [None, None, None]
+    assert after[0].is_repeated()
+
+
+def test_a_launcher_waits_for_those_of_its_own_round() -> None:
+    """Only one of the others has started again; what is there of the third is from before."""
+    store = DictStore()
+    meet(launchers_of(store, 3))
+    leader, follower = Joining(store, 0, 3), Joining(store, 1, 3)
+    for _ in range(4):
+        assert leader.look() is None
+        follower.look()
+    assert leader.missing() == [2]
+    assert follower.missing() == [0]
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=20),
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60),
+)
+def test_whoever_starts_again_while_they_meet_all_end_in_one_round(before, events) -> None:
+    """``before``: looks of the launchers of an earlier round. An event is a look of one rank, or
+    the restart of one that has not met the others; with rank 0 all start again."""
+    store, num_nodes = DictStore(), 4
+    earlier = launchers_of(store, num_nodes)
+    for rank in before:
+        earlier[rank].look()
+    launchers = launchers_of(store, num_nodes)
+    found: dict[int, Round] = {}
+    for rank, restarts in events:
+        if restarts and rank == 0:
+            launchers, found = launchers_of(store, num_nodes), {}
+        elif restarts and rank not in found:
+            launchers[rank] = Joining(store, rank, num_nodes)
+        elif rank not in found and (met := launchers[rank].look()) is not None:
+            found[rank] = met
+    for _ in range(4):
+        for rank, launcher in enumerate(launchers):
+            if rank not in found and (met := launcher.look()) is not None:
+                found[rank] = met
+    assert len(found) == num_nodes
+    assert len({one.token for one in found.values()}) == 1

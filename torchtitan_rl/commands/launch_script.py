@@ -1,0 +1,147 @@
+"""``torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options of the run]``: prints
+what starts a run on several hosts: a Slurm script, a Kubernetes manifest, a script for SSH, or a
+Compose file.
+
+Exit codes: 0 it was printed; 2 the run does not fit the hosts, or an option is wrong.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import tyro
+
+from torchtitan_rl.config.host_plan import plan_on_hosts
+from torchtitan_rl.config.hosts import made_up_hosts
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.placement import NoRoomError
+from torchtitan_rl.config.plan import ProcessPlan
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.scripts.compose import ComposeOptions, compose_file
+from torchtitan_rl.launch.scripts.job import Job
+from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions, kubernetes_manifest
+from torchtitan_rl.launch.scripts.slurm import SlurmOptions, slurm_script
+from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
+
+_T = TypeVar("_T")
+_KINDS = ("slurm", "kubernetes", "ssh", "docker-compose")
+_USAGE = f"""\
+usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options of the run]
+       torchtitan-rl launch-script KIND --help
+KIND is one of {", ".join(_KINDS)}.
+"""
+_CONTROLLER_CPUS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchScriptOptions:
+    """What every kind of script needs."""
+
+    hosts: str
+    """Hosts and CUDA devices of each: ``4x8``, or ``4x0`` for hosts that compute on their CPU."""
+    name: str = ""
+    """Of the job; empty: that of CONFIG."""
+    keys: str = ""
+    """Use TLS, with a folder of ``torchtitan-rl keys``. Empty: plain TCP, for networks in which no
+    one else is."""
+    cpus: int = 0
+    """Cores of each host; 0: as many as the plan has threads there, and 2."""
+    max_restarts: int = 3
+    """How often torchrun starts the run again after a failure."""
+    port: int = 29500
+    """Where torchrun's nodes meet, on the first one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options(Generic[_T]):
+    """Print what starts a run on several hosts."""
+
+    common: tyro.conf.OmitArgPrefixes[LaunchScriptOptions]
+    own: tyro.conf.OmitArgPrefixes[_T]
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl launch-script WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: an option is wrong, or the run does not fit the hosts.
+    """
+    own = list(words)
+    run_options: list[str] = []
+    if "--" in own:
+        place = own.index("--")
+        own, run_options = own[:place], own[place + 1 :]
+    match own:
+        case [kind, *rest] if kind in _KINDS and {"-h", "--help"} & set(rest):
+            _script(kind, "CONFIG", ["--help"], [], command="")
+        case [kind, config, *rest] if kind in _KINDS and not config.startswith("-"):
+            command = shlex.join(["torchtitan-rl", "launch-script", *words])
+            print(_script(kind, config, rest, run_options, command=command), end="")
+        case ["-h" | "--help"]:
+            print(_USAGE, end="")
+        case _:
+            print(_USAGE, end="", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _script(
+    kind: str, config: str, words: list[str], run_options: list[str], *, command: str
+) -> str:
+    def render(options: type[_Options[_T]], renderer: Callable[[Job, _T], str]) -> str:
+        found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
+        return renderer(_job(config, found.common, run_options, command), found.own)
+
+    match kind:
+        case "slurm":
+            return render(_Options[SlurmOptions], slurm_script)
+        case "kubernetes":
+            return render(_Options[KubernetesOptions], kubernetes_manifest)
+        case "ssh":
+            return render(_Options[SshOptions], ssh_script)
+        case _:
+            return render(_Options[ComposeOptions], compose_file)
+
+
+def _job(config: str, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
+    run = load_config(Path(config), run_options)
+    plan = _plan(run, common.hosts)
+    return Job(
+        command=command,
+        config=config,
+        options=tuple(run_options),
+        name=common.name or Path(config).stem.replace("_", "-").lower(),
+        num_hosts=len(plan.hosts),
+        devices=len(plan.hosts[0].cuda_devices),
+        cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,
+        plan=tuple(plan.describe().splitlines()),
+        keys=common.keys,
+        max_restarts=common.max_restarts,
+        port=common.port,
+    )
+
+
+def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
+    try:
+        return plan_on_hosts(run, made_up_hosts(hosts))
+    except NoRoomError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"--hosts is {hosts!r}: {error}") from error
+
+
+def _num_threads(plan: ProcessPlan) -> int:
+    """Of the host that has the most."""
+    threads = Counter[int]()
+    groups = [*plan.replicas, *([plan.trainer] if plan.trainer else [])]
+    for part in (part for group in groups for part in group.on_each_host()):
+        threads[part.host] += part.ranks * part.threads
+    return max(threads.values())

@@ -1,0 +1,353 @@
+"""One of the launchers of a run on several nodes, which torchrun starts.
+
+The launchers meet in torchrun's store (`launch/meeting.py`). Each starts a worker, and that of rank
+0 also the controller, which attaches to all workers in the order of their ranks. Every launcher
+exits with the controller's exit code.
+
+| what happens | what follows |
+|---|---|
+| SIGINT or SIGTERM at a node | the controller gets it: it stops after its step, with a checkpoint |
+| the controller ends | all workers are ended; all launchers exit with its code |
+| a worker ends | its launcher starts it again; the controller decides whether the run goes on |
+| torchrun starts the launchers again | the new controller resumes the run, on new workers |
+| the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.commands.child_process import ChildProcess
+from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.deadlines import wait_within
+from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.interfaces import listening_host
+from torchtitan_rl.launch.meeting import Joining, Round
+from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
+from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
+from torchtitan_rl.tasks import cancel_all
+
+_T = TypeVar("_T")
+_POLL_S = 0.3
+_STORE_S = 30.0  # for one call of torchrun's store
+_JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
+_LEAVE_S = 10.0  # for the other launchers to read how the run ended
+_WORKER_PORTS = 16  # of one worker
+_AGAIN_S = 5.0  # before a worker that ended is started again
+_END_S = 30.0  # for a process to end once it was told to
+
+
+class LauncherError(TorchtitanRLError):
+    """The launchers of a run cannot work together."""
+
+
+def launch(
+    node: Node,
+    words: list[str],
+    program: Sequence[str] = (sys.executable, "-m", "torchtitan_rl.commands.cli"),
+) -> int:
+    """Run the launcher of this node to the end of the run, and return its exit code. ``words`` are
+    CONFIG and its options, ``program`` has the commands ``worker`` and ``train``.
+
+    Raises:
+        TorchtitanRLError: it failed on this node before the controller ran.
+    """
+    return asyncio.run(_launch(node, words, program))
+
+
+async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
+    signals = StopSignals()
+    signals.install()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+    watch = asyncio.create_task(_stop_without_parent())
+    try:
+        store = await asyncio.to_thread(_connect, node)
+        joining = Joining(store, node.rank, node.num_nodes)
+        together = await _poll(joining.look, lambda: _describe("launcher", joining.missing()))
+        launcher = _Launcher(node, words, program, together, signals)
+        return await (launcher.follow() if node.rank else launcher.lead())
+    except asyncio.CancelledError:
+        if not signals.received:
+            raise
+        return signals.exit_code
+    except DistError as error:
+        raise LauncherError(
+            f"node {node.rank}: torchrun's store at {node.store_host}:{node.store_port} does not "
+            f"answer: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        watch.cancel()
+
+
+async def _stop_without_parent() -> None:
+    """As after SIGTERM when torchrun's agent was killed. (The kernel's own signal for this comes
+    once for each thread of the agent, and a second signal ends a run at once.)"""
+    parent = os.getppid()
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if os.getppid() != parent:
+            return os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Launcher:
+    """The launcher of one node, from the moment that all have met."""
+
+    def __init__(
+        self,
+        node: Node,
+        words: list[str],
+        program: Sequence[str],
+        together: Round,
+        signals: StopSignals,
+    ) -> None:
+        self._node = node
+        self._words = words
+        self._program = program
+        self._round = together
+        self._signals = signals
+
+    async def lead(self) -> int:
+        """As rank 0: run the controller."""
+        code = 1
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._wait_until_all_left)
+            await stack.enter_async_context(self._beating())
+            try:
+                launch = await self._start_worker(stack)
+                addresses = await _poll(self._addresses, self._describe_silent_workers)
+                code = await self._control(launch, addresses)
+            except ConfigError:
+                code = 2
+                raise
+            except asyncio.CancelledError:
+                code = self._signals.exit_code if self._signals.received else code
+                raise
+            finally:
+                await self._say("end", code)
+        return code
+
+    async def follow(self) -> int:
+        """As any other rank: have a worker until rank 0 says that the run has ended."""
+        stop_asked = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            try:
+                await self._start_worker(stack)
+            except TorchtitanRLError as error:  # rank 0 reports it
+                kind = "refused" if isinstance(error, ConfigError) else "failed"
+                await self._say(f"{kind}/{self._node.rank}", error)
+            self._signals.stop_cleanly = stop_asked.set
+            silence = Silence(time.monotonic())
+            while (end := await self._hear("end")) is None:
+                if stop_asked.is_set():
+                    await self._say("stop", self._signals.received[0])
+                if silence.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
+                    raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
+                await asyncio.sleep(_POLL_S)
+            await self._say(f"left/{self._node.rank}", "")
+        return int(end)
+
+    async def _start_worker(self, stack: AsyncExitStack) -> LaunchConfig:
+        """Start it, and tell the other nodes its address once it listens."""
+        launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
+        address = _address(launch, await self._host(launch))
+        command = [*self._program, "worker", "--address", str(address)]
+        command += [] if launch.keys is None else ["--keys", str(launch.keys)]
+        command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        worker = asyncio.create_task(self._keep_worker(command, listening))
+        stack.push_async_callback(cancel_all, [worker])
+        if not await wait_within(_JOIN_S, listening):
+            raise DeadlineError(f"waited {_JOIN_S:.0f} s for the worker")
+        await self._say(f"address/{self._node.rank}", listening.result())
+        return launch
+
+    async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[str]) -> None:
+        """Run the worker, and start it again when it ends: the controller looks for it where the
+        next one listens. ``listening`` gets the first address, or the first failure."""
+        while True:
+            async with ChildProcess.started(
+                command, end_within_s=_END_S, ready_at="listening on "
+            ) as worker:
+                address = await worker.ready()
+                if address is not None and not listening.done():
+                    listening.set_result(address)
+                code = await worker.wait()
+            if not listening.done():
+                error = LauncherError(f"the worker ended with code {code} at its start")
+                return listening.set_exception(error)
+            print(
+                f"node {self._node.rank}: its worker ended with code {code} and is started again",
+                file=sys.stderr,
+            )
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _host(self, launch: LaunchConfig) -> str:
+        """What this node listens on. The name that leads the others to rank 0 may mean loopback on
+        its own node, so that looks for the way to rank 1."""
+        towards = self._node.store_host
+        if self._node.rank == 0 and not launch.interface:
+            towards = await _poll(self._next_host, lambda: "the host of node 1")
+        host = await asyncio.to_thread(listening_host, launch.interface, towards)
+        await self._say(f"host/{self._node.rank}", host)
+        return host
+
+    def _next_host(self) -> str | None:
+        self._require_no_failure()
+        return self._round.hear("host/1")
+
+    def _addresses(self) -> list[str] | None:
+        """Of all workers, once all listen."""
+        self._require_no_failure()
+        found = self._round.hear_of_nodes("address")
+        addresses = [address for address in found if address is not None]
+        return addresses if len(addresses) == len(found) else None
+
+    def _require_no_failure(self) -> None:
+        for kind, error in (("refused", ConfigError), ("failed", LauncherError)):
+            said = enumerate(self._round.hear_of_nodes(kind))
+            if errors := [f"node {rank}: {text}" for rank, text in said if text is not None]:
+                raise error("\n".join(errors))
+
+    def _describe_silent_workers(self) -> str:
+        found = self._round.hear_of_nodes("address")
+        return _describe("worker", [rank for rank, address in enumerate(found) if address is None])
+
+    async def _control(self, launch: LaunchConfig, addresses: list[str]) -> int:
+        """Run the controller to its end; returns its exit code."""
+        is_again = await asyncio.to_thread(self._round.is_repeated) or self._node.restarts > 0
+        own = _address(launch, Address.parse(addresses[0]).host, offset=_WORKER_PORTS)
+        command = [
+            *(*self._program, "train", *self._words, "--launch.attach", *addresses),
+            *("--launch.address", str(own)),
+            *resume_options(self._words, is_again=is_again),
+        ]
+        again = shlex.join([*self._words, *resume_options(self._words, is_again=True)])
+        os.environ[RESUME_COMMAND] = f"torchrun ... -m torchtitan_rl.launch {again}"
+        asked: list[int] = []
+
+        def ask_to_stop(number: int) -> None:
+            """Once: schedulers signal all nodes, and a second signal would end the run at once."""
+            if not asked:
+                controller.send(number)
+            asked.append(number)
+
+        async with ChildProcess.started(command, end_within_s=_END_S) as controller:
+            self._signals.stop_cleanly = lambda: ask_to_stop(self._signals.received[0])
+            ended = asyncio.create_task(controller.wait())
+            while not ended.done():
+                if (number := await self._hear("stop")) is not None:
+                    ask_to_stop(int(number))
+                await asyncio.wait([ended], timeout=_POLL_S)
+            return ended.result()
+
+    @asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                await asyncio.to_thread(self._round.beat)
+                await asyncio.sleep(BEAT_S)
+
+        task = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _wait_until_all_left(self) -> None:
+        """The store may end with this node's agent."""
+        with contextlib.suppress(DeadlineError):
+            await _poll(self._all_left, lambda: "the other launchers", within_s=_LEAVE_S)
+
+    def _all_left(self) -> bool | None:
+        return None not in self._round.hear_of_nodes("left")[1:] or None
+
+    async def _say(self, name: str, value: object) -> None:
+        await asyncio.to_thread(self._round.say, name, value)
+
+    async def _hear(self, name: str) -> str | None:
+        return await asyncio.to_thread(self._round.hear, name)
+
+
+def _launch_config(words: list[str], rank: int) -> LaunchConfig:
+    options = [word for word in words[1:] if word != "--dry-run"]
+    launch = load_config(Path(words[0]), options).launch
+    given = [name for name in ("attach", "address", "hosts") if getattr(launch, name)]
+    if given:
+        raise ConfigError(
+            f"launch.{given[0]} is {getattr(launch, given[0])!r}: the hosts are those that "
+            "torchrun starts; leave it out"
+        )
+    return launch
+
+
+def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
+    """Where a process of this node listens.
+
+    Raises:
+        ConfigError: it can be reached from other machines, and would not be encrypted.
+    """
+    port = launch.port + offset if launch.port else free_port(host)
+    address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
+    if not (launch.keys or launch.allow_plain_tcp or address.is_loopback):
+        raise ConfigError(
+            f"launch.keys is not set, and {host} can be reached from other machines: make keys "
+            "with `torchtitan-rl keys` and give their folder by --launch.keys, or, where no one "
+            "else is in the network, give --launch.allow-plain-tcp"
+        )
+    return address
+
+
+def _connect(node: Node) -> TCPStore:
+    listening = None
+    if node.provides_store:  # on this address alone
+        listening = socket.create_server((node.store_host, node.store_port)).detach()
+    store = TCPStore(
+        node.store_host,
+        node.store_port,
+        is_master=node.provides_store,
+        timeout=timedelta(seconds=_JOIN_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    store.set_timeout(timedelta(seconds=_STORE_S))
+    return store
+
+
+async def _poll(
+    look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = _JOIN_S
+) -> _T:
+    """What ``look`` finds, which runs in a thread.
+
+    Raises:
+        DeadlineError: nothing in ``within_s``; it says ``what`` was waited for.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while (found := await asyncio.to_thread(look)) is None:
+        if loop.time() > deadline:
+            raise DeadlineError(f"waited {within_s:.0f} s for {await asyncio.to_thread(what)}")
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def _describe(what: str, ranks: list[int]) -> str:
+    return f"the {what} of node {', '.join(map(str, ranks))}"

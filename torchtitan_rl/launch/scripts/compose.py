@@ -1,0 +1,109 @@
+"""A Compose file for Docker: a worker in each container, and the controller in one more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torchtitan_rl.launch.scripts.job import Job, text
+
+_PORT = 26600
+_KEYS = "/keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeOptions:
+    """What only Docker needs."""
+
+    image: str = "torchtitan-rl:latest"
+    """An image with this package, CONFIG and the policy."""
+    outputs: str = "./outputs"
+    """The folder of this machine that is mounted at /outputs."""
+    shared_memory: str = "8gb"
+    """Room for weights in /dev/shm of each container."""
+
+
+def compose_file(job: Job, options: ComposeOptions) -> str:
+    """The containers share this machine's CUDA devices: the first host has the first ones."""
+    hosts = [f"host{index}" for index in range(job.num_hosts)]
+    lines = [
+        *job.header(
+            "A Compose file",
+            "Start it with `docker compose -f FILE up --exit-code-from controller`; `... config`",
+            "only checks it. `... stop` stops the run with a checkpoint, and it can be started",
+            "again.",
+            *(_key_usage(job, hosts) if job.keys else ()),
+        ),
+        f"name: {text(job.name)}",
+        "services:",
+    ]
+    for index, host in enumerate(hosts):
+        command = ["torchtitan-rl", "worker", "--address", _address(job, host)]
+        lines += [
+            *_service(job, options, host, [*command, *_inside(job).key_options()]),
+            "    healthcheck:  # it listens",
+            f"      test: {text(['CMD', 'python', '-c', _LISTENS.format(host=host)])}",
+            "      interval: 2s",
+            "      timeout: 5s",
+            "      retries: 60",
+            *(_devices(job, index) if job.devices else ()),
+        ]
+    addresses = [_address(job, host) for host in hosts]
+    inside = _inside(job).with_outputs("/outputs")
+    command = ["torchtitan-rl", "train", job.config, *inside.run_options()]
+    command += ["--launch.attach", *addresses, "--launch.address", _address(job, "controller")]
+    lines += [
+        *_service(job, options, "controller", command),
+        f"    stop_grace_period: {job.grace_s}s  # for a step and its checkpoint",
+        "    depends_on:",
+    ]
+    for host in hosts:
+        lines += [f"      {host}:", "        condition: service_healthy"]
+    return "\n".join([*lines, ""])
+
+
+_LISTENS = "import socket; socket.create_connection(('{host}', 26600), 3)"
+
+
+def _inside(job: Job) -> Job:
+    """As the containers see it."""
+    return replace(job, keys=_KEYS if job.keys else "")
+
+
+def _address(job: Job, host: str) -> str:
+    return f"{'tls' if job.keys else 'tcp'}://{host}:{_PORT}"
+
+
+def _service(job: Job, options: ComposeOptions, host: str, command: list[str]) -> list[str]:
+    keys = [f"      - {text(f'{job.keys}/{host}:{_KEYS}:ro')}"] if job.keys else []
+    return [
+        f"  {host}:",
+        f"    image: {text(options.image)}",
+        f"    hostname: {host}",
+        "    init: true",
+        f"    shm_size: {text(options.shared_memory)}",
+        "    volumes:",
+        f"      - {text(f'{options.outputs}:/outputs')}",
+        *keys,
+        f"    command: {text(command)}",
+    ]
+
+
+def _devices(job: Job, index: int) -> list[str]:
+    first = index * job.devices
+    ids = [str(device) for device in range(first, first + job.devices)]
+    return [
+        "    deploy:",
+        "      resources:",
+        "        reservations:",
+        "          devices:",
+        "            - driver: nvidia",
+        f"              device_ids: {text(ids)}",
+        '              capabilities: ["gpu"]',
+    ]
+
+
+def _key_usage(job: Job, hosts: list[str]) -> list[str]:
+    return [
+        "Before, make keys:",
+        f"  torchtitan-rl keys --hosts {' '.join(hosts)} controller --output {job.keys}",
+    ]

@@ -1,0 +1,94 @@
+"""A batch script for Slurm's ``sbatch``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What only Slurm needs."""
+
+    folder: str = ""
+    """Where the run starts, on storage that all nodes share. Empty: where ``sbatch`` is called."""
+    setup: str = ""
+    """A shell command before it, such as ``source .venv/bin/activate``."""
+    partition: str = ""
+    """Slurm's partition; empty: the cluster's default."""
+    account: str = ""
+    """Slurm's account; empty: the cluster's default."""
+    time: str = "24:00:00"
+    """Limit of the job, as Slurm takes it. Shortly before it ends, the run writes a checkpoint."""
+    memory: str = ""
+    """Memory of each node, such as ``512G``; empty: the cluster's default."""
+
+
+def slurm_script(job: Job, options: SlurmOptions) -> str:
+    """Each job makes keys of its own, in a subfolder of ``job.keys``: its nodes are not known
+    before."""
+    keys = shlex.quote(job.keys)
+    make_keys = [
+        "# Keys for the nodes of this job; all nodes must see the folder, and no other user.",
+        f'KEYS={keys}/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+        'torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS"',
+        "export KEYS",
+        "",
+    ]
+    launcher = replace(job, keys="").torchrun(
+        rank_0="$((SLURM_NODEID == 0))",
+        endpoint="$RANK_0",
+        host='"$SLURMD_NODENAME"',
+        run_id="$SLURM_JOB_ID",
+    )
+    if job.keys:
+        launcher[-1] = launcher[-1].replace("--launch.allow-plain-tcp", '--launch.keys "$KEYS"')
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *job.header(
+                "A Slurm script",
+                "Start it with `sbatch FILE`; `sbatch --test-only FILE` only checks it. Submitted",
+                "again, or requeued, it continues the run.",
+            ),
+            *_directives(job, options),
+            "set -euo pipefail",
+            *([f"cd {shlex.quote(options.folder)}"] if options.folder else []),
+            *([options.setup] if options.setup else []),
+            "",
+            'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'export RANK_0="${nodes[0]}"',
+            *(make_keys if job.keys else []),
+            "# torchrun on each node; a launcher starts the processes of its node.",
+            "run() {",
+            f"  {EXPORT}",
+            *continued(launcher, "  "),
+            "}",
+            "export -f run",
+            "srun --kill-on-bad-exit=0 bash -c run",
+            "",
+        ]
+    )
+
+
+def _directives(job: Job, options: SlurmOptions) -> list[str]:
+    given = {
+        "job-name": job.name,
+        "nodes": job.num_hosts,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.devices or None,
+        "cpus-per-task": job.cpus,
+        "mem": options.memory,
+        "partition": options.partition,
+        "account": options.account,
+        "time": options.time,
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        # To the tasks, not the script: the run writes a checkpoint and ends.
+        "signal": f"TERM@{job.grace_s}",
+    }
+    return [f"#SBATCH --{name}={value}" for name, value in given.items() if value] + [
+        "#SBATCH --requeue"
+    ]
