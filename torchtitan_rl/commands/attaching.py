@@ -17,6 +17,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.listening import why_not_listen
 from torchtitan_rl.launch.lives import find_lives
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.probe import probe_errors
@@ -41,6 +42,11 @@ class Attachment:
         own = _own_address(launch)
         lives: dict[str, str] = {}
         if own is not None:
+            if why := why_not_listen(own):
+                raise ConfigError(
+                    f"launch.address is '{own}': this process cannot listen there ({why}); give "
+                    "an address of this machine, and a free port"
+                )
             set_monarch_environment(launch.keys, own, field="launch.keys")
             lives = find_lives([text for text in launch.attach if text != LOCAL])
             workers = [Address.parse(text) for text in lives.values()]
