@@ -85,7 +85,7 @@ def _address_errors(launch: LaunchConfig) -> list[str]:
             is_own=is_own,
         )
 
-    errors = [error for text in launch.attach for error in errors_of("launch.attach", text)]
+    errors = [error for text in launch.attach for error in errors_of("launch.attach", text)][:1]
     if launch.address:
         if not launch.attach:
             return [
