@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
+from torchtitan_rl.launch.listening import why_not_listen
 from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
@@ -57,7 +57,8 @@ def main(words: Sequence[str]) -> int:
     if errors:
         raise ConfigError(errors)
     own = Address.parse(options.address)
-    _require_free(own)
+    if why := why_not_listen(own):
+        raise ConfigError(f"--address is '{own}': {why}")
     set_monarch_environment(options.keys, own, field="--keys")
     lives = WorkerLives(
         life_command,
@@ -82,19 +83,3 @@ def _memory(own: Address) -> Path:
     """Where this worker notes the port of its next life. Home folders may be shared by hosts."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "torchtitan-rl" / f"worker-{own.host.replace(':', '_')}-{own.port}"
-
-
-def _require_free(address: Address) -> None:
-    """
-    Raises:
-        ConfigError: it cannot be listened on.
-    """
-    try:
-        family, kind, *_, place = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-    except OSError as error:
-        raise ConfigError(f"--address is '{address}': {error.strerror or error}") from error

@@ -88,6 +88,18 @@ def accepts(address: str) -> bool:
     return True
 
 
+def claim_life() -> bool:
+    """Take this life for the run of the caller; False where another run has it."""
+    path = os.environ.get(_SIGN_VARIABLE)
+    if path is None:
+        return True
+    try:
+        os.close(os.open(f"{path}.owner", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
 def note_beat() -> None:
     """The controller was heard. For the processes of a life; elsewhere nothing happens."""
     _sign(f"{time.monotonic_ns()}")

@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
 from torchtitan_rl.observability.background import background
+from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.types import EngineStats
 
 StatsByReplica = Mapping[str, EngineStats]  # by replica
@@ -29,7 +30,8 @@ class EngineSampler:
         interval_s: float = 0.25,
         timeout_s: float = 5.0,
     ) -> None:
-        """``reserved`` replicas, which only evaluate, do not count as idle generators."""
+        """``reserved`` replicas, which only evaluate, do not count as idle generators, nor do those
+        that take their places."""
         self._read = read
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
@@ -70,7 +72,7 @@ def idle_metrics(
         stats.running + stats.waiting == 0
         for reading in readings
         for name, stats in reading.items()
-        if name not in reserved
+        if first_name(name) not in reserved
     ]
     return {GENERATOR_IDLE: fmean(is_idle)} if is_idle else {}
 

@@ -76,7 +76,7 @@ class ReplicaRestarts:
         await cancel_all(self._tasks)
 
     def _on_dead(self, lost: Replica, cause: str) -> None:
-        if self._is_closed:
+        if self._is_closed or self._max_restarts == 0:
             return
         if not self._may_restart(lost.name):
             self._say(

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchtitan_rl.launch.lives import life_addresses, listening
+from torchtitan_rl.launch.lives import claim_life, life_addresses, listening
 
 ROOT = Path(__file__).parents[3]
 ADDRESS = "tcp://127.0.0.2:26600"
@@ -154,3 +154,14 @@ def test_the_addresses_that_listen_are_found():
         found = listening(f"tcp://127.0.0.1:{port - 3}")
         assert f"tcp://127.0.0.1:{port}" in found
     assert f"tcp://127.0.0.1:{port}" not in listening(f"tcp://127.0.0.1:{port - 3}")
+
+
+def test_a_life_serves_one_run(start):
+    claims = "from torchtitan_rl.launch.lives import claim_life\n"
+    worker = start(f"{claims}print(claim_life(), claim_life(), flush=True)\ntime.sleep(1000)")
+    worker.until(lambda text: "True False" in text)
+
+
+def test_outside_of_a_worker_there_is_no_life_to_claim():
+    assert claim_life()
+    assert claim_life()

@@ -51,12 +51,14 @@ class Scenario:
     def address(self) -> str:
         return f"tcp://{self.there.address}:{self.port}"
 
-    def watch(self, seconds: float) -> HostProcess:
+    def watch(
+        self, seconds: float, *, log: str = "controller.log", port: int = 26700
+    ) -> HostProcess:
         words = python(
-            *("-m", "tests.real.hosts.watch_scenario", f"tcp://{self.here.address}:26700"),
+            *("-m", "tests.real.hosts.watch_scenario", f"tcp://{self.here.address}:{port}"),
             *(self.address, str(self.policy), str(self.folder), str(seconds)),
         )
-        return self.here.start(words, log=self.root / "controller.log")
+        return self.here.start(words, log=self.root / log)
 
     def events(self) -> list[dict[str, Any]]:
         lines = (self.root / "controller.log").read_text().splitlines()
@@ -122,6 +124,12 @@ def test_processes_on_another_host_do_not_outlive_a_killed_controller(tmp_path, 
         controller = run.watch(300)
         run.until_event("spawned")
         assert len(run.runs_there()) == 2  # the agent, and replica0
+        other = run.watch(1, log="other.log", port=26701)
+        assert other.wait(120) == 1
+        assert "serves another run" in other.text()
+        wait_until(lambda: len(run.runs_there()) == 2, "the other one's agent has ended")
+        time.sleep(5.0)
+        assert run.event("lost") is None
         controller.signal(9)
         assert controller.wait(20) == -9
         wait_until(lambda: run.runs_there() == [], "they end")

@@ -40,7 +40,7 @@ def workers(root: Path) -> Iterator[list[str]]:
             worker.wait_until(partial(is_listening, worker, address), f"start of {address}")
         yield [address for address, _ in running]
         for _, worker in running:
-            worker.wait_until(partial(is_alone, worker), "the end of what runs there")
+            worker.wait_until(partial(has_no_actors, worker), "the end of what runs there")
         for number, (_, worker) in zip((SIGTERM, SIGINT), running, strict=True):
             worker.process.send_signal(number)
             assert worker.wait(30) == 128 + number
@@ -51,10 +51,9 @@ def is_listening(worker: Run, address: str) -> bool:
     return f"worker: listening on {address}" in worker.log.read_text()
 
 
-def is_alone(worker: Run) -> bool:
-    """Nothing of a run is left, only the worker and the process of its next life."""
-    words = [" ".join(process.cmdline()) for process in worker.processes()]
-    return not any("bootstrap_main" in one for one in words)
+def has_no_actors(worker: Run) -> bool:
+    commands = [word for process in worker.processes() for word in process.cmdline()]
+    return not any("bootstrap_main" in word for word in commands)
 
 
 def train_on(addresses: list[str], root: Path, name: str, *more: str) -> Path:

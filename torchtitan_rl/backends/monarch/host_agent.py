@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -23,8 +23,10 @@ from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, note_beat, note_run_end
+from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, claim_life, note_beat, note_run_end
 from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
+
+_LAST_ANSWER_S = 1.0  # for it to be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class HostAnswer:
     policy: str = ""  # `policy_fingerprint`
     policy_error: str = ""
     worker: str = ""  # the address that the worker there was given
+    is_busy: bool = False  # it serves another run
 
 
 class HostAgent(Actor):
@@ -46,19 +49,27 @@ class HostAgent(Actor):
     def __init__(self, address: str) -> None:
         self._address = address
         self._held: dict[tuple[int, ...], Processes] = {}
-        note_beat()
+        self._has_life = claim_life()
+        if self._has_life:
+            note_beat()
 
     @concurrent_endpoint
     async def beat(self) -> int:
         """The controller is there. Returns the time here, in nanoseconds of the Unix clock."""
         there_ns = time.time_ns()
-        note_beat()
+        if self._has_life:
+            note_beat()
         return there_ns
 
     @concurrent_endpoint
-    async def end_run(self) -> None:
-        """The run has ended: the worker ends what is left of it here, this process too."""
-        note_run_end()
+    async def end_run(self) -> bool:
+        """The run has ended: the worker ends what is left of it here, this process too. False, and
+        only this process ends, where the worker serves another run."""
+        if self._has_life:
+            note_run_end()
+        else:
+            asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
+        return self._has_life
 
     @concurrent_endpoint
     async def files_there(
@@ -79,7 +90,8 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def answer(self, checkpoint: str) -> HostAnswer:
-        return await asyncio.to_thread(describe_host, self._address, checkpoint)
+        answer = await asyncio.to_thread(describe_host, self._address, checkpoint)
+        return replace(answer, is_busy=not self._has_life)
 
     @concurrent_endpoint
     async def sees(self, file: Path, content: bytes) -> bool:

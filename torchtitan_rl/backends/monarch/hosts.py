@@ -184,10 +184,11 @@ def leave(agents: Sequence[tuple[str, Any]]) -> None:
     """Tell the workers at these addresses, by the agents there, that the run has ended, and wait
     until they no longer listen for it."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-    for answer in [agent.end_run.call_one() for _, agent in agents]:
+    ending = [(address, agent.end_run.call_one()) for address, agent in agents]
+    for address, answer in ending:
         with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
-            answer.get(timeout=max(0.1, deadline_s - time.monotonic()))
-    for address, _ in agents:
+            if not answer.get(timeout=max(0.1, deadline_s - time.monotonic())):
+                continue  # it serves another run
         while accepts(address) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 
@@ -266,6 +267,8 @@ def _far_host(
 
 def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:
     """How a host differs from the controller's machine where it must not."""
+    if there.is_busy:
+        return [f"launch.attach: {address} serves another run; wait for its end, or start a worker"]
     if there.worker and there.worker != address:
         return [f"launch.attach: at {address} listens the worker of {there.worker}"]
     field = f"launch.attach: {address} has"
