@@ -36,7 +36,6 @@ from torchtitan_rl.weights.parts import (
 from torchtitan_rl.weights.remote import BufferReader, MemoryOffers
 from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
 
-
 _READS_AT_ONCE = 8  # sources; each takes memory for its packed bytes
 
 
