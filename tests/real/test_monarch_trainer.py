@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
         group = ProcessGroup(name="trainer", ranks=2, threads=1, devices=(), seed=0)
         trainer = await MonarchTrainer.spawn(group, spec)
         try:
-            assert trainer.host == socket.gethostname()
             await trainer.start(Transport.SHARED_MEMORY)
             await trainer.finish_checkpoint()  # nothing to wait for
             await trainer.train_step(random_batch())

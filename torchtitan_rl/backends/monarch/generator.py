@@ -93,11 +93,6 @@ class GeneratorProcesses:
     def name(self) -> str:
         return self._mesh.name
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Where its ranks run."""
-        return self._mesh.hosts
-
     async def start(self) -> None:
         await call(
             self._ranks.start.call(),

@@ -116,7 +116,6 @@ class ProcessMesh:
     name: str
     mesh: ProcMesh
     processes: Ending
-    hosts: tuple[str, ...]  # of each rank; those with the same one can share memory
     actors: Any  # a `_ProcessActor` for each
 
 
@@ -192,7 +191,6 @@ async def _spawn(
         name=group.name,
         mesh=mesh,
         processes=processes,
-        hosts=(host.name,) * group.ranks,
         actors=actors,
     )
 

@@ -109,11 +109,6 @@ class MonarchTrainer:
         there = [hosts[part.host].policy_dir for part in group.on_each_host()]
         return cls(meshes, [replace(spec, checkpoint=one or spec.checkpoint) for one in there])
 
-    @property
-    def host(self) -> str:
-        """Where rank 0 runs, which publishes the weights."""
-        return self._meshes[0].hosts[0]
-
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
         await self._on_all("start", transport, what="start")
