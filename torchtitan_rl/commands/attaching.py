@@ -17,6 +17,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.listening import why_not_listen
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.probe import probe_errors
 from torchtitan_rl.launch.tls import own_folder
@@ -39,6 +40,11 @@ class Attachment:
         launch = self._config.launch
         own = _own_address(launch)
         if own is not None:
+            if why := why_not_listen(own):
+                raise ConfigError(
+                    f"launch.address is '{own}': this process cannot listen there ({why}); give "
+                    "an address of this machine, and a free port"
+                )
             set_monarch_environment(launch.keys, own, field="launch.keys")
             workers = [Address.parse(text) for text in launch.attach]
             folder = None if launch.keys is None else own_folder(launch.keys, own.host)
@@ -96,16 +102,20 @@ def _own_address(launch: LaunchConfig) -> Address | None:
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """What native code writes to the console meanwhile is dropped; Monarch has a log of its own."""
-    for stream in (sys.stdout, sys.stderr):
+    """What native code writes to the console meanwhile is dropped (Monarch has a log of its own);
+    what this program says is not."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         stream.flush()
     saved = [os.dup(standard) for standard in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         for standard in (1, 2):
             os.dup2(nowhere, standard)
+        sys.stdout, sys.stderr = (os.fdopen(copy, "w", 1, closefd=False) for copy in saved)
         yield
     finally:
+        sys.stdout, sys.stderr = streams
         os.close(nowhere)
         for standard, copy in zip((1, 2), saved, strict=True):
             os.dup2(copy, standard)

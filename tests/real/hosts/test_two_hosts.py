@@ -11,10 +11,17 @@ from signal import SIGINT, SIGTERM
 
 import pytest
 
-from tests.real.runs import Run, options, read_metrics, read_rollouts, require_audit, train, weights
+from tests.real.runs import ONE_REPLICA, Run, options, read_rollouts, require_audit, train, weights
 from torchtitan_rl.backends.monarch.ports import free_port
 
 STEPS = ("--num-steps", "2", "--checkpoint.export-hf", "--metrics.rollouts-per-step", "1000")
+
+# A test machine may be too busy to answer within the 15 s after which a host counts as lost.
+PATIENT = {
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "120s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "120s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "300s",
+}
 
 
 @contextmanager
@@ -32,6 +39,8 @@ def workers(root: Path) -> Iterator[list[str]]:
         for address, worker in running:
             worker.wait_until(partial(is_listening, worker, address), f"start of {address}")
         yield [address for address, _ in running]
+        for _, worker in running:
+            worker.wait_until(partial(has_no_actors, worker), "the end of what runs there")
         for number, (_, worker) in zip((SIGTERM, SIGINT), running, strict=True):
             worker.process.send_signal(number)
             assert worker.wait(30) == 128 + number
@@ -42,23 +51,28 @@ def is_listening(worker: Run, address: str) -> bool:
     return f"worker: listening on {address}" in worker.log.read_text()
 
 
-def on_hosts(addresses: list[str]) -> tuple[str, ...]:
-    return ("--launch.attach", *addresses)
+def has_no_actors(worker: Run) -> bool:
+    commands = [word for process in worker.processes() for word in process.cmdline()]
+    return not any("bootstrap_main" in word for word in commands)
+
+
+def train_on(addresses: list[str], root: Path, name: str, *more: str) -> Path:
+    """The directory of a run on these hosts that ended well and left no process behind."""
+    words = options(root, name, *more, "--launch.attach", *addresses)
+    Run(words, log=root / f"{name}.log", environment=PATIENT).require_success()
+    return root / name
 
 
 def test_replicas_on_one_host_and_the_trainer_on_another_train_and_leave_the_workers(
     tmp_path: Path,
 ) -> None:
     with workers(tmp_path) as addresses:
-        run_dir = train(tmp_path, "far", *STEPS, *on_hosts(addresses))
+        run_dir = train_on(addresses, tmp_path, "far", *STEPS, *ONE_REPLICA)
         require_audit(run_dir)
-        assert len(read_metrics(run_dir)) >= 2
         said = (tmp_path / "far.log").read_text()
-        assert "host0: 2 replicas; host1: trainer" in said
-        second = Run(
-            options(tmp_path, "far2", "--dry-run", *on_hosts(addresses)), log=tmp_path / "far2.log"
-        )
-        second.require_success()  # the workers serve the next command
+        assert "host0: 1 replica; host1: trainer" in said
+        train_on(addresses, tmp_path, "next", "--dry-run")  # they serve the next command
+        assert "host0: tcp://127.0.0.2:" in (tmp_path / "next.log").read_text()
 
 
 @pytest.mark.soak
@@ -69,7 +83,7 @@ def test_the_run_on_two_hosts_is_the_run_on_one(tmp_path: Path, ranks: int) -> N
     if ranks == 2:
         trainer = (*trainer, "--launch.trainer-hosts", "0", "1")
     with workers(tmp_path) as addresses:
-        far = train(tmp_path, "far", *STEPS, *trainer, *on_hosts(addresses))
+        far = train_on(addresses, tmp_path, "far", *STEPS, *trainer)
     near = train(tmp_path, "near", *STEPS, *trainer[:2])
     require_audit(far)
     assert tokens(far) == tokens(near)

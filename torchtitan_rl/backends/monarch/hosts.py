@@ -240,7 +240,7 @@ def _wait_for_all(answers: Mapping[str, Any], deadline_s: float) -> dict[str, An
                 f"{address}` running there, is the port open, and can it reach this machine at "
                 "launch.address?"
             )
-        except (ActorError, SupervisionError, RuntimeError) as error:
+        except (ActorError, SupervisionError, RuntimeError, ValueError, OSError) as error:
             errors.append(f"launch.attach: {address} failed: {' '.join(str(error).split())}")
     if errors:
         raise ConfigError(errors)

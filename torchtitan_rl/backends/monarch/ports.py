@@ -20,7 +20,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     candidates = list(range(_LOWEST, first_ephemeral_port()))
     for port in random.SystemRandom().sample(candidates, len(candidates)):
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             try:
                 probe.bind((host, port))
             except OSError:

@@ -178,10 +178,11 @@ async def _spawn(
     actors: Any = mesh.spawn("process", _ProcessActor, group.first_rank)
     what = f"start of the processes of {group.name} on {host.name}"
     answers = await call(actors.pid.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
+    processes = await call(host.hold(tuple(answers.values())), what=what)
     return ProcessMesh(
         name=group.name,
         mesh=mesh,
-        processes=await host.hold(tuple(answers.values())),
+        processes=processes,
         hosts=(host.name,) * group.ranks,
         actors=actors,
     )
