@@ -36,8 +36,6 @@ def test_a_controller_that_was_taken_over_ends_without_another_checkpoint(tmp_pa
         successor.release()
     assert saved_files(run_dir) == before
     said = run.log.read_text()
-    line = (
-        rf"^error: RunTakenOverError: process {os.getpid()} on \S+ has taken over \S+/run, because"
-    )
-    assert re.search(line, said, re.M), said[-3000:]
+    cause = rf"process {os.getpid()} on \S+ has taken over \S+/run, because"
+    assert re.search(rf"^error: RunTakenOverError: {cause}", said, re.M), said[-3000:]
     assert run.left_behind() == []
