@@ -20,20 +20,18 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.commands.torchrun_store import JOIN_S, POLL_S, connect, poll
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.deadlines import wait_within
@@ -45,10 +43,6 @@ from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
 from torchtitan_rl.tasks import cancel_all
 
-_T = TypeVar("_T")
-_POLL_S = 0.3
-_STORE_S = 30.0  # for one call of torchrun's store
-_JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 _WORKER_PORTS = 16  # of one worker
 _AGAIN_S = 5.0  # before a worker that ended is started again
@@ -80,9 +74,9 @@ async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
     loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
     watch = asyncio.create_task(_stop_without_parent())
     try:
-        store = await asyncio.to_thread(_connect, node)
+        store = await asyncio.to_thread(connect, node)
         joining = Joining(store, node.rank, node.num_nodes)
-        together = await _poll(joining.look, lambda: _describe("launcher", joining.missing()))
+        together = await poll(joining.look, lambda: _describe("launcher", joining.missing()))
         launcher = _Launcher(node, words, program, together, signals)
         return await (launcher.follow() if node.rank else launcher.lead())
     except asyncio.CancelledError:
@@ -103,7 +97,7 @@ async def _stop_without_parent() -> None:
     once for each thread of the agent, and a second signal ends a run at once.)"""
     parent = os.getppid()
     while True:
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(POLL_S)
         if os.getppid() != parent:
             return os.kill(os.getpid(), signal.SIGTERM)
 
@@ -133,7 +127,7 @@ class _Launcher:
             await stack.enter_async_context(self._beating())
             try:
                 launch = await self._start_worker(stack)
-                addresses = await _poll(self._addresses, self._describe_silent_workers)
+                addresses = await poll(self._addresses, self._describe_silent_workers)
                 code = await self._control(launch, addresses)
             except ConfigError:
                 code = 2
@@ -161,7 +155,7 @@ class _Launcher:
                     await self._say("stop", self._signals.received[0])
                 if silence.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
                     raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
             await self._say(f"left/{self._node.rank}", "")
         return int(end)
 
@@ -175,8 +169,8 @@ class _Launcher:
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         worker = asyncio.create_task(self._keep_worker(command, listening))
         stack.push_async_callback(cancel_all, [worker])
-        if not await wait_within(_JOIN_S, listening):
-            raise DeadlineError(f"waited {_JOIN_S:.0f} s for the worker")
+        if not await wait_within(JOIN_S, listening):
+            raise DeadlineError(f"waited {JOIN_S:.0f} s for the worker")
         await self._say(f"address/{self._node.rank}", listening.result())
         return launch
 
@@ -205,7 +199,7 @@ class _Launcher:
         its own node, so that looks for the way to rank 1."""
         towards = self._node.store_host
         if self._node.rank == 0 and not launch.interface:
-            towards = await _poll(self._next_host, lambda: "the host of node 1")
+            towards = await poll(self._next_host, lambda: "the host of node 1")
         host = await asyncio.to_thread(listening_host, launch.interface, towards)
         await self._say(f"host/{self._node.rank}", host)
         return host
@@ -256,7 +250,7 @@ class _Launcher:
             while not ended.done():
                 if (number := await self._hear("stop")) is not None:
                     ask_to_stop(int(number))
-                await asyncio.wait([ended], timeout=_POLL_S)
+                await asyncio.wait([ended], timeout=POLL_S)
             return ended.result()
 
     @asynccontextmanager
@@ -275,7 +269,7 @@ class _Launcher:
     async def _wait_until_all_left(self) -> None:
         """The store may end with this node's agent."""
         with contextlib.suppress(DeadlineError):
-            await _poll(self._all_left, lambda: "the other launchers", within_s=_LEAVE_S)
+            await poll(self._all_left, lambda: "the other launchers", within_s=_LEAVE_S)
 
     def _all_left(self) -> bool | None:
         return None not in self._round.hear_of_nodes("left")[1:] or None
@@ -314,39 +308,6 @@ def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
             "else is in the network, give --launch.allow-plain-tcp"
         )
     return address
-
-
-def _connect(node: Node) -> TCPStore:
-    listening = None
-    if node.provides_store:  # on this address alone
-        listening = socket.create_server((node.store_host, node.store_port)).detach()
-    store = TCPStore(
-        node.store_host,
-        node.store_port,
-        is_master=node.provides_store,
-        timeout=timedelta(seconds=_JOIN_S),
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-    store.set_timeout(timedelta(seconds=_STORE_S))
-    return store
-
-
-async def _poll(
-    look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = _JOIN_S
-) -> _T:
-    """What ``look`` finds, which runs in a thread.
-
-    Raises:
-        DeadlineError: nothing in ``within_s``; it says ``what`` was waited for.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
-    while (found := await asyncio.to_thread(look)) is None:
-        if loop.time() > deadline:
-            raise DeadlineError(f"waited {within_s:.0f} s for {await asyncio.to_thread(what)}")
-        await asyncio.sleep(_POLL_S)
-    return found
 
 
 def _describe(what: str, ranks: list[int]) -> str:
