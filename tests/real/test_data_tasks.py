@@ -21,8 +21,12 @@ from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
 from torchtitan_rl.experiments.reasoning_gym.task import TASK
 
 base = search_tiny.config
-gym = replace(TASK, options={{}}, curriculum=CurriculumConfig(enabled=True, window=2))
-words = Gsm8kTask(train=({file!r},), prompt="{{question}}", answer_pattern="", renderer="chatml")
+patient = {{"check_timeout_s": 50.0}}  # on a busy machine
+curriculum = CurriculumConfig(enabled=True, window=2)
+gym = replace(TASK, options={{}}, curriculum=curriculum, **patient)
+words = Gsm8kTask(
+    train=({file!r},), prompt="{{question}}", answer_pattern="", renderer="chatml", **patient
+)
 config = replace(
     base,
     task=MixtureTask(
