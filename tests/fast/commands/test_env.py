@@ -69,6 +69,7 @@ def test_what_is_meant_so_is_allowed(config: str, capsys: pytest.CaptureFixture[
 def test_a_game_that_the_script_cannot_play_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("gymnasium")
     words = ["--problems", "1", "--rollout.sampling.max-tokens-per-turn", "16"]
+    words += ["--max-block-ms", "60000"]
     assert cli.main(["env", "check", "frozen_lake_tiny", *words]) == 0
     printed = capsys.readouterr()
     assert "note: whether the environment ends by itself is not known: none of its" in printed.out

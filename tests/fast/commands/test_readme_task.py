@@ -31,7 +31,7 @@ def test_it_can_be_trained(config: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_its_environment_makes_no_usual_mistake(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["env", "check", config, "--say", "3"]) == 0
+    assert cli.main(["env", "check", config, "--say", "3", "--max-block-ms", "60000"]) == 0
     shown = capsys.readouterr().out
     assert "completed, reward -0.5, 2 turns, 1 episode" in shown
     assert "note" not in shown
