@@ -171,7 +171,9 @@ class _Launcher:
         stack.push_async_callback(cancel_all, [worker])
         if not await wait_within(JOIN_S, listening):
             raise DeadlineError(f"waited {JOIN_S:.0f} s for the worker")
-        await self._say(f"address/{self._node.rank}", listening.result())
+        listening.result()
+        # Not where it listens now: its first life may have had to take a later port.
+        await self._say(f"address/{self._node.rank}", str(address))
         return launch
 
     async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[str]) -> None:

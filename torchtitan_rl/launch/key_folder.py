@@ -79,7 +79,8 @@ def _parse(option: str, hosts: Sequence[str]) -> list[list[str]]:
             try:
                 address = Address.parse(f"tls://[{name}]:1" if ":" in name else f"tls://{name}:1")
             except ConfigError as error:
-                raise ConfigError(f"{option} is {name!r}: {error}") from error
+                fix = "give a host's name or IP address, such as node2 or 10.0.0.2"
+                raise ConfigError(f"{option} is {name!r}: {fix}") from error
             if address.is_wildcard:
                 raise ConfigError(f"{option} is {name!r}: give the address of one interface")
         parsed.append(names)

@@ -48,9 +48,29 @@ def tls_environment(
 
 
 def own_folder(keys: Path, host: str) -> Path:
-    """Where the keys of this host are: in its subfolder, if there is one."""
+    """Where the keys of this host are: in the subfolder of its name, or of another name that its
+    certificate has, if there is one."""
     own = keys / folder_name(host)
-    return own if host and own.is_dir() else keys
+    if host and own.is_dir():
+        return own
+    if not host or (keys / CERTIFICATE).exists():
+        return keys
+    return _folder_by_certificate(keys, host) or keys
+
+
+def _folder_by_certificate(keys: Path, host: str) -> Path | None:
+    from cryptography import x509
+
+    from torchtitan_rl.launch.certificates import covers
+
+    for path in sorted(keys.glob(f"*/{CERTIFICATE}")):
+        try:
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        except (OSError, ValueError):  # not this host's, or its own error names it
+            continue
+        if covers(certificate, host):
+            return path.parent
+    return None
 
 
 def folder_name(host: str) -> str:

@@ -89,6 +89,7 @@ def test_keys_are_not_overwritten_and_later_hosts_get_theirs(keys: Path) -> None
         (["--hosts", "a", "--days", "0"], "--days is 0: give 2 to 3650"),
         (["--hosts", "a", "--output", "/proc/none/keys"], "it cannot be written"),
         (["--add", "a", "--output", "/proc/none/keys"], "keys cannot be added there"),
+        (["--add", "../x"], "--add is '../x': give a host's name or IP address"),
         (["--hots", "a"], "--hots"),
     ],
 )
@@ -147,3 +148,9 @@ def test_files_that_do_not_belong_together_are_refused(keys: Path, tmp_path: Pat
     (folder / "cert.pem").write_text("nothing")
     (error,) = errors_of(folder)
     assert "is not in PEM form" in error
+
+
+def test_a_host_finds_its_keys_by_each_of_its_names(keys: Path) -> None:
+    for name in ("node3", "10.0.0.3"):
+        assert tls_environment(keys, host=name)["HYPERACTOR_TLS_CERT"].endswith("node3/cert.pem")
+    assert "give the folder of this host (10.0.0.1, " in errors_of(keys, host="10.0.0.9")[0]
