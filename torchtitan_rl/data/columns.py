@@ -2,7 +2,8 @@
 
 A template is a text with columns in braces, in the syntax of `str.format`: ``{question}``; an item
 of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN OPERATOR VALUE``:
-``level <= 3``, ``subject == algebra``, ``answer != null``.
+``level <= 3``, ``subject == algebra``, ``answer != null``. A value is JSON, ``True``, ``False``,
+``None``, or a text in quotes of either kind or in none; its type is that of the column, or null.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from string import Formatter
 from typing import Any
 
@@ -23,6 +25,16 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<": operator.lt,
     ">": operator.gt,
+}
+_CONSTANTS = {"True": True, "False": False, "None": None}
+# Types of columns, and how their values are written.
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "a boolean": (bool, "true or false"),
+    "a number": (Number, "a number without quotes"),
+    "a text": (str, "a text in double quotes"),
+    "a list": (list, "a list in JSON"),
+    "an object": (dict, "an object in JSON"),
+    "null": (type(None), "null"),
 }
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
 
@@ -85,23 +97,46 @@ class Condition:
         self._text = text
         self._column, sign, value = found.groups()
         self._compare = _OPERATORS[sign]
-        try:
-            self._value = json.loads(value)
-        except ValueError:
-            self._value = value
+        self._value = _parse(value)
 
     def holds(self, row: Row, place: str) -> bool:
         """
         Raises:
-            DataError: there is no such column, or its values cannot be compared with this one.
+            DataError: there is no such column, or its value is not of the condition's type.
         """
         if self._column not in row:
             raise DataError(f"{place}: no column {self._column!r}; it has {', '.join(row)}")
+        found = row[self._column]
+        kind, other = _kind(found), _kind(self._value)
+        if kind != other and "null" not in (kind, other):
+            example = _KINDS[kind][1] if kind in _KINDS else "null, the only one for such a column"
+            raise DataError(
+                f"{place}: column {self._column!r} is {kind}, and the value of {self._text!r} is "
+                f"{other}; write the value as {example}"
+            )
         try:
-            return bool(self._compare(row[self._column], self._value))
+            return bool(self._compare(found, self._value))
         except TypeError as error:
             raise DataError(f"{place}: {self._text!r} cannot be checked ({error})") from error
 
 
 def all_hold(conditions: Sequence[Condition], row: Row, place: str) -> bool:
     return all(condition.holds(row, place) for condition in conditions)
+
+
+def _parse(value: str) -> Any:
+    if value in _CONSTANTS:
+        return _CONSTANTS[value]
+    if len(value) > 1 and value[0] == value[-1] == "'":
+        return value[1:-1]
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _kind(value: object) -> str:
+    for kind, (of, _) in _KINDS.items():
+        if isinstance(value, of):
+            return kind
+    return f"of type {type(value).__name__}"

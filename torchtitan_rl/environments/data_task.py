@@ -79,7 +79,8 @@ class DataTask(Task):
     check_timeout_s: float = 5.0
     """Seconds for one comparison by ``math``; an answer that takes longer scores 0."""
     where: tuple[str, ...] = ()
-    """Conditions that rows must meet, such as ``level <= 3`` or ``answer != null``."""
+    """Conditions that rows must meet, such as ``level <= 3``, ``subject == "algebra"`` or
+    ``answer != null``. A value of another type than the column's is an error."""
     keep: tuple[str, ...] = ()
     """Columns that `score` needs in ``problem.data``, besides ``messages`` and ``answer``."""
     shuffle: bool = True

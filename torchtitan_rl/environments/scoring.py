@@ -14,7 +14,8 @@ Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = f"{__name__}:math_score"
 _MAX_DIGITS = 4000
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A hyphen after a digit or a bracket subtracts, or is of a range.
+_NUMBER = re.compile(r"((?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+))?")
 
 
 def extract(pattern: str, text: str) -> str | None:
@@ -46,7 +47,8 @@ def pattern_errors(field: str, pattern: str) -> list[str]:
 def score_text(comparison: Literal["exact", "number"], right: str, answer: str) -> float:
     """1 if the answer is right, else 0.
 
-    ``exact`` compares texts; ``number`` the last number of each, with thousands separators:
+    ``exact`` compares texts; ``number`` the last number of each, with thousands separators and
+    exponents:
 
     >>> score_text("number", "1,200", "They earn 1200.00 dollars.")
     1.0
@@ -58,11 +60,15 @@ def score_text(comparison: Literal["exact", "number"], right: str, answer: str) 
 
 
 def last_number(text: str) -> Fraction | None:
-    """None where there is none, or one of more digits than Python converts."""
+    """None where there is none, or one of more digits, or a larger exponent, than `_MAX_DIGITS`."""
     numbers = _NUMBER.findall(text)
-    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+    if not numbers or max(map(len, numbers[-1])) > _MAX_DIGITS:
         return None
-    return Fraction(numbers[-1].replace(",", ""))
+    digits, exponent = numbers[-1]
+    power = int(exponent or 0)
+    if abs(power) > _MAX_DIGITS:
+        return None
+    return Fraction(digits.replace(",", "")) * Fraction(10) ** power
 
 
 def math_score(right: str, answer: str) -> float:

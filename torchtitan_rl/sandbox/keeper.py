@@ -217,12 +217,26 @@ def _children_cpu_s() -> float:
 
 
 def _usage(process: str) -> tuple[float, int]:
-    """CPU seconds, with those of dead children, and bytes, of which shared pages count in part."""
+    """CPU seconds, with those of dead children, and bytes."""
     folder = Path("/proc", process)
     try:
         fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        memory = (folder / "smaps_rollup").read_bytes()
     except OSError:  # it has ended
         return 0.0, 0
-    kilobytes = memory.partition(b"\nPss:")[2].split(maxsplit=1)
-    return sum(map(int, fields[11:15])) / _TICKS, int(kilobytes[0]) << 10 if kilobytes else 0
+    cpu_s = sum(map(int, fields[11:15])) / _TICKS
+    if fields[0] != b"Z":
+        return cpu_s, _used_bytes(folder)
+    with contextlib.suppress(OSError):  # its first thread has ended; others may go on
+        return cpu_s, max(map(_used_bytes, (folder / "task").iterdir()), default=0)
+    return cpu_s, 0
+
+
+def _used_bytes(folder: Path) -> int:
+    """Shared pages count in part, or in full where the process lets no one look into it."""
+    with contextlib.suppress(OSError):
+        memory = (folder / "smaps_rollup").read_bytes()
+        kilobytes = memory.partition(b"\nPss:")[2].split(maxsplit=1)
+        return int(kilobytes[0]) << 10 if kilobytes else 0
+    with contextlib.suppress(OSError):  # also of one that has ended
+        return int((folder / "statm").read_bytes().split()[1]) * _PAGE_BYTES
+    return 0

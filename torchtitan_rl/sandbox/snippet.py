@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import linecache
 import os
 import resource
@@ -14,7 +15,7 @@ import threading
 import traceback
 import types
 from math import ceil
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from torchtitan_rl.sandbox import kernel, namespaces
 from torchtitan_rl.sandbox.filters import SyscallFilter
@@ -48,7 +49,14 @@ def run_snippet(
         os.write(_FAILURE, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(_FAILURE)
-    os._exit(_run(request["code"], print_last=request["print_last"]))
+    status = 1  # also where how it failed cannot be told
+    try:
+        status = _run(request["code"], print_last=request["print_last"])
+    finally:
+        try:
+            _finish()
+        finally:
+            os._exit(status)
 
 
 def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any]) -> None:
@@ -89,22 +97,26 @@ def _prepare_python() -> None:
 
 def _run(code: str, *, print_last: bool) -> int:
     linecache.cache[NAME] = (len(code), None, f"{code}\n".splitlines(keepends=True), NAME)
-    status = 0
     try:
         _execute(code, print_last=print_last)
     except SystemExit as error:
-        status = _exit_status(error.code)
+        return _exit_status(error.code)
     except BaseException as error:
         # The first frames are this module's.
         inner = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(type(error), error, inner.tb_next if inner else None)
-        status = 1
-    # What ends an interpreter, without what would end this package's.
+        frames = inner.tb_next if inner else None
+        traceback.print_exception(type(error), error, frames, file=_stderr())
+        return 1
+    return 0
+
+
+def _finish() -> None:
+    """What ends an interpreter, without what would end this package's."""
     cast(Any, threading)._shutdown()
     cast(Any, atexit)._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        with contextlib.suppress(Exception):  # the snippet may have closed or replaced it
+            getattr(sys, name).flush()
 
 
 def _execute(code: str, *, print_last: bool) -> None:
@@ -127,5 +139,10 @@ def _exit_status(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    print(code, file=sys.stderr)
+    print(code, file=_stderr())
     return 1
+
+
+def _stderr() -> TextIO | None:
+    """Not None where the snippet has set it so: `print` would take that for stdout."""
+    return sys.__stderr__ if sys.stderr is None else sys.stderr

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
 from torchtitan_rl.data.columns import Condition, fill, template_error
 from torchtitan_rl.data.rows import DataError
 
-ROW = {"question": "1 + {1}?", "level": 3, "none": None, "reward_model": {"ground_truth": "2"}}
+ROW = {
+    "question": "1 + {1}?",
+    "level": 3,
+    "none": None,
+    "solved": True,
+    "reward_model": {"ground_truth": "2"},
+    "day": date(2026, 1, 2),
+}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +58,14 @@ def test_a_wrong_template_is_found_without_a_row(template: str) -> None:
         ("level <= 3", True),
         ("level<3", False),
         ("level == 3.0", True),
-        ("question != 1", True),
         ("none == null", True),
+        ("none == None", True),
+        ("none == 1", False),
+        ("level != null", True),
+        ("solved == true", True),
+        ("solved == True", True),
+        ("solved == False", False),
+        ("question == '1 + {1}?'", True),
         ("question == 1 + {1}?", True),
         ('question == "1 + {1}?"', True),
     ],
@@ -65,7 +80,26 @@ def test_a_text_that_is_no_condition_is_refused(text: str) -> None:
         Condition(text)
 
 
-@pytest.mark.parametrize("text", ["subject == 1", "question < 1"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "question != 1",
+            "column 'question' is a text, and the value of 'question != 1' is a number; "
+            "write the value as a text in double quotes",
+        ),
+        ("level == '3'", "a text; write the value as a number without quotes"),
+        ("level == true", "a boolean; write the value as a number without quotes"),
+        ("solved == 1", "a number; write the value as true or false"),
+        ("day == 2026-01-02", "column 'day' is of type date, .* write the value as null"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error_and_not_a_filter(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 7: .*{message}"):
+        Condition(text).holds(ROW, "a.jsonl, line 7")
+
+
+@pytest.mark.parametrize("text", ["subject == 1", "question < 1", "none < 1"])
 def test_a_condition_that_does_not_fit_the_row_names_its_place(text: str) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl, line 7"):
         Condition(text).holds(ROW, "a.jsonl, line 7")

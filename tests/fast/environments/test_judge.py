@@ -21,6 +21,7 @@ from torchtitan_rl.environments.judge.config import JudgeConfig
 from torchtitan_rl.environments.judge.judge import Judge
 from torchtitan_rl.environments.judge.requests import RateLimit
 from torchtitan_rl.environments.judge.task import JudgedTask
+from torchtitan_rl.environments.scoring import extract
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
@@ -91,6 +92,27 @@ async def test_the_score_is_that_of_the_judges_answer_from_0_to_1_and_has_its_co
         "temperature": 0.0,
         "max_tokens": 512,
     }
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("score 8", "8"),
+        ("Score:\n\n8 out of 10", "8"),
+        ("**Score:** 8", "8"),
+        ("__Score__: **8/10**", "8"),
+        ("Score = 8", "8"),
+        ('{"score": 7.5}', "7.5"),
+        ("| Score | 8 |", "8"),
+        ("Score [0-10]", None),
+        ("Score: .5", ".5"),
+        ("Score: -3", "-3"),
+        ("Score: 8. A score of 10 would need a reason for this score. 1 is missing.", "8"),
+        ("Score (0-10)", None),
+    ],
+)
+def test_judges_may_write_their_score_in_several_ways(answer: str, score: str | None) -> None:
+    assert extract(JudgeConfig().score_pattern, answer) == score
 
 
 CLOSED, BUSY = Reply(status=0), Reply(status=429, headers={"retry-after": "0.01"})

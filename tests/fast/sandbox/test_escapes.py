@@ -179,6 +179,23 @@ BOMBS = {
         "import os\nfor _ in range(2): os.fork()\nwhile True: pass",
         "cpu",
     ),
+    "processes that eat memory and forbid to look into them": (
+        "import ctypes, os, time\nfor _ in range(3): os.fork()\n"
+        "ctypes.CDLL(None).prctl(4, 0)\nx = b'x' * (80 << 20)\ntime.sleep(1000)",
+        "memory",
+    ),
+    "processes that eat memory without their first thread": (
+        "import ctypes, os, threading, time\nfor _ in range(3): os.fork()\n"
+        "def eat():\n  time.sleep(0.1)\n  x = b'x' * (80 << 20)\n  time.sleep(1000)\n"
+        "threading.Thread(target=eat).start()\nctypes.CDLL(None).syscall(60, 0)",
+        "memory",
+    ),
+    "processes that share the CPU and forbid to look into them": (
+        "import ctypes, os, time\nfor _ in range(4): os.fork()\n"
+        "ctypes.CDLL(None).prctl(4, 0)\n"
+        "while time.process_time() < 0.2: pass\ntime.sleep(1000)",
+        "cpu",
+    ),
     "a crash": ("import ctypes; ctypes.string_at(0)", "killed"),
     "calls by the numbers of another machine": (
         "import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 41, 1, 1, 0)",

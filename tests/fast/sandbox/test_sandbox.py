@@ -35,6 +35,38 @@ PROGRAMS = {
     "an exit": ("import sys; sys.exit()", "", "", 0),
     "an exit with a code": ("raise SystemExit(258)", "", "", 2),
     "an exit with a message": ("raise SystemExit('no')", "", "no", 1),
+    "an exit with a message that cannot be printed": (
+        "class Bad:\n  def __str__(self): raise ValueError\nraise SystemExit(Bad())",
+        "",
+        "",
+        1,
+    ),
+    "an exception after stdout is closed": (
+        "import sys; sys.stdout.close(); assert False",
+        "",
+        "AssertionError",
+        1,
+    ),
+    "an exception without stdout": (
+        "import sys; sys.stdout = None; assert False",
+        "",
+        "AssertionError",
+        1,
+    ),
+    "an exception without stderr": (
+        "import sys; sys.stderr = None; assert False",
+        "",
+        "AssertionError",
+        1,
+    ),
+    "an exception after stderr is closed": ("import sys; sys.stderr.close(); 1 / 0", "", "", 1),
+    "an exit without stdout": ("import sys; sys.stdout = None; sys.exit(3)", "", "", 3),
+    "another stdout": (
+        "import io, sys; print('a', end=''); sys.stdout = io.StringIO(); print('b')",
+        "a",
+        "",
+        0,
+    ),
     "no newline": ("print('a', end='')", "a", "", 0),
     "a thread that goes on": (
         "import threading, time\n"

@@ -34,7 +34,7 @@ class JudgeConfig:
     those of ``problem.data``, such as ``{answer}``."""
     system: str = ""
     """A system message for the judge, a template like ``prompt``; none where it is empty."""
-    score_pattern: str = r"(?i)score:?\s*(-?\d+(?:\.\d+)?)"
+    score_pattern: str = r"""(?i)score[\s:=*_`"'|]*(-?(?:\d+(?:\.\d+)?|\.\d+))"""
     """Regular expression whose last match in the judge's answer is the score; its first group, if
     it has one."""
     lowest: float = 0.0
