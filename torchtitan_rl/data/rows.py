@@ -31,6 +31,7 @@ HUB_PREFIX = "hf:"
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
 _SCAN_BYTES = 1 << 22
+_ONE_A_LINE = "write one object a line (JSON Lines)"
 
 
 class DataError(TorchtitanRLError):
@@ -139,9 +140,12 @@ class JsonLinesRows:
         try:
             row = json.loads(line)
         except ValueError as error:
+            if os.pread(self._file.fileno(), _SCAN_BYTES, 0).lstrip().startswith(b"["):
+                raise DataError(f"{self._path} is a JSON array: {_ONE_A_LINE}") from error
             raise DataError(f"{self.place(index + 1)}: not JSON ({error})") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.place(index + 1)}: not a JSON object")
+            what = "a JSON array" if isinstance(row, list) else "not a JSON object"
+            raise DataError(f"{self.place(index + 1)} is {what}: {_ONE_A_LINE}")
         return row
 
 

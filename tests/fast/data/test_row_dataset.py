@@ -122,7 +122,8 @@ def test_empty_lines_and_a_missing_last_line_break_change_no_number(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "line 2: not JSON"), ("[1]", "line 2: not a JSON object")]
+    ("line", "message"),
+    [("{", "line 2: not JSON"), ("1", "line 2 is not a JSON object: write one")],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
@@ -131,6 +132,16 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) 
     rows.next()
     with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
         rows.next()
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_that_is_an_array_is_told_from_json_lines(
+    tmp_path: Path, indent: int | None
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=indent))
+    with pytest.raises(DataError, match="is a JSON array: write one object a line"):
+        dataset(str(path), shuffle=False).next()
 
 
 def test_a_changed_file_is_not_continued_with(tmp_path: Path) -> None:
