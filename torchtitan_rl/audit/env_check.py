@@ -47,6 +47,13 @@ _SIBLINGS = 2
 _MANY_TURNS = 64
 _MANY_TOKENS = 1 << 20
 _BY_LIMIT = (RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS)
+_STOPS_CHECKS = {
+    Mistake.EXCEPTION,
+    Mistake.TIMEOUT,
+    Mistake.GENERATION,
+    Mistake.PROMPT_LENGTH,
+}
+"""An environment that makes these cannot be rolled out again or continued."""
 
 
 class ScriptedPolicy:
@@ -148,10 +155,12 @@ class EnvChecker:
             return checked
         for one, of_one in pairs[1 if is_first else 0 :]:
             findings += blocking_findings(of_one, one.rollout_id, max_block_s=self.max_block_s)
-        if not findings:
+        kinds = {finding.mistake for finding in findings}
+        if not kinds & _STOPS_CHECKS:
             if not checked.has_ended and rollout.status in _BY_LIMIT:
                 await self._check_end(checked, problem)
-            findings += await self._resuming(rollout, watched)
+            if Mistake.STATE not in kinds:
+                findings += await self._resuming(rollout, watched)
         return checked
 
     def _rollouter(
@@ -172,7 +181,9 @@ class EnvChecker:
         rollouter = self._rollouter(self.scripted, limits, found)
         group = await rollouter.run_group("check/end", problem, size=1, seed=self.seed)
         (longer,) = group.rollouts
-        checked.findings += rollout_findings(longer, found[0], limits, self.decode)
+        kinds = {finding.mistake for finding in checked.findings}
+        again = rollout_findings(longer, found[0], limits, self.decode)
+        checked.findings += [finding for finding in again if finding.mistake not in kinds]
         if longer.status not in _BY_LIMIT:
             checked.has_ended = _has_ended(longer)
         elif why := says_nothing_of_the_end(longer):
@@ -245,8 +256,9 @@ def _has_ended(rollout: Rollout) -> bool:
 
 def _difference(before: Observation | Terminal, now: Observation | Terminal) -> str:
     if isinstance(before, Terminal) and isinstance(now, Terminal):
-        was = None if before.reward is None else float(before.reward)
-        return "" if was == now.reward else f"is rewarded with {now.reward}, and was with {was}"
+        # As text, in which NaN is itself.
+        was, reward = (None if one.reward is None else float(one.reward) for one in (before, now))
+        return "" if str(was) == str(reward) else f"is rewarded with {reward}, and was with {was}"
     if isinstance(before, Observation) and isinstance(now, Observation):
         is_same = tuple(before.prompt_token_ids) == now.prompt_token_ids
         return "" if is_same else "is followed by another prompt than it was"

@@ -120,6 +120,9 @@ def _write(name: str, folder: Path) -> None:
         raise ConfigError(
             f"NAME is {name!r}: give lower-case letters, digits and underscores, a letter first"
         )
+    if name in sys.stdlib_module_names:
+        # The folder of a configuration is first where Python looks for modules.
+        raise ConfigError(f"NAME is {name!r}: a module of Python has this name; give another")
     names = {"name": name, "title": "".join(part.capitalize() for part in name.split("_"))}
     files = {f"{name}_task.py": _TASK, f"{name}.py": _CONFIG, f"test_{name}.py": _TEST}
     try:

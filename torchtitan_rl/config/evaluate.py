@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import xxhash
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
@@ -31,6 +33,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.types import Problem
 
 IDENTITY_FILE = "settings.json"
 _COMPARED = (
@@ -194,7 +197,7 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
         models=models,
         temperatures=options.temperatures or (config.evaluation.temperature,),
         groups_at_once=groups_at_once,
-        identity=_identity(config, run.policy_dir, models, options.split),
+        identity=_identity(config, run.policy_dir, models, options.split, problems),
     )
     if errors := _folder_errors(prepared):
         raise ConfigError(errors)
@@ -230,9 +233,13 @@ def _model_errors(models: tuple[EvalModel, ...], run: PreparedRun) -> list[str]:
 
 
 def _identity(
-    config: RunConfig, policy_dir: Path, models: tuple[EvalModel, ...], split: Split
+    config: RunConfig,
+    policy_dir: Path,
+    models: tuple[EvalModel, ...],
+    split: Split,
+    problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """What the rollouts in a folder depend on, besides the model, temperature and problem."""
+    """What the rollouts in a folder depend on, besides the temperature."""
     fields = run_identity(config, policy_dir)
     compared = {
         name: value
@@ -242,7 +249,13 @@ def _identity(
     return {
         "fields": compared | {"--split": split},
         "models": {model.name: model.fingerprint for model in models},
+        "problems": {problem.problem_id: _digest(problem) for problem in problems},
     }
+
+
+def _digest(problem: Problem) -> str:
+    data = json.dumps(problem.data, sort_keys=True, default=str)
+    return xxhash.xxh3_64_hexdigest(data.encode(errors="surrogatepass"))
 
 
 def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
@@ -257,19 +270,27 @@ def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
         for name, value in prepared.identity["fields"].items()
         if saved["fields"].get(name, value) != value
     ]
-    return changed + [
+    changed += [
         f"MODEL_OR_RUN: {name} was another model: {fix}"
         for name, fingerprint in prepared.identity["models"].items()
         if saved["models"].get(name, fingerprint) != fingerprint
     ]
+    others = [
+        problem_id
+        for problem_id, digest in prepared.identity["problems"].items()
+        if saved["problems"].get(problem_id, digest) != digest
+    ]
+    if others and not changed:  # which would be the cause
+        number = f"{len(others)} problems have" if len(others) > 1 else "a problem has"
+        changed.append(f"task: {number} changed, the first one is {others[0]}: {fix}")
+    return changed
 
 
 def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
     """What `write_identity` wrote; empty where there is nothing."""
-    try:
-        saved: dict[str, dict[str, Any]] = json.loads((folder / IDENTITY_FILE).read_text())
-    except (OSError, ValueError):
-        return {"fields": {}, "models": {}}
+    saved: dict[str, dict[str, Any]] = {"fields": {}, "models": {}, "problems": {}}
+    with suppress(OSError, ValueError):
+        saved |= json.loads((folder / IDENTITY_FILE).read_text())
     return saved
 
 

@@ -23,6 +23,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
+
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 
 Row = Mapping[str, Any]
@@ -31,6 +33,9 @@ HUB_PREFIX = "hf:"
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
 _SCAN_BYTES = 1 << 22
+_SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES = 256
+_ONE_A_LINE = "write one object a line (JSON Lines)"
 
 
 class DataError(TorchtitanRLError):
@@ -115,7 +120,7 @@ class JsonLinesRows:
         self._file = FileIO(path)
         now = os.fstat(self._file.fileno())
         self._num_bytes = now.st_size
-        self._ends = _line_ends(path, now.st_size, now.st_mtime_ns)
+        self._ends, self._digest = _scan(path, now.st_size, now.st_mtime_ns)
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -123,7 +128,7 @@ class JsonLinesRows:
 
     @property
     def size(self) -> str:
-        return f"{self.name}: {self._num_bytes} bytes"
+        return f"{self.name}: {self._num_bytes} bytes ({self._digest})"
 
     def number(self, block: int, index: int) -> int:
         return index + 1
@@ -139,25 +144,48 @@ class JsonLinesRows:
         try:
             row = json.loads(line)
         except ValueError as error:
+            if os.pread(self._file.fileno(), _SCAN_BYTES, 0).lstrip().startswith(b"["):
+                raise DataError(f"{self._path} is a JSON array: {_ONE_A_LINE}") from error
             raise DataError(f"{self.place(index + 1)}: not JSON ({error})") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.place(index + 1)}: not a JSON object")
+            what = "a JSON array" if isinstance(row, list) else "not a JSON object"
+            raise DataError(f"{self.place(index + 1)} is {what}: {_ONE_A_LINE}")
         return row
 
 
 @functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
-def _line_ends(path: str, num_bytes: int, _mtime_ns: int) -> Any:
-    """Where each line ends, as an array of 8 bytes a line; the last one may lack its line break."""
+def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
+    """Where each line ends, as an array of 8 bytes a line (the last one may lack its line break),
+    and a digest of the file."""
     import numpy as np
 
-    ends = [np.empty(0, np.int64)]
+    ends, digest = [np.empty(0, np.int64)], xxhash.xxh3_64()
     with FileIO(path) as file:
         for offset in range(0, num_bytes, _SCAN_BYTES):
             chunk = os.pread(file.fileno(), _SCAN_BYTES, offset)
+            digest.update(chunk)
             ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset)
     found = np.concatenate(ends)
     is_open = num_bytes and (not len(found) or found[-1] != num_bytes - 1)
-    return np.append(found, num_bytes) if is_open else found
+    return np.append(found, num_bytes) if is_open else found, digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
+    """Of the whole file up to 256 MiB; of a larger one, of so much, evenly spread."""
+    digest = xxhash.xxh3_64()
+    with FileIO(path) as file:
+        for offset in _evenly(num_bytes, _SAMPLE_BYTES):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()
+
+
+def _evenly(size: int, step: int = 1) -> list[int]:
+    """Where samples of ``step`` begin: the first and the last, and all where there are few."""
+    last = max(0, size - step)
+    if size <= _NUM_SAMPLES * step:
+        return list(range(0, size, step))
+    return [last * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)]
 
 
 class ParquetRows:
@@ -175,13 +203,15 @@ class ParquetRows:
         self.blocks: Sequence[int] = [
             metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
         ]
-        self._num_bytes = Path(path).stat().st_size
+        now = Path(path).stat()
+        self._num_bytes = now.st_size
+        self._digest = _digest_of_samples(path, now.st_size, now.st_mtime_ns)
         self._block: int | None = None
         self._table: Any = None
 
     @property
     def size(self) -> str:
-        return f"{self.name}: {self._num_bytes} bytes"
+        return f"{self.name}: {self._num_bytes} bytes ({self._digest})"
 
     def number(self, block: int, index: int) -> int:
         return sum(self.blocks[:block]) + index + 1
@@ -223,6 +253,12 @@ class HubRows:
                 f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
                 "local folder as NAME"
             ) from error
+        # The library's own fingerprint depends on when the files were written to its cache.
+        tables = self._rows.with_format("arrow")
+        digest = xxhash.xxh3_64()
+        for index in _evenly(len(self._rows)):
+            digest.update(repr(tables[index : index + 1].to_pylist()).encode())
+        self._digest = digest.hexdigest()
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -230,7 +266,7 @@ class HubRows:
 
     @property
     def size(self) -> str:
-        return f"{self.name}: {len(self._rows)} rows"
+        return f"{self.name}: {len(self._rows)} rows ({self._digest})"
 
     def number(self, block: int, index: int) -> int:
         return index + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, pvariance, stdev
+from statistics import NormalDist, fmean, stdev, variance
 
 from torchtitan_rl.types import RolloutGroup
 
@@ -69,29 +69,28 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def share_interval(values: Sequence[float], *, size: int, confidence: float = 0.95) -> Interval:
+def share_interval(
+    values: Sequence[float], *, size: int, confidence: float = 0.95
+) -> Interval | None:
     """The mean of shares between 0 and 1, one a problem, with Wilson's score interval (Wilson,
-    "Probable Inference, the Law of Succession, and Statistical Inference", 1927).
+    "Probable Inference, the Law of Succession, and Statistical Inference", 1927). None for fewer
+    than two values, which have no spread.
 
     Wilson's interval is for n throws of a coin. Here n is the effective sample size (Kish, "Survey
     Sampling", 1965): the number of throws whose mean would vary as much as that of these values, at
-    most ``size``, the number of all samples. So the interval stays between 0 and 1, has a width
-    where all problems are solved or none is, is Wilson's own for one sample a problem, and becomes
-    narrower with more.
-
-    Raises:
-        ValueError: there are no values.
+    most ``size``, the number of all samples; where all values are equal, it is their number. So the
+    interval stays between 0 and 1, and has a width where all problems are solved or none is. Its
+    quantile is Student's, since the spread is estimated from the values.
     """
-    if not values:
-        raise ValueError("no values")
+    if len(values) < 2:
+        return None
     mean, number = fmean(values), float(len(values))
-    variance = pvariance(values, mean) / number
-    if 0.0 < mean < 1.0:
-        number = min(mean * (1 - mean) / variance, size) if variance else size
-    z2 = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2
-    middle = (mean + z2 / (2 * number)) / (1 + z2 / number)
-    spread = mean * (1 - mean) / number + z2 / (4 * number**2)
-    half = math.sqrt(z2 * spread) / (1 + z2 / number)
+    if sample_variance := variance(values):
+        number = min(mean * (1 - mean) * number / sample_variance, size)
+    t2 = t_quantile(0.5 + confidence / 2, degrees=len(values) - 1) ** 2
+    middle = (mean + t2 / (2 * number)) / (1 + t2 / number)
+    spread = mean * (1 - mean) / number + t2 / (4 * number**2)
+    half = math.sqrt(t2 * spread) / (1 + t2 / number)
     # Rounding must not leave the mean outside where it is 0 or 1.
     low, high = min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half))
     return Interval(mean=mean, low=low, high=high)

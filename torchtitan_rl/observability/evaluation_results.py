@@ -89,10 +89,7 @@ def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]
 
 
 def _rewards(values: Sequence[float]) -> Json | None:
-    if not values:
-        return None
-    interval = mean_interval(values)
-    return {"mean": fmean(values)} if interval is None else _as_json(interval)
+    return _as_json(values, mean_interval(values)) if values else None
 
 
 def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
@@ -100,10 +97,13 @@ def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
     if not scores:
         return None
     shares = [pass_at_k(one.num_samples, one.num_solved, k) for one in scores]
-    return _as_json(share_interval(shares, size=sum(one.num_samples for one in scores)))
+    return _as_json(shares, share_interval(shares, size=sum(one.num_samples for one in scores)))
 
 
-def _as_json(interval: Interval) -> Json:
+def _as_json(values: Sequence[float], interval: Interval | None) -> Json:
+    """One problem has no interval."""
+    if interval is None:
+        return {"mean": fmean(values)}
     return {"mean": interval.mean, "ci95_low": interval.low, "ci95_high": interval.high}
 
 

@@ -218,6 +218,45 @@ def test_nothing_is_found_in_a_sound_environment(env: type) -> None:
     assert check(env).findings == []
 
 
+class EndlessAndBlocking(NeverEnds):
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        time.sleep(BLOCKS_S)
+        return await super().step(completion)
+
+
+class EndlessAndRerendered(NeverEnds):
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        self.prompt = (*self.prompt[:2], *completion.token_ids[:-1], 0)
+        return Observation(prompt_token_ids=self.prompt)
+
+
+class ForgetsAndBlocks(Forgets):
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        time.sleep(BLOCKS_S)
+        return await super().step(completion)
+
+
+class SavedNotFinite(Saved):
+    def __init__(self) -> None:
+        super().__init__(reward=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("env", "mistakes"),
+    [
+        (EndlessAndBlocking, {Mistake.BLOCKING, Mistake.NEVER_ENDS}),
+        (EndlessAndRerendered, {Mistake.HISTORY, Mistake.NEVER_ENDS}),
+        (ForgetsAndBlocks, {Mistake.BLOCKING, Mistake.STATE}),
+        (SavedNotFinite, {Mistake.REWARD}),
+    ],
+)
+def test_one_mistake_does_not_hide_another(env: type, mistakes: set[Mistake]) -> None:
+    """Else ``--allow`` of the one would accept the other."""
+    blocking = {"max_block_s": MAX_BLOCK_S} if Mistake.BLOCKING in mistakes else {}
+    findings = check(env, **blocking).findings
+    assert {finding.mistake for finding in findings} == mistakes
+
+
 def test_a_script_without_actions_leaves_open_whether_a_game_ends() -> None:
     checked = check(AsksAgain)
     assert checked.findings == []

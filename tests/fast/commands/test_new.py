@@ -32,6 +32,7 @@ def test_it_writes_a_small_task_that_can_be_trained(
     [
         (["My-Sums"], "NAME is 'My-Sums': give lower-case letters"),
         (["class"], "NAME is 'class'"),
+        (["json"], "NAME is 'json': a module of Python has this name; give another"),
         (["sums", "--folder", "."], "--folder is .: it exists; give another"),
         (["sums", "--folder", "/proc/none/sums"], "it cannot be written"),
     ],

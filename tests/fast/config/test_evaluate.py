@@ -21,6 +21,7 @@ from torchtitan_rl.config.evaluate import (
     write_identity,
 )
 from torchtitan_rl.configs import alphabet_sort_tiny, calculator_agent_tiny
+from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
@@ -167,6 +168,33 @@ def test_a_folder_is_not_continued_as_another_evaluation(tmp_path: Path) -> None
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     (message,) = errors(tmp_path, str(model))
     assert message.startswith("MODEL_OR_RUN: model was another model")
+
+
+def test_rewards_of_problems_that_have_changed_are_not_kept(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+
+    def prepare_rows(answers: str, problems: int, **changes: object) -> PreparedEvaluation:
+        lines = [{"question": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = {"train": (str(data),), "validation": (str(data),), "shuffle": False, **changes}
+        task = DataTask(**options)  # type: ignore[arg-type]
+        return prepare(tmp_path, config=replace(CONFIG, task=task), problems=problems)
+
+    before = prepare_rows("01234567", 4)
+    before.folder.mkdir()
+    write_identity(before)
+    write_identity(prepare_rows("01234567", 6))
+    write_identity(prepare_rows("0123456789", 2))
+    for answers, wrong in (
+        ("0X234567", "a problem has changed, the first one is data.jsonl:2"),
+        ("01234Y67", "a problem has changed, the first one is data.jsonl:6"),
+        ("abcdefgh", "6 problems have changed, the first one is data.jsonl:1"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            prepare_rows(answers, 6)
+        (message,) = raised.value.errors
+        assert message.startswith(f"task: {wrong}: {before.folder} has rollouts of another")
+    prepare_rows("012345XY", 8)  # those had no rollouts yet
 
 
 def test_the_command_shows_its_plan_and_takes_options_of_the_configuration(

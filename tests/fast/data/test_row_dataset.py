@@ -21,23 +21,33 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS, *, group: int = 5) -> s
     """The rows in the format of the suffix; Parquet in row groups of ``group``."""
     if path.suffix == ".parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(
+            table, path, row_group_size=group, compression="none", use_dictionary=False
+        )
     else:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return str(path)
 
 
-@pytest.fixture(params=["jsonl", "parquet", "saved", "hub"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param in ("jsonl", "parquet"):
-        return write(tmp_path / f"rows.{request.param}")
-    folder = tmp_path / "rows"
-    if request.param == "hub":  # the layout of a repository of the hub
+KINDS = ["jsonl", "parquet", "saved", "hub"]
+
+
+def write_source(kind: str, parent: Path, rows: list[dict[str, Any]] = ROWS) -> str:
+    if kind in ("jsonl", "parquet"):
+        return write(parent / f"rows.{kind}", rows)
+    folder = parent / "rows"
+    if kind == "hub":  # the layout of a repository of the hub
         (folder / "data").mkdir(parents=True)
-        write(folder / "data" / "train-00000-of-00001.parquet")
+        write(folder / "data" / "train-00000-of-00001.parquet", rows)
     else:
-        pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(folder)
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(folder)
     return f"hf:{folder}"
+
+
+@pytest.fixture(params=KINDS)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return write_source(request.param, tmp_path)
 
 
 def make(row_id: str, place: str, row: Row) -> Problem:
@@ -122,7 +132,8 @@ def test_empty_lines_and_a_missing_last_line_break_change_no_number(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "line 2: not JSON"), ("[1]", "line 2: not a JSON object")]
+    ("line", "message"),
+    [("{", "line 2: not JSON"), ("1", "line 2 is not a JSON object: write one")],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
@@ -133,12 +144,49 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) 
         rows.next()
 
 
-def test_a_changed_file_is_not_continued_with(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl")
-    state = dataset(source).state_dict()
-    write(tmp_path / "rows.jsonl", ROWS[1:])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_that_is_an_array_is_told_from_json_lines(
+    tmp_path: Path, indent: int | None
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=indent))
+    with pytest.raises(DataError, match="is a JSON array: write one object a line"):
+        dataset(str(path), shuffle=False).next()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_is_continued_with_where_it_is_equal_whatever_its_place(
+    tmp_path: Path, kind: str
+) -> None:
+    texts = [str(row["text"]) for row in ROWS]
+    edited = [text.replace("row 7", "row X") for text in texts]
+    sources = []
+    for name, of_one in (("before", texts), ("copied", texts), ("edited", edited)):
+        (tmp_path / name).mkdir()
+        rows = [{"n": n, "text": text} for n, text in enumerate(of_one)]
+        sources.append(write_source(kind, tmp_path / name, rows))
+    before, copied, changed = map(dataset, sources)
+    state = before.state_dict()
+    copied.load_state_dict(state)
     with pytest.raises(DataError, match="when the checkpoint was written"):
-        dataset(source).load_state_dict(state)
+        changed.load_state_dict(state)
+
+
+def test_of_a_huge_file_samples_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.data.rows._SAMPLE_BYTES", 8)
+    texts = [f"{n * 7919 % 10007:05d}" for n in range(2000)]
+    sources = []
+    for name, of_one in (("before", texts), ("after", texts[::-1])):
+        (tmp_path / name).mkdir()
+        rows = [{"text": text} for text in of_one]
+        sources.append(Path(write(tmp_path / name / "rows.parquet", rows, group=2000)))
+    before, after = (path.stat().st_size for path in sources)
+    assert before == after > 256 * 8
+    state = dataset(str(sources[0])).state_dict()
+    with pytest.raises(DataError, match="when the checkpoint was written"):
+        dataset(str(sources[1])).load_state_dict(state)
 
 
 def test_filters_that_leave_nothing_are_an_error(source: str) -> None:

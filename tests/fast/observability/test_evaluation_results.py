@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from rich.console import Console
 from tests.fast.observability.test_evaluation import SOLVED, group
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability import evaluation_picture
-from torchtitan_rl.observability.evaluation import share_interval
+from torchtitan_rl.observability.evaluation import Interval, share_interval
 from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
@@ -42,34 +44,58 @@ AFTER = Evaluated(
 ROWS = results([BEFORE, AFTER], success_reward=SOLVED)
 
 
-def test_one_sample_a_problem_gives_wilsons_interval() -> None:
-    # 15 of 20: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), by hand
-    interval = share_interval([1.0] * 15 + [0.0] * 5, size=20)
-    assert (interval.low, interval.high) == pytest.approx((0.5313, 0.8881), abs=1e-4)
+def shares(solved: Sequence[float], *, samples: int) -> Interval:
+    interval = share_interval(solved, size=samples * len(solved))
+    assert interval is not None
+    return interval
 
 
-def test_where_all_problems_are_solved_the_interval_still_has_a_width() -> None:
-    # Wilson for n of n: n / (n + z²)
-    interval = share_interval([1.0] * 10, size=40)
-    assert (interval.low, interval.high) == pytest.approx((10 / (10 + 3.8415), 1.0), abs=1e-4)
+def test_one_sample_a_problem_gives_wilsons_interval_with_students_t() -> None:
+    # 15 of 20: (p + t²/2n ± t sqrt(p(1-p)/n + t²/4n²)) / (1 + t²/n), t = 2.093, n = 19, by hand
+    interval = shares([1.0] * 15 + [0.0] * 5, samples=1)
+    assert (interval.low, interval.high) == pytest.approx((0.50996, 0.89636), abs=1e-4)
 
 
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=60))
+@pytest.mark.parametrize("samples", [1, 4, 64])
+def test_where_all_problems_are_solved_the_interval_still_has_a_width(samples: int) -> None:
+    # Wilson for n of n: n / (n + t²), t = 2.262
+    interval = shares([1.0] * 10, samples=samples)
+    assert (interval.low, interval.high) == pytest.approx((10 / (10 + 2.262**2), 1.0), abs=1e-3)
+
+
+def test_equal_shares_say_no_more_than_their_number() -> None:
+    two, many = shares([0.5, 0.5], samples=64), shares([0.5] * 40, samples=64)
+    assert two.high - two.low > 0.9
+    assert many.high - many.low > 0.25
+
+
+def test_one_problem_has_no_interval() -> None:
+    assert share_interval([0.5], size=64) is None
+    (row,) = results([replace(BEFORE, groups=BEFORE.groups[:1])], success_reward=SOLVED)
+    assert row["avg_at_k"] == {"mean": 0.5}
+    assert row["pass_at_k"]["2"] == {"mean": 1.0}
+
+
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=60))
 def test_a_share_is_within_its_interval_and_that_between_0_and_1(solved: list[int]) -> None:
-    interval = share_interval([number / 8 for number in solved], size=8 * len(solved))
+    interval = shares([number / 8 for number in solved], samples=8)
     assert 0.0 <= interval.low <= interval.mean <= interval.high <= 1.0
     assert interval.low < interval.high
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize(("problems", "samples"), [(4, 4), (8, 1), (8, 4), (8, 16), (40, 4)])
+@pytest.mark.parametrize("rates", [(0.2, 0.8), (0.0, 0.1, 0.4, 0.9)])
+def test_the_interval_covers_the_truth_at_least_about_as_often_as_it_says(
+    problems: int, samples: int, rates: tuple[float, ...]
+) -> None:
     rng = random.Random(0)
     covered = 0
-    for _ in range(500):
-        rates = [rng.choice([0.1, 0.9]) for _ in range(40)]
-        shares = [sum(rng.random() < rate for _ in range(4)) / 4 for rate in rates]
-        interval = share_interval(shares, size=160)
-        covered += interval.low <= 0.5 <= interval.high
-    assert 0.92 <= covered / 500 <= 0.98
+    for _ in range(400):
+        drawn = [rng.choice(rates) for _ in range(problems)]
+        solved = [sum(rng.random() < rate for _ in range(samples)) / samples for rate in drawn]
+        interval = shares(solved, samples=samples)
+        covered += interval.low <= fmean(rates) <= interval.high
+    assert covered / 400 >= 0.91
 
 
 def test_failed_rollouts_solve_nothing_and_have_no_reward() -> None:
