@@ -39,6 +39,7 @@ from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
 NUM_LIFE_PORTS = 16
 """How many ports a worker may use, from the one of its address on."""
 ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
+MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
 _ENDED = "ended"
@@ -174,9 +175,13 @@ class WorkerLives:
             return 0
 
     def _remember(self, index: int) -> None:
+        next_index = index % len(self._addresses)
         with contextlib.suppress(OSError):  # then the next worker begins at 0
+            if next_index == 0:
+                self._memory.unlink(missing_ok=True)
+                return
             self._memory.parent.mkdir(parents=True, exist_ok=True)
-            self._memory.write_text(str(index % len(self._addresses)))
+            self._memory.write_text(str(next_index))
 
     def _live(self, index: int) -> bool:
         """One life; returns whether it ended because its run had."""

@@ -54,6 +54,7 @@ BEATS = "note_beat(); time.sleep(0.2)\n"
 class Worker:
     def __init__(self, life: str, log: Path, *, end_s: float = 30.0) -> None:
         self.log = log
+        self.memory = log.with_suffix(".memory")
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -62,7 +63,7 @@ class Worker:
                     WORKER,
                     LIFE.format(life),
                     ADDRESS,
-                    str(log.with_suffix(".memory")),
+                    str(self.memory),
                     str(end_s),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -160,6 +161,7 @@ def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start
     again = start("note_run_end()\ntime.sleep(1000)")
     text = again.until(lambda text: len(addresses(text)) == 2)
     assert addresses(text) == ["tcp://127.0.0.2:26601", ADDRESS]
+    assert not again.memory.exists()  # the next one begins at its own address anyway
 
 
 def test_the_addresses_that_listen_are_found():
