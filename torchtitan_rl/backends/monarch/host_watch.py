@@ -17,7 +17,7 @@ from monarch.actor import ActorError
 
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts
 from torchtitan_rl.config.hosts import host_name
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
 from torchtitan_rl.observability.clock_offset import ClockOffset, RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
@@ -149,10 +149,20 @@ class HostWatch:
 
     async def _look_for(self, index: int) -> Host | None:
         """The host once it is back; None where it may not come back."""
+        name, said = host_name(index), set[str]()
+
+        def say_once(line: str) -> None:
+            if line not in said:
+                said.add(line)
+                self._say(line)
+
         while True:
             await asyncio.sleep(BEAT_S)
             try:
                 host = await self._hosts.attach_again(index)
+            except HostsBusyError:
+                say_once(f"{name} serves another run, and is used again once that has ended")
+                continue
             except ConfigError as error:
                 self._say(f"{host_name(index)} is back and cannot be used: {error}")
                 return None
