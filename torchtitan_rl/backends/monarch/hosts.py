@@ -37,7 +37,7 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.lives import accepts, listening
 from torchtitan_rl.weights.transport import host_name
@@ -90,6 +90,10 @@ class Host:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
         return _FarProcesses(host=self, pids=pids)
+
+
+class AddressesUsedError(TorchtitanRLError):
+    """A lost host listens only where this run has attached it, or has tried to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +150,15 @@ class Hosts:
 
         Raises:
             HostsBusyError: its worker serves another run by now.
+            AddressesUsedError: its worker listens, and cannot be attached there again.
             ConfigError: it has other code or another policy than before.
         """
         lost, wanted = self._hosts[index], self._wanted
         assert wanted is not None
-        for address in await asyncio.to_thread(listening, lost.name):
+        found = await asyncio.to_thread(listening, lost.name)
+        if found and self._used.issuperset(found):
+            raise AddressesUsedError(f"it listens on {', '.join(found)}, which was used before")
+        for address in found:
             if address in self._used:
                 continue
             self._used.add(address)
@@ -169,9 +177,9 @@ class Hosts:
             ) as error:
                 logger.warning("%s was not attached again: %s", address, error or "no answer")
                 continue
-            if found := refusal(wanted.here, {lost.name: answer}):
+            if why := refusal(wanted.here, {lost.name: answer}):
                 await _end_run(agent)
-                raise found
+                raise why
             self._hosts[index] = _far_host(index, lost.name, address, mesh, agent, answer)
             return self._hosts[index]
         return None
