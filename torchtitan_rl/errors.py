@@ -22,6 +22,10 @@ class ConfigError(TorchtitanRLError):
         super().__init__("\n".join(self.errors))
 
 
+class HostsBusyError(ConfigError):
+    """Workers of ``launch.attach`` serve other runs, and nothing else is wrong."""
+
+
 class GenerationError(TorchtitanRLError):
     """A request could not be completed."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.config.checks.paths import existing_parent
@@ -15,18 +16,22 @@ from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.listening import why_not_listen
-from torchtitan_rl.launch.lives import find_lives
+from torchtitan_rl.launch.lives import accepts, find_lives
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.probe import probe_errors
+from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
 from torchtitan_rl.launch.tls import own_folder
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
 
+_Attached = TypeVar("_Attached")
+
 _START_S = 15.0  # for workers that are started at the same time
+_LOOK_S = 1.0
 
 
 class Attachment:
@@ -40,6 +45,7 @@ class Attachment:
         """Attach to them, and return what they have; see `AskHosts`."""
         launch = self._config.launch
         own = _own_address(launch)
+        far = [text for text in launch.attach if text != LOCAL]
         lives: dict[str, str] = {}
         if own is not None:
             if why := why_not_listen(own):
@@ -48,7 +54,7 @@ class Attachment:
                     "an address of this machine, and a free port"
                 )
             set_monarch_environment(launch.keys, own, field="launch.keys")
-            lives = find_lives([text for text in launch.attach if text != LOCAL])
+            lives = find_lives(far)
             workers = [Address.parse(text) for text in lives.values()]
             folder = None if launch.keys is None else own_folder(launch.keys, own.host)
             if errors := probe_errors("launch.attach", workers, folder, wait_s=_START_S):
@@ -60,7 +66,11 @@ class Attachment:
             given = self._config.policy.checkpoint
             checkpoint = given if given.startswith("package:") else str(policy_dir)
             here = describe_host(LOCAL, checkpoint)
-            self.hosts = attach(launch, own, lives=lives, checkpoint=checkpoint, here=here)
+            self.hosts = attach_once_free(
+                lambda lives: attach(launch, own, lives=lives, checkpoint=checkpoint, here=here),
+                lives,
+                lambda: find_lives(far),
+            )
         return self.hosts.facts
 
     def require_shared_folder(self, prepared: PreparedRun) -> None:
@@ -91,6 +101,35 @@ def attachment(config: RunConfig) -> Iterator[Attachment]:
     finally:
         if attached.hosts is not None:
             attached.hosts.detach()
+
+
+def attach_once_free(
+    attach: Callable[[Mapping[str, str]], _Attached],
+    lives: Mapping[str, str],
+    find: Callable[[], Mapping[str, str]],
+    *,
+    within_s: float = CONTROLLER_LOST_S + 10.0,
+) -> _Attached:
+    """Attach to workers where they listen (``lives``). Those that serve another run may be left by
+    a lost controller: they are waited for, and attached where ``find`` then finds them.
+
+    Raises:
+        ConfigError: they cannot be attached; `HostsBusyError`: not within this time.
+    """
+    deadline_s = time.monotonic() + within_s
+    tried: set[str] = set()  # Monarch attaches none of them again
+    while True:
+        try:
+            return attach(lives)
+        except HostsBusyError as error:
+            if not tried:
+                print("waiting for the end of what a lost controller left there", file=sys.stderr)
+            tried.update(lives.values())
+            while not (tried.isdisjoint(lives.values()) and all(map(accepts, lives.values()))):
+                if time.monotonic() >= deadline_s:
+                    raise error
+                time.sleep(_LOOK_S)
+                lives = find()
 
 
 def _own_address(launch: LaunchConfig) -> Address | None:

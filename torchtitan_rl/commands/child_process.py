@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 from torchtitan_rl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
@@ -27,16 +28,22 @@ class ChildProcess:
     @classmethod
     @asynccontextmanager
     async def started(
-        cls, command: Sequence[str], *, end_within_s: float, ready_at: str = ""
+        cls,
+        command: Sequence[str],
+        *,
+        end_within_s: float,
+        ready_at: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[ChildProcess]:
         """Started now, ended on leaving: by SIGTERM, and by SIGKILL ``end_within_s`` later.
 
         ``ready_at`` is what the line contains that it prints once it is ready: `ready` returns the
-        rest of this line.
+        rest of this line. ``environment`` is added to that of this process.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=PIPE if ready_at else None,
+            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )

@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed import DistError
 
@@ -38,6 +39,7 @@ from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import listening_host
+from torchtitan_rl.launch.lives import MEMORY_VARIABLE
 from torchtitan_rl.launch.meeting import Joining, Round
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
@@ -167,7 +169,8 @@ class _Launcher:
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        worker = asyncio.create_task(self._keep_worker(command, listening))
+        folder = stack.enter_context(TemporaryDirectory(prefix="torchtitan-rl-launcher-"))
+        worker = asyncio.create_task(self._keep_worker(command, Path(folder) / "port", listening))
         stack.push_async_callback(cancel_all, [worker])
         if not await wait_within(JOIN_S, listening):
             raise DeadlineError(f"waited {JOIN_S:.0f} s for the worker")
@@ -176,12 +179,19 @@ class _Launcher:
         await self._say(f"address/{self._node.rank}", str(address))
         return launch
 
-    async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[str]) -> None:
+    async def _keep_worker(
+        self, command: Sequence[str], memory: Path, listening: asyncio.Future[str]
+    ) -> None:
         """Run the worker, and start it again when it ends: the controller looks for it where the
-        next one listens. ``listening`` gets the first address, or the first failure."""
+        next one listens. ``memory`` tells the next one where that is; the controller of another
+        launcher finds it at its own address. ``listening`` gets the first address, or the first
+        failure."""
         while True:
             async with ChildProcess.started(
-                command, end_within_s=_END_S, ready_at="listening on "
+                command,
+                end_within_s=_END_S,
+                ready_at="listening on ",
+                environment={MEMORY_VARIABLE: str(memory)},
             ) as worker:
                 address = await worker.ready()
                 if address is not None and not listening.done():

@@ -18,7 +18,7 @@ from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
 from torchtitan_rl.launch.listening import why_not_listen
-from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
+from torchtitan_rl.launch.lives import MEMORY_VARIABLE, WorkerLives, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
 _LIFE = "torchtitan_rl.backends.monarch.worker_loop"
@@ -81,5 +81,7 @@ def life_command(address: str) -> list[str]:
 
 def _memory(own: Address) -> Path:
     """Where this worker notes the port of its next life. Home folders may be shared by hosts."""
+    if given := os.environ.get(MEMORY_VARIABLE):
+        return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "torchtitan-rl" / f"worker-{own.host.replace(':', '_')}-{own.port}"

@@ -8,7 +8,8 @@ A controller cannot attach an address again that it lost. So the life after one 
 with its run has the next of the worker's addresses: same host, next port; see `life_addresses`.
 Which one that is outlives the worker, in a file: the one that is started in its place begins there.
 
-Invariant: two lives never overlap, and nothing of a life outlives it.
+Invariant: two lives never overlap, and nothing of a life outlives it, except for a process that the
+kernel does not end (state D), which the worker names.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
 NUM_LIFE_PORTS = 16
 """How many ports a worker may use, from the one of its address on."""
 ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
+MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
 _ENDED = "ended"
 _LOOK_S = 0.5
 _GUARD_S = 5.0  # for published weights to be removed
+_END_S = 30.0  # for killed processes to end
 _QUICK_S = 5.0  # a life that ends sooner did not listen
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
@@ -133,12 +136,14 @@ class WorkerLives:
         memory: Path,
         say: Callable[[str], None],
         silence_s: float = CONTROLLER_LOST_S,
+        end_s: float = _END_S,
     ) -> None:
         self._command = command
         self._addresses = life_addresses(address)
         self._memory = memory
         self._say = say
         self._silence_s = silence_s
+        self._end_s = end_s
         self._stopped = threading.Event()
 
     def stop(self, *_: Any) -> None:
@@ -170,9 +175,13 @@ class WorkerLives:
             return 0
 
     def _remember(self, index: int) -> None:
+        next_index = index % len(self._addresses)
         with contextlib.suppress(OSError):  # then the next worker begins at 0
+            if next_index == 0:
+                self._memory.unlink(missing_ok=True)
+                return
             self._memory.parent.mkdir(parents=True, exist_ok=True)
-            self._memory.write_text(str(index % len(self._addresses)))
+            self._memory.write_text(str(next_index))
 
     def _live(self, index: int) -> bool:
         """One life; returns whether it ended because its run had."""
@@ -189,9 +198,13 @@ class WorkerLives:
             try:
                 cause = self._watch(process, sign, index)
             finally:
-                end_descendants()
+                left = end_descendants(self._end_s)
+            if left:
+                pids = ", ".join(map(str, left))
+                self._say(f"{address}: processes that were killed do not end: {pids}")
             if cause:
-                self._say(f"{address}: {cause}; its processes have ended")
+                ended = "" if left else "; its processes have ended"
+                self._say(f"{address}: {cause}{ended}")
             has_run_ended = sign.read_text() == _ENDED
             if has_run_ended:
                 self._remember(0)
@@ -216,15 +229,16 @@ class WorkerLives:
         return ""
 
 
-def end_descendants() -> None:
-    """Kill all descendants of this process, which must have adopted orphans, until none is left.
+def end_descendants(within_s: float) -> list[int]:
+    """Kill all descendants of this process, which must have adopted orphans, until none is left, or
+    for so long; returns the ids of those that are left.
 
     The guards of published weights, which end by themselves once they have removed them, get a few
     seconds for it.
     """
-    deadline_s = time.monotonic() + _GUARD_S
-    while children := _children():
-        spares_guards = time.monotonic() < deadline_s
+    started_s = time.monotonic()
+    while (children := _children()) and time.monotonic() - started_s < within_s:
+        spares_guards = time.monotonic() - started_s < _GUARD_S
         for process in children:
             with contextlib.suppress(psutil.Error):
                 if not (spares_guards and GUARD_NAME in process.cmdline()):
@@ -233,6 +247,7 @@ def end_descendants() -> None:
         time.sleep(0.05)
     _reap()
     remove_leftovers()
+    return [process.pid for process in children]
 
 
 def _children() -> list[psutil.Process]:

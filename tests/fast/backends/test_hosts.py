@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_rl.backends.monarch.host_agent import describe_host
-from torchtitan_rl.backends.monarch.hosts import answer_errors
+from torchtitan_rl.backends.monarch.hosts import answer_errors, refusal
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import ConfigError, HostsBusyError
 
 ADDRESS = "tcp://10.0.0.2:26600"
 
@@ -31,3 +32,14 @@ def test_each_difference_is_an_error_with_both_values(tmp_path: Path) -> None:
     (error,) = answer_errors(ADDRESS, here, missing)
     assert error.startswith(f"launch.attach: on {ADDRESS}, policy.checkpoint is ")
     assert "there is no config.json" in error
+
+
+def test_hosts_are_only_busy_where_nothing_else_is_wrong() -> None:
+    here = describe_host("local", TINY.policy.checkpoint)
+    busy = replace(here, is_busy=True)
+    old = replace(here, installed=here.installed | {"torch": "1.0"})
+    assert refusal(here, {"a": here, "b": here}) is None
+    assert type(refusal(here, {"a": here, "b": busy})) is HostsBusyError
+    mixed = refusal(here, {"a": old, "b": busy})
+    assert type(mixed) is ConfigError
+    assert len(mixed.errors) == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from collections.abc import Mapping
 
 import pytest
 
-from torchtitan_rl.commands.attaching import silent_libraries
+from torchtitan_rl.commands.attaching import attach_once_free, silent_libraries
+from torchtitan_rl.errors import HostsBusyError
 
 
 def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
@@ -21,3 +24,41 @@ def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
     assert (sys.stdout, sys.stderr) == before
     os.write(1, b"after")
     assert capfd.readouterr() == ("after", "stopped\n")
+
+
+WORKER = "tcp://127.0.0.1:26600"
+
+
+class Worker:
+    """Serves another run at its first address, and none at the next."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+
+    def attach(self, lives: Mapping[str, str]) -> str:
+        self.tried.append(lives[WORKER])
+        if len(self.tried) == 1:
+            raise HostsBusyError("it serves another run")
+        return "attached"
+
+
+def test_a_busy_worker_is_attached_where_its_next_life_listens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker = Worker()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        found = iter([WORKER, WORKER, address])
+        lives = {WORKER: WORKER}
+        assert attach_once_free(worker.attach, lives, lambda: {WORKER: next(found)}) == "attached"
+    assert worker.tried == [WORKER, address]
+    said = capsys.readouterr().err
+    assert said == "waiting for the end of what a lost controller left there\n"
+
+
+def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_address() -> None:
+    worker = Worker()
+    lives = {WORKER: WORKER}
+    with pytest.raises(HostsBusyError, match="another run"):
+        attach_once_free(worker.attach, lives, lambda: lives, within_s=0.0)
+    assert worker.tried == [WORKER]

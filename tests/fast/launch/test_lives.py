@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from torchtitan_rl.launch.lives import claim_life, life_addresses, listening
+from torchtitan_rl.weights.leftovers import GUARD_NAME
 
 ROOT = Path(__file__).parents[3]
 ADDRESS = "tcp://127.0.0.2:26600"
@@ -31,6 +33,7 @@ lives = WorkerLives(
     memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
     silence_s=1.5,
+    end_s=float(sys.argv[4]),
 )
 with stopped_by_signals(lives):
     sys.exit(lives.run())
@@ -49,8 +52,9 @@ BEATS = "note_beat(); time.sleep(0.2)\n"
 
 
 class Worker:
-    def __init__(self, life: str, log: Path, address: str = ADDRESS) -> None:
+    def __init__(self, life: str, log: Path, *, end_s: float = 30.0) -> None:
         self.log = log
+        self.memory = log.with_suffix(".memory")
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -58,8 +62,9 @@ class Worker:
                     "-c",
                     WORKER,
                     LIFE.format(life),
-                    address,
-                    str(log.with_suffix(".memory")),
+                    ADDRESS,
+                    str(self.memory),
+                    str(end_s),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=output,
@@ -85,8 +90,8 @@ class Worker:
 def start(tmp_path):
     started = []
 
-    def start_worker(life: str) -> Worker:
-        started.append(Worker(life, tmp_path / "log"))
+    def start_worker(life: str, **options: Any) -> Worker:
+        started.append(Worker(life, tmp_path / "log", **options))
         return started[-1]
 
     yield start_worker
@@ -133,6 +138,16 @@ def test_a_worker_that_is_stopped_leaves_no_process(start):
     assert not [process for process in processes if process.is_running()]
 
 
+def test_a_process_that_does_not_end_is_named_and_holds_up_no_other_life(start):
+    # A guard is not killed at once: that is as if the kernel did not end it.
+    words = [sys.executable, "-c", "import time; time.sleep(10)", GUARD_NAME]
+    life = f"print('pid', subprocess.Popen({words}).pid, flush=True)\nnote_run_end()"
+    worker = start(f"{life}\ntime.sleep(1000)", end_s=1.0)
+    text = worker.until(lambda text: len(addresses(text)) == 2)
+    pid = re.findall(r"^pid (\d+)", text, re.MULTILINE)[0]
+    assert f"{ADDRESS}: processes that were killed do not end: {pid}\n" in text
+
+
 def test_the_ports_of_a_worker_follow_the_one_of_its_address():
     assert life_addresses("tls://[::1]:65534") == ("tls://[::1]:65534", "tls://[::1]:65535")
     assert len(life_addresses(ADDRESS)) == 16
@@ -146,6 +161,7 @@ def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start
     again = start("note_run_end()\ntime.sleep(1000)")
     text = again.until(lambda text: len(addresses(text)) == 2)
     assert addresses(text) == ["tcp://127.0.0.2:26601", ADDRESS]
+    assert not again.memory.exists()  # the next one begins at its own address anyway
 
 
 def test_the_addresses_that_listen_are_found():

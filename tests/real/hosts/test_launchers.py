@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.hosts.nodes import Nodes, wait_until
+from torchtitan_rl.launch.lives import MEMORY_VARIABLE
 
 WORDS = ("tests.support.scripted_program", "launch", "alphabet_sort_tiny", "--num-steps", "2")
 
@@ -54,13 +55,18 @@ def test_a_worker_that_ends_is_started_again_and_a_signal_to_all_nodes_comes_onc
     nodes.start(0, SCRIPTED_CONTROLLER="wait")
     nodes.start(1)
     wait_until((nodes.folder / "waits").exists, "a controller")
-    nodes.process_of("worker", attached(controllers(nodes)[0])[1]).kill()
+    address = attached(controllers(nodes)[0])[1]
+    worker = nodes.process_of("worker", address)
+    memory = Path(worker.environ()[MEMORY_VARIABLE])
+    worker.kill()
     wait_until(lambda: nodes.log(1).count("listening on") == 2, "another worker")
+    assert nodes.process_of("worker", address).environ()[MEMORY_VARIABLE] == str(memory)
     assert "node 1: its worker ended with code 137 and is started again" in nodes.log(1)
     for launcher in nodes.launchers:
         launcher.send_signal(signal.SIGTERM)
     assert nodes.wait() == [128 + signal.SIGTERM] * 2
     assert (nodes.folder / "signals").read_text() == "1"
+    assert not memory.parent.exists()
 
 
 @pytest.mark.soak

@@ -37,7 +37,7 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.lives import accepts, listening
 from torchtitan_rl.weights.transport import host_name
@@ -90,6 +90,10 @@ class Host:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
         return _FarProcesses(host=self, pids=pids)
+
+
+class AddressesUsedError(TorchtitanRLError):
+    """A lost host listens only where this run has attached it, or has tried to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +149,16 @@ class Hosts:
         """A lost host, if its worker listens by now, else None.
 
         Raises:
+            HostsBusyError: its worker serves another run by now.
+            AddressesUsedError: its worker listens, and cannot be attached there again.
             ConfigError: it has other code or another policy than before.
         """
         lost, wanted = self._hosts[index], self._wanted
         assert wanted is not None
-        for address in await asyncio.to_thread(listening, lost.name):
+        found = await asyncio.to_thread(listening, lost.name)
+        if found and self._used.issuperset(found):
+            raise AddressesUsedError(f"it listens on {', '.join(found)}, which was used before")
+        for address in found:
             if address in self._used:
                 continue
             self._used.add(address)
@@ -168,8 +177,9 @@ class Hosts:
             ) as error:
                 logger.warning("%s was not attached again: %s", address, error or "no answer")
                 continue
-            if errors := answer_errors(lost.name, wanted.here, answer):
-                raise ConfigError(errors)
+            if why := refusal(wanted.here, {lost.name: answer}):
+                await _end_run(agent)
+                raise why
             self._hosts[index] = _far_host(index, lost.name, address, mesh, agent, answer)
             return self._hosts[index]
         return None
@@ -191,6 +201,11 @@ def leave(agents: Sequence[tuple[str, Any]]) -> None:
                 continue  # it serves another run
         while accepts(address) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+
+
+async def _end_run(agent: Any) -> None:
+    with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
+        await asyncio.wait_for(agent.end_run.call_one(), _AGENT_TIMEOUT_S)
 
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
@@ -216,7 +231,8 @@ def attach(
             all hosts.
 
     Raises:
-        ConfigError: a worker does not answer, or its host has other code or another policy; nothing
+        HostsBusyError: workers serve other runs.
+        ConfigError: a worker does not answer, or its host has other code or another policy. Nothing
             is left on any of them.
     """
     deadline_s = time.monotonic() + launch.attach_timeout_s
@@ -231,8 +247,8 @@ def attach(
             agents[text] = _spawn_agent(mesh, text)
         asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
         answers = _wait_for_all(asked, deadline_s)
-        if errors := [e for text in far for e in answer_errors(text, here, answers[text])]:
-            raise ConfigError(errors)
+        if found := refusal(here, answers):
+            raise found
     except BaseException:
         leave([(lives[text], agent) for text, agent in agents.items()])
         raise
@@ -263,6 +279,16 @@ def _far_host(
         python=answer.python,
         policy_dir=answer.policy_dir,
     )
+
+
+def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError | None:
+    """Why hosts, by their addresses, cannot be used; None where all can."""
+    errors = {text: answer_errors(text, here, there) for text, there in answers.items()}
+    texts = [text for of_one in errors.values() for text in of_one]
+    if not texts:
+        return None
+    is_all_busy = all(answers[text].is_busy for text, of_one in errors.items() if of_one)
+    return HostsBusyError(texts) if is_all_busy else ConfigError(texts)
 
 
 def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:

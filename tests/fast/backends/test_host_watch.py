@@ -1,0 +1,82 @@
+"""Looking for a lost host."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.backends.monarch.host_agent import describe_host
+from torchtitan_rl.backends.monarch.host_watch import HostWatch
+from torchtitan_rl.backends.monarch.hosts import AddressesUsedError, Host, Hosts, _Wanted
+from torchtitan_rl.errors import ConfigError, HostsBusyError
+
+USED = AddressesUsedError("it listens on tcp://10.0.0.2:26601, which was used before")
+
+
+class LostHosts:
+    """One lost host, and what comes of each attempt to attach it again."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+
+    def far(self) -> list[Host]:
+        return []
+
+    async def attach_again(self, index: int) -> Any:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def look_for(*outcomes: Any) -> tuple[Any, list[str]]:
+    """What is found, and what was said."""
+    said: list[str] = []
+    hosts = LostHosts(*outcomes)
+    watch = HostWatch(
+        cast(Hosts, hosts),
+        log_dir=Path(),
+        trace_dir=None,
+        say=said.append,
+        on_lost=lambda index, cause: None,
+    )
+    found = run_virtually(watch._look_for(0))
+    assert hosts.outcomes == []
+    return found, said
+
+
+def test_a_host_that_serves_another_run_is_looked_for_until_that_has_ended() -> None:
+    busy = HostsBusyError("it serves another run")
+    found, said = look_for(None, busy, busy, None, "the host")
+    assert found == "the host"
+    assert said == ["host0 serves another run, and is used again once that has ended"]
+
+
+def test_a_host_with_other_code_is_given_up() -> None:
+    found, said = look_for(None, ConfigError("it has torch 1.0"))
+    assert found is None
+    assert said == ["host0 is back and cannot be used: it has torch 1.0"]
+
+
+def test_that_a_host_listens_only_where_it_was_lost_is_said_once_its_next_life_is_late() -> None:
+    assert look_for(*[USED] * 20, "the host") == ("the host", [])
+    found, said = look_for(*[USED] * 40, "the host")
+    assert found == "the host"
+    assert said == [f"host0 is out of use until the run is resumed: {USED}"]
+
+
+def test_a_lost_host_is_not_attached_where_it_was_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        mesh = cast(Any, None)
+        lost = Host(index=0, name=address, ip="127.0.0.1", mesh=mesh, address=address)
+        wanted = _Wanted(checkpoint="", here=describe_host("local", ""))
+        hosts = Hosts([lost], wanted=wanted)
+        with pytest.raises(AddressesUsedError, match=f"listens on {address}"):
+            asyncio.run(hosts.attach_again(0))
+    assert asyncio.run(hosts.attach_again(0)) is None
