@@ -145,7 +145,7 @@ class WeightDistribution:
                 logger.warning(
                     "version %s: read from the trainer, not from a host: %s", handle.version, error
                 )
-                self._readers[handle.version].pop(source, None)
+                self._readers.get(handle.version, {}).pop(source, None)  # may be forgotten
         return await fetcher.fetch(handle, None)
 
     async def _read(self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle) -> Fetched:

@@ -158,6 +158,19 @@ def test_a_host_reads_from_the_trainer_when_its_parent_is_cut_off(after_s: float
 
 
 @on_virtual_clock
+async def test_a_parent_is_lost_and_its_version_is_forgotten() -> None:
+    network = Network(cut_off={"host 0"})
+    weights = WeightDistribution(network.hosts(4), fan_out=1)
+    await weights.local(handle(1), 0)
+    reading = asyncio.create_task(weights.local(handle(1), 1))
+    await weights.local(handle(2), 2)
+    weights.replace(0, Host(network, "host 0 again"))
+    newest = asyncio.create_task(weights.local(handle(3), 3))  # version 1 is released
+    assert (await asyncio.wait_for(reading, 600)).path == "/host 1/v1"
+    assert (await asyncio.wait_for(newest, 600)).path == "/host 3/v3"
+
+
+@on_virtual_clock
 async def test_a_fetch_that_failed_is_tried_again_by_who_asks_next() -> None:
     network = Network(lost={"host 0"})
     weights = WeightDistribution(network.hosts(1), fan_out=2)
