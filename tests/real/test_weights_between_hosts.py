@@ -16,7 +16,7 @@ from tests.real.runs import ROOT
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("hosts")
     command = [sys.executable, "-m", "tests.real.weights_between_hosts_scenario", str(root)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -49,3 +49,7 @@ def test_a_wrong_byte_is_found_and_named(result: dict[str, Any]) -> None:
 
 def test_a_fetching_process_that_dies_is_replaced(result: dict[str, Any]) -> None:
     assert result["lost"] == 2
+
+
+def test_a_host_whose_source_is_cut_off_reads_from_the_trainer(result: dict[str, Any]) -> None:
+    assert result["cut off"] == [10, 10]

@@ -10,6 +10,8 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +41,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
+from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.staging import WeightStaging
@@ -47,6 +49,7 @@ from torchtitan_rl.weights.transport import Transport
 
 HOSTS = (1, 2)
 READERS = 2  # on each host
+_TIMEOUT_S = 600.0  # of fetches; longer than the test
 
 
 class ReaderActor(Actor):
@@ -57,6 +60,24 @@ class ReaderActor(Actor):
     async def stage(self, handle: SharedMemoryHandle) -> str:
         await asyncio.to_thread(self._staging.stage, handle)
         return digest(self._staging.tensors(handle.version))
+
+
+class Stopping:
+    """A `HostFetcher` whose process stops, as if its host were cut off, once it is read from."""
+
+    def __init__(self, host: WeightHost, mesh: ProcessMesh) -> None:
+        self._host = host
+        self._mesh = mesh
+        self.fetch = host.fetch
+        self.pid = 0
+        self.has_stopped = asyncio.Event()
+
+    async def offer(self, version: int) -> RemoteSource:
+        source = await self._host.offer(version)
+        (self.pid,) = (await self._mesh.actors.pid.call()).values()
+        os.kill(self.pid, signal.SIGSTOP)
+        self.has_stopped.set()
+        return source
 
 
 class DamagingOffers(RdmaOffers):
@@ -94,8 +115,9 @@ async def main(root: Path) -> None:
     enable_transport(f"tcp://127.0.0.1:{free_port()}")
     with worker_hosts(2) as addresses:
         hosts = Hosts([local_host(0), *await attached(addresses)])
-        processes: dict[int, Ending] = {}
-        fetchers = {index: weight_host(hosts, index, root, processes) for index in HOSTS}
+        meshes: dict[int, ProcessMesh] = {}
+        fetchers = {index: weight_host(hosts, index, root, meshes) for index in HOSTS}
+        again = weight_host(hosts, 1, root, meshes)
         readers = {
             index: [spawn_reader(hosts[index].mesh, f"reader{index}{n}") for n in range(READERS)]
             for index in HOSTS
@@ -104,10 +126,12 @@ async def main(root: Path) -> None:
         try:
             result = await train(root, weights, readers)
             result["damage"] = await damage(weights)
-            result["lost"] = await lose_a_fetcher(weights, processes[1])
+            result["lost"] = await lose_a_fetcher(weights, meshes[1].processes)
+            source = Stopping(fetchers[1], meshes[1])
+            result["cut off"] = await cut_off_a_source(weights, source, again)
         finally:
             await weights.close()
-            await asyncio.gather(*(fetcher.close() for fetcher in fetchers.values()))
+            await asyncio.gather(*(fetcher.close() for fetcher in (again, *fetchers.values())))
     print(json.dumps(result))
 
 
@@ -191,24 +215,40 @@ async def lose_a_fetcher(weights: WeightDistribution, process: Ending) -> int:
     return len(weights.take_fetches())
 
 
+async def cut_off_a_source(
+    weights: WeightDistribution, source: Stopping, again: WeightHost
+) -> list[int]:
+    """Host 1 is stopped while host 2 reads from it, and given up. Returns what both have then."""
+    weights.replace(1, source)
+    newest = await publish(10)
+    await weights.local(newest, 1)
+    reading = asyncio.create_task(weights.local(newest, 2))
+    await source.has_stopped.wait()
+    await asyncio.sleep(3.0)
+    assert not reading.done()
+    weights.replace(1, again)
+    arrived = [(await reading).version, (await weights.local(newest, 1)).version]
+    os.kill(source.pid, signal.SIGKILL)
+    return arrived
+
+
 async def publish(version: int, *, damages: bool = False) -> RemoteMemoryHandle:
     mesh = this_host().spawn_procs(per_host={"p": 1}, name=f"publisher{version}")
     publisher: Any = mesh.spawn(f"publisher{version}", PublisherActor, damages)
     return await publisher.publish.call_one(version)
 
 
-def weight_host(hosts: Hosts, index: int, root: Path, processes: dict[int, Ending]) -> WeightHost:
+def weight_host(hosts: Hosts, index: int, root: Path, meshes: dict[int, ProcessMesh]) -> WeightHost:
     async def spawn() -> ProcessMesh:
         group = ProcessGroup(name=f"weights{index}", ranks=1, threads=1, host=index)
-        mesh = await spawn_processes(group, log_dir=root, hosts=hosts)
-        processes[index] = mesh.processes
-        return mesh
+        meshes[index] = await spawn_processes(group, log_dir=root, hosts=hosts)
+        return meshes[index]
 
     spec = WeightHostSpec(
         name=f"host {index}",
         run_dir=root / f"run{index}",
         log_dir=root,
-        weight_sync=WeightSyncConfig(timeout_s=60.0),
+        weight_sync=WeightSyncConfig(timeout_s=_TIMEOUT_S),
         trace_dir=None,
     )
     return WeightHost(spec, spawn)

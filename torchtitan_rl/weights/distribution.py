@@ -5,8 +5,9 @@ The first replica of a host that asks starts the fetch, the others wait for the 
 others, so that many hosts fetch in a tree whose root is the trainer.
 
 Invariants: a version is fetched at most once by a host, unless that failed; a host that cannot
-read from another host reads from the trainer; every wait for a source ends, since every fetch does;
-a replica that no longer waits does not stop the fetch of the others.
+read from another host, or whose source is lost meanwhile, reads from the trainer; every wait for a
+source ends, since every fetch does; a replica that no longer waits does not stop the fetch of the
+others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class HostFetcher(Protocol):
     """What fetches for one host. Both raise WeightSyncError, ReplicaError or DeadlineError."""
 
     async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None, /) -> Fetched:
-        """See `WeightReceiver.fetch`. Calls for several versions may overlap."""
+        """See `WeightReceiver.fetch`. Calls for several versions may overlap. A call that is
+        cancelled does not delay later ones."""
         ...
 
     async def offer(self, version: int, /) -> RemoteSource:
@@ -57,6 +59,7 @@ class WeightDistribution:
         self._fan_out = fan_out
         self._fetches: dict[tuple[int, int], asyncio.Task[Fetched]] = {}  # by host and version
         self._readers: dict[int, dict[int | None, int]] = {}  # by version and source: how many
+        self._reads: dict[int, set[asyncio.Timeout]] = {}  # by the host that is the source
         self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
         self._ended: list[Fetched] = []
 
@@ -79,9 +82,12 @@ class WeightDistribution:
         return fetch.result().handle
 
     def replace(self, host: int, fetcher: HostFetcher) -> None:
-        """For a host that is back: it has none of the versions."""
+        """For a host that is lost: it has none of the versions once it is back, and who reads from
+        it reads from the trainer."""
         for key in [key for key in self._fetches if key[0] == host]:
             self._fetches.pop(key).cancel()
+        for read in self._reads.pop(host, ()):
+            read.reschedule(asyncio.get_running_loop().time())  # by itself it may end much later
         for readers in self._readers.values():
             readers.pop(host, None)
         self._fetchers[host] = fetcher
@@ -134,14 +140,27 @@ class WeightDistribution:
     ) -> Fetched:
         if source is not None:
             try:
-                parent = await self._fetchers[source].offer(handle.version)
-                return await fetcher.fetch(handle, parent)
+                return await self._read(source, fetcher, handle)
             except _FAILURES as error:
                 logger.warning(
                     "version %s: read from the trainer, not from a host: %s", handle.version, error
                 )
-                self._readers[handle.version].pop(source, None)
+                self._readers.get(handle.version, {}).pop(source, None)  # may be forgotten
         return await fetcher.fetch(handle, None)
+
+    async def _read(self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle) -> Fetched:
+        """Fetch from another host, for as long as that is not lost."""
+        reads = self._reads.setdefault(source, set())
+        try:
+            async with asyncio.timeout(None) as read:
+                reads.add(read)
+                try:
+                    parent = await self._fetchers[source].offer(handle.version)
+                    return await fetcher.fetch(handle, parent)
+                finally:
+                    reads.discard(read)
+        except TimeoutError as error:
+            raise WeightSyncError(f"version {handle.version}: host {source} is lost") from error
 
     async def _take(self, version: int) -> int | None:
         """The source with the fewest readers, once it may have one more: a host before the

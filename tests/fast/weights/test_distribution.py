@@ -42,9 +42,14 @@ class Network:
     reading: Counter[str] = field(default_factory=Counter)
     most_at_once: Counter[str] = field(default_factory=Counter)
     lost: set[str] = field(default_factory=set)
+    cut_off: set[str] = field(default_factory=set)  # who asks them waits without end
 
     def hosts(self, number: int) -> dict[int, Host]:
         return {index: Host(self, f"host {index}") for index in range(number)}
+
+    async def reach(self, name: str) -> None:
+        if name in self.cut_off:
+            await asyncio.Event().wait()
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Host:
         self.network.most_at_once |= self.network.reading
         try:
             await asyncio.sleep(1.0)
+            await self.network.reach(source)
         finally:
             self.network.reading[source] -= 1
         if self.name in self.network.lost:
@@ -71,6 +77,7 @@ class Host:
 
     async def offer(self, version: int) -> RemoteSource:
         await asyncio.sleep(0.1)
+        await self.network.reach(self.name)
         return RemoteSource(owner=self.name, parts=(), buffers=(), num_bytes=9)
 
 
@@ -126,6 +133,41 @@ async def test_a_host_reads_from_the_trainer_when_its_parent_is_lost() -> None:
     assert [one.path for one in shared] == [f"/host {host}/v1" for host in (1, 2, 3)]
     assert Counter(host for host, _, _ in network.fetches)["host 1"] == 2  # one failed
     assert sum(source == "host 0" for _, source, _ in network.fetches) == 1  # nobody tries again
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.5])  # while it is asked, while it is read
+def test_a_host_reads_from_the_trainer_when_its_parent_is_cut_off(after_s: float) -> None:
+    @on_virtual_clock
+    async def lose_the_parent() -> None:
+        network = Network()
+        weights = WeightDistribution(network.hosts(3), fan_out=1)
+        await weights.local(handle(1), 0)
+        reading = asyncio.create_task(weights.local(handle(1), 1))
+        await asyncio.sleep(after_s)
+        network.cut_off.add("host 0")
+        await asyncio.sleep(15.0)
+        assert not reading.done()
+        weights.replace(0, Host(network, "host 0 again"))
+        assert (await asyncio.wait_for(reading, 600)).path == "/host 1/v1"
+        shared = await asyncio.gather(*(weights.local(handle(1), host) for host in (0, 2)))
+        assert [one.path for one in shared] == ["/host 0 again/v1", "/host 2/v1"]
+        assert ("host 1", TRAINER, 1) in network.fetches
+        assert not network.reading.total()
+
+    lose_the_parent()
+
+
+@on_virtual_clock
+async def test_a_parent_is_lost_and_its_version_is_forgotten() -> None:
+    network = Network(cut_off={"host 0"})
+    weights = WeightDistribution(network.hosts(4), fan_out=1)
+    await weights.local(handle(1), 0)
+    reading = asyncio.create_task(weights.local(handle(1), 1))
+    await weights.local(handle(2), 2)
+    weights.replace(0, Host(network, "host 0 again"))
+    newest = asyncio.create_task(weights.local(handle(3), 3))  # version 1 is released
+    assert (await asyncio.wait_for(reading, 600)).path == "/host 1/v1"
+    assert (await asyncio.wait_for(newest, 600)).path == "/host 3/v3"
 
 
 @on_virtual_clock

@@ -1,7 +1,7 @@
 """One process on each host that fetches weights for all replicas there; see `weights/receiving.py`.
 
-A process that died is replaced at the next fetch. Its versions are gone with it; replicas keep what
-they have mapped.
+A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
+Its versions are gone with it; replicas keep what they have mapped.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class WeightHost:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Does nothing where the process runs.
+        """Does nothing where the process runs and can work.
 
         Raises:
             ReplicaError, DeadlineError: it did not start.
         """
         async with self._starting:
             if self._actor is None:
-                await self._end()  # one that did not start
+                await self._end()  # one that did not start, or that cannot work
                 self._mesh = await self._spawn()
                 actor: Any = self._mesh.mesh.spawn("weights", WeightHostActor, self._spec)
                 await call(
@@ -109,15 +109,10 @@ class WeightHost:
                 self._actor = actor
 
     async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
-        what = f"{self._spec.name}: fetch of version {handle.version}"
-        await self.start()
-        mesh = self._mesh
         try:
-            return await self._call("fetch", handle, parent, what=what)
+            return await self._fetch(handle, parent)
         except ProcessLostError:
-            if self._mesh is mesh:  # else another fetch has replaced it
-                await self._end()
-            return await self._call("fetch", handle, parent, what=what)
+            return await self._fetch(handle, parent)
 
     async def offer(self, version: int) -> RemoteSource:
         return await self._call("offer", version, what=f"{self._spec.name}: offer of {version}")
@@ -128,6 +123,21 @@ class WeightHost:
             with contextlib.suppress(ProcessLostError, DeadlineError):  # it ends below
                 await call(self._actor.close.call_one(), what=what, timeout_s=_CLOSE_S)
         await self._end()
+
+    async def _fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
+        what = f"{self._spec.name}: fetch of version {handle.version}"
+        await self.start()
+        mesh = self._mesh
+        try:
+            return await self._call("fetch", handle, parent, what=what)
+        except ProcessLostError:
+            if self._mesh is mesh:  # else another fetch has replaced it
+                await self._end()
+            raise
+        except asyncio.CancelledError:
+            if self._mesh is mesh and parent is not None:
+                self._actor = None  # its only thread may read from a lost host until the time-out
+            raise
 
     async def _call(self, endpoint: str, *arguments: Any, what: str) -> Any:
         await self.start()
