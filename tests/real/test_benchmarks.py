@@ -224,6 +224,7 @@ def test_learning_curves_are_those_of_the_runs_that_are_there(whole, tmp_path):
         assert [step for step, _, _ in curve] == [0, NUM_STEPS]
 
 
+@pytest.mark.soak
 def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
     path, plot = tmp_path / "serving.json", tmp_path / "serving.png"
     bench(
@@ -243,6 +244,7 @@ def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
         assert report["ratios"][f"{mode}, over vLLM's own server"]["tokens_per_second"] > 0
 
 
+@pytest.mark.soak
 def test_long_tail_trains_the_same_answers_in_all_modes_and_only_restarts_throw_tokens_away(
     tmp_path,
 ):

@@ -161,6 +161,6 @@ def test_every_number_of_every_configuration_has_a_rule_and_every_rule_a_field()
         (kind, field)
         for kind in kinds
         for field, hint in get_type_hints(kind).items()
-        if hint in (int, float, float | None, tuple[float, float])
+        if hint in (int, float, float | None, tuple[float, float], tuple[int, ...])
     }
     assert numbers == {(kind, field) for kind, rules in RULES.items() for field in rules}

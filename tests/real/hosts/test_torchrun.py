@@ -31,6 +31,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
         run.kill_all()
 
 
+@pytest.mark.soak
 def test_a_run_on_two_nodes_trains_and_leaves_nothing_behind(nodes, tmp_path) -> None:
     run = nodes(*STEPS)
     assert run.wait() == [0, 0], run.log(0) + run.log(1)
