@@ -34,6 +34,7 @@ def report_of(path: Path, picture: Path | None = None) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.soak
 def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
     path = tmp_path / "generation.json"
     bench(

@@ -27,8 +27,8 @@ from torchtitan_rl.launch.lease_folder import Lease
 run_dir = Path(sys.argv[1])
 lease = Lease(run_dir, LeaseTimes(beat_s=0.4, valid_s=1.6, silence_s=2.0, settle_s=2.0))
 lease.acquire(has_kernel_lock=False)
-print("owned", flush=True)
 with open(run_dir / "journal", "a", buffering=1) as journal:
+    print("owned", flush=True)
     while True:
         try:
             lease.check()
