@@ -8,6 +8,9 @@ import os
 
 from hypothesis import settings
 
+# Before a library reads it on import: without a network each try to reach the hub takes 20 s.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

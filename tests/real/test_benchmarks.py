@@ -165,6 +165,7 @@ def peers(tmp_path: Path, *options: str) -> dict[str, Any]:
     return report_of(path)
 
 
+@pytest.mark.soak
 def test_peers_generates_the_fixed_lengths_on_our_side(tmp_path):
     """Our asynchronous side runs; the other two are runs that are there."""
     workload = replace(WORKLOADS["heavy tail"], groups=2, group_size=4, median=4)

@@ -23,6 +23,7 @@ def test_trap_26_at_staleness_0_a_colocated_run_trains_what_a_separate_one_does_
     assert all(row["time/switch_s"] > 0 for row in rows if "train/reward_mean" in row)
 
 
+@pytest.mark.soak
 def test_a_colocated_run_within_a_bound_is_killed_and_goes_on(tmp_path: Path) -> None:
     more = (
         *(*COLOCATED, *ONE_REPLICA),

