@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_rl.sandbox import kernel, namespaces
+from torchtitan_rl.sandbox.cpu_clock import CpuClock
 from torchtitan_rl.sandbox.filters import SyscallFilter
 from torchtitan_rl.sandbox.snippet import run_snippet
 
@@ -94,6 +95,7 @@ class _Keeper:
             os.pipe() for _ in range(3)
         )
         failure, failed = os.pipe()
+        self._clock = CpuClock()
         self._snippet = os.fork()
         if self._snippet == 0:
             run_snippet(
@@ -177,7 +179,7 @@ class _Keeper:
                 more_s, more_bytes = _usage(name)
                 cpu_s += more_s
                 memory_bytes += more_bytes
-        if cpu_s > self._limits["cpu_s"]:
+        if max(cpu_s, self._clock.read_s()) > self._limits["cpu_s"]:
             return "cpu"
         return "memory" if memory_bytes > self._memory_bytes else None
 
@@ -196,7 +198,7 @@ class _Keeper:
 
     def _answer(self, reason: str) -> dict[str, Any]:
         code = os.waitstatus_to_exitcode(self._status or 0)
-        cpu_s = _children_cpu_s()
+        cpu_s = max(_children_cpu_s(), self._clock.read_s())
         if reason == "ended" and code < 0:
             reason = "cpu" if cpu_s > self._limits["cpu_s"] else "killed"
         elif reason == "ended":

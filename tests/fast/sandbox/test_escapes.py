@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from torchtitan_rl.sandbox import kernel
 from torchtitan_rl.sandbox.sandbox import SandboxLimits, SandboxStatus
 
 # Each prints "refused" where it must not succeed.
@@ -216,6 +217,25 @@ def test_it_ends_and_leaves_nothing(what, run, sandbox_and_runner):
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=256)
     assert run(code, limits=limits).status == SandboxStatus(status)
     assert wait_until(lambda: not snippet_processes(sandbox_and_runner[0]))
+
+
+def test_processes_that_nobody_waits_for_do_not_hide_their_time(run):
+    try:
+        os.close(kernel.open_task_clock())
+    except OSError as error:
+        pytest.skip(str(error))
+    code = """
+        import contextlib, os, signal, time
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            if os.fork() == 0:
+                while time.process_time() < 0.01: pass
+                os._exit(0)
+            with contextlib.suppress(ChildProcessError): os.wait()
+        """
+    done = run(textwrap.dedent(code), limits=SandboxLimits(wall_s=10, cpu_s=0.5))
+    assert done.status is SandboxStatus.CPU
+    assert 0.5 < done.cpu_s < 5
 
 
 def test_a_daemon_does_not_outlive_its_snippet(run, sandbox_and_runner):
