@@ -26,7 +26,7 @@ class GeneratorSpec:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     log_dir: Path = Path()
     trace_dir: Path | None = None
-    stream_interval_s: float = 0.02  # between two messages with ends and progress
+    stream_interval_s: float = 0.05  # between two reports of what a request has so far
     sleeps: bool = False  # it shares its devices, and frees their memory when it sleeps
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 

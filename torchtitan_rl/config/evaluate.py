@@ -180,6 +180,11 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
     at_once = options.max_rollouts or 2 * generator.replicas * generator.max_running_requests
     if isinstance(config.task, AgentTask) and options.max_rollouts is None:
         at_once = min(at_once, config.endpoint.max_concurrent_requests)
+    if options.max_rollouts and options.max_rollouts < samples:
+        raise ConfigError(
+            f"--max-rollouts is {options.max_rollouts}: the {samples} samples of a problem run "
+            f"together; give at least {samples}, or fewer --samples"
+        )
     groups_at_once = max(1, at_once // samples)
     run = prepare_generation(config, num_rollouts=groups_at_once * samples)
     models = find_models(options.models, run.policy_dir)
@@ -215,7 +220,7 @@ def _option_errors(options: EvalConfig) -> list[str]:
     errors += [
         f"--temperatures has {t}: give 0 (greedy) or {MIN_TEMPERATURE} or more" for t in cold
     ]
-    if len(set(options.temperatures)) < len(options.temperatures):
+    if len({f"{one:g}" for one in options.temperatures}) < len(options.temperatures):
         errors.append("--temperatures: one is given twice; give each one once")
     return errors
 

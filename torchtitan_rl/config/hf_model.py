@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rope_fields import rope_scaling, rope_theta, rope_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         raise ConfigError(f"policy.checkpoint: {path} is no JSON object")
     if reasons := _unsupported(config):
         raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
-    rope, family = _rope(config), FAMILIES[config["model_type"]]
+    rope, family = rope_scaling(config), FAMILIES[config["model_type"]]
     return PolicyArchitecture(
         dim=config["hidden_size"],
         hidden_dim=config["intermediate_size"],
@@ -122,7 +123,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         head_dim=_head_dim(config),
         vocab_size=config["vocab_size"],
         norm_eps=config.get("rms_norm_eps", _NORM_EPS),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_theta=float(rope_theta(config)),
         rope_scaling=_llama3_scaling(rope),
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias,
@@ -209,8 +210,8 @@ def _unsupported_sizes(config: dict[str, Any]) -> list[str]:
 
 
 def _unsupported_rope(config: dict[str, Any]) -> list[str]:
-    rope = _rope(config)
-    kind = _rope_type(rope)
+    rope = rope_scaling(config)
+    kind = rope_type(rope)
     if kind not in ("default", "llama3"):
         return [f"rope_type {kind!r} is not supported; use default or llama3"]
     if kind == "llama3" and (missing := [name for name in _LLAMA3 if name not in rope]):
@@ -243,13 +244,8 @@ def _dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of transformers 5, or ``rope_scaling`` of 4."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
 def _llama3_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
-    if _rope_type(rope) != "llama3":
+    if rope_type(rope) != "llama3":
         return None
     return Llama3Scaling(
         scaling_factor=rope["factor"],
@@ -257,7 +253,3 @@ def _llama3_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
         high_freq_factor=rope["high_freq_factor"],
         original_max_position_embeddings=rope["original_max_position_embeddings"],
     )
-
-
-def _rope_type(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")

@@ -46,7 +46,10 @@ class EndpointConfig:
     max_queued_requests: int = 1024
     """Requests that queue; others are refused with 429."""
     interval_s: float = 0.02
-    """Seconds between two batches of progress, from the replicas and to the endpoint."""
+    """Seconds between two batches of messages between the controller and the endpoint."""
+    stream_interval_s: float = 0.05
+    """Seconds between two pieces of a streamed answer. Shorter ones have fewer tokens, and each
+    costs CPU time."""
     session_timeout_s: float = 600.0
     """Seconds after which a session without a request or a reward is abandoned."""
     start_timeout_s: float = 300.0

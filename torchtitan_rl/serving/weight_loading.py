@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncReport
 from torchtitan_rl.serving.messages import CommandName, Handler, refused
 from torchtitan_rl.weights.handle import WeightHandle
@@ -187,7 +188,8 @@ def _config(directory: Path) -> dict[str, Any]:
     return _json_object(directory / "config.json")
 
 
-def _require_equal_configs(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+def _require_equal_configs(config: dict[str, Any], served: dict[str, Any]) -> None:
+    config, served = with_flat_rope(config), with_flat_rope(served)
     for name in sorted((config.keys() & served.keys()) - _IGNORED_FIELDS):
         if config[name] != served[name]:
             raise ValueError(

@@ -18,7 +18,7 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 
 MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
 SYNC = WeightSyncConfig(mode="drain")
-ENDPOINT = EndpointConfig(enabled=True, port=0, interval_s=0.5, reasoning_parser="qwen3")
+ENDPOINT = EndpointConfig(enabled=True, port=0, stream_interval_s=0.5, reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])

@@ -135,6 +135,8 @@ def test_agents_get_an_endpoint(tmp_path: Path) -> None:
         ({"problems": 5000}, "--problems is 5000: the validation set has 1024 problems"),
         ({"temperatures": (-1.0,)}, "--temperatures is (-1.0,)"),
         ({"temperatures": (0.5, 0.5)}, "--temperatures: one is given twice"),
+        ({"temperatures": (0.33333333, 0.33333334)}, "--temperatures: one is given twice"),
+        ({"max_rollouts": 3, "samples": 4}, "--max-rollouts is 3: the 4 samples of a problem"),
         ({"output": Path("/proc/none")}, "--output is /proc/none"),
     ],
 )

@@ -42,7 +42,6 @@ class GeneratorRank:
             )
         self.server = EngineServer(
             self._loop,
-            interval_s=spec.stream_interval_s,
             idle_s=min(IDLE_S, spec.generator.stall_timeout_s / 4),
             stall_timeout_s=spec.generator.stall_timeout_s,
         )

@@ -239,7 +239,7 @@ def _generator_spec(
         weight_sync=config.weight_sync if isinstance(config, RunConfig) else WeightSyncConfig(),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
-        stream_interval_s=config.endpoint.interval_s,
+        stream_interval_s=config.endpoint.stream_interval_s,
         sleeps=prepared.plan.is_shared,
         reasoning_parser=config.endpoint.reasoning_parser,
     )

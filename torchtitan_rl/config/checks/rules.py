@@ -184,6 +184,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "max_concurrent_requests": _count(1, 1 << 20),
         "max_queued_requests": _count(0),
         "interval_s": Bounds(least=0.001, most=60.0),
+        "stream_interval_s": Bounds(least=0.001, most=60.0),
         "session_timeout_s": Bounds(least=1.0, most=MAX_SECONDS),
         "start_timeout_s": Bounds(least=1.0, most=MAX_SECONDS),
         "threads": _THREADS,
