@@ -33,6 +33,7 @@ lives = WorkerLives(
     memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
     silence_s=1.5,
+    unused_s=0.5,
     end_s=float(sys.argv[4]),
 )
 with stopped_by_signals(lives):
@@ -52,9 +53,13 @@ BEATS = "note_beat(); time.sleep(0.2)\n"
 
 
 class Worker:
-    def __init__(self, life: str, log: Path, *, end_s: float = 30.0) -> None:
+    def __init__(
+        self, life: str, log: Path, *, end_s: float = 30.0, memory: int | None = None
+    ) -> None:
         self.log = log
         self.memory = log.with_suffix(".memory")
+        if memory is not None:
+            self.memory.write_text(str(memory))
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -121,6 +126,31 @@ def test_a_life_whose_controller_was_never_there_waits_for_it(start):
     worker.until(lambda text: "lives at" in text)
     time.sleep(2.5)
     assert len(addresses(worker.log.read_text())) == 1
+
+
+def test_after_a_lost_run_a_life_that_nobody_uses_is_given_up_for_the_next_port(start):
+    used = f"if sys.argv[1] == {ADDRESS!r}: note_beat()\n"
+    worker = start(f"{used}time.sleep(1000)")
+    text = worker.until(lambda text: len(addresses(text)) == 4)
+    assert addresses(text) == list(life_addresses(ADDRESS)[:4])
+    assert text.count("the run that was lost did not come back for ") == 2
+    worker.stop()
+    again = start("time.sleep(1000)", memory=15)
+    text = again.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == ["tcp://127.0.0.2:26615", ADDRESS]
+    assert again.memory.read_text() == "0"
+
+
+def test_a_life_with_a_connection_is_not_given_up_yet(start):
+    listens = "import socket\nserver = socket.create_server(('127.0.0.2', int(sys.argv[1][-5:])))\n"
+    worker = start(
+        f"{listens}print('ready', flush=True)\nheld = server.accept()\ntime.sleep(1000)", memory=1
+    )
+    worker.until(lambda text: "ready" in text)
+    with socket.create_connection(("127.0.0.2", 26601)):
+        time.sleep(2.0)
+        assert len(addresses(worker.log.read_text())) == 1
+    worker.until(lambda text: len(addresses(text)) == 2)
 
 
 def test_beats_keep_a_life_and_its_run_s_end_gives_the_next_one_the_same_port(start):
