@@ -4,10 +4,10 @@ A life ends when its run has ended, when it is given up (see `patience`), when t
 itself, or when the worker is told to stop. Then every process that it started is killed, whoever
 their parents are by now, and a new life begins.
 
-A controller may not be able to attach an address again that it lost. So the life after one that did
-not end with its run has the next of the worker's addresses: same host, next port, the first one
-after the last; see `life_addresses`. Which one that is outlives the worker, in a file: the one that
-is started in its place begins there.
+Neither a controller nor the processes of its run can connect to an address again that they lost
+(Monarch 0.7). So the life after one that did not end with its run has the next of the worker's
+addresses: same host, next port, the first one after the last; see `life_addresses`. Which one that
+is outlives the worker, in a file: the one that is started in its place begins there.
 
 Invariant: two lives never overlap, and nothing of a life outlives it, except for a process that the
 kernel does not end (state D), which the worker names.
@@ -39,8 +39,8 @@ from torchtitan_rl.launch.patience import UNUSED_S, Patience, unused_limit_s
 from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
 from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
 
-NUM_LIFE_PORTS = 16
-"""How many ports a worker may use, from the one of its address on."""
+NUM_LIFE_PORTS = 100
+"""How many ports a worker may use, from the one of its address on: as many as a run can lose it."""
 ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
 MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
 
@@ -50,26 +50,28 @@ _LOOK_S = 0.5
 _GUARD_S = 5.0  # for published weights to be removed
 _END_S = 30.0  # for killed processes to end
 _QUICK_S = 5.0  # a life that ends sooner did not listen
+_MAX_FAILURES = 16  # of such lives in a row
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 _TRY_S = 2.0  # to connect
+_NUM_TRIES = 32  # at once
 
 
-def life_addresses(address: str) -> tuple[str, ...]:
+def life_addresses(address: str, num_ports: int = NUM_LIFE_PORTS) -> tuple[str, ...]:
     """Where a worker of ``address`` may listen: this port and those that follow it.
 
     >>> life_addresses("tcp://10.0.0.2:26600")[:2]
     ('tcp://10.0.0.2:26600', 'tcp://10.0.0.2:26601')
     """
     first = Address.parse(address)
-    ports = range(first.port, min(first.port + NUM_LIFE_PORTS, 1 << 16))
+    ports = range(first.port, min(first.port + num_ports, 1 << 16))
     return tuple(str(replace(first, port=port)) for port in ports)
 
 
 def listening(address: str) -> list[str]:
     """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
     addresses = life_addresses(address)
-    with ThreadPoolExecutor(len(addresses), thread_name_prefix="worker") as pool:
+    with ThreadPoolExecutor(_NUM_TRIES, thread_name_prefix="worker") as pool:
         accepted = pool.map(accepts, addresses)
         return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
 
@@ -147,12 +149,13 @@ class WorkerLives:
         *,
         memory: Path,
         say: Callable[[str], None],
+        num_ports: int = NUM_LIFE_PORTS,
         silence_s: float = CONTROLLER_LOST_S,
         unused_s: float = UNUSED_S,
         end_s: float = _END_S,
     ) -> None:
         self._command = command
-        self._addresses = life_addresses(address)
+        self._addresses = life_addresses(address, num_ports)
         self._memory = memory
         self._say = say
         self._silence_s = silence_s
@@ -177,7 +180,7 @@ class WorkerLives:
                 break
             was_quick = end is _End.FAILED and time.monotonic() - started_s < _QUICK_S
             num_failures = num_failures + 1 if was_quick else 0
-            if num_failures >= len(self._addresses):
+            if num_failures >= min(len(self._addresses), _MAX_FAILURES):
                 self._say(f"gave up: none of {self._addresses[0]} and the next ports can be used")
                 return 1
             if end is _End.RUN_ENDED:

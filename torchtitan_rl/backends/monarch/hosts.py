@@ -118,11 +118,13 @@ class Hosts:
         facts: Sequence[HostFacts] = (),
         *,
         wanted: _Wanted | None = None,
+        own: str = "",
         ip: str = "127.0.0.1",
     ) -> None:
         self.facts = tuple(facts)
         self._hosts = list(hosts)
         self._wanted = wanted
+        self._own = own  # the controller's address
         self._ip = ip
         self._attempts = {host.index: Attempts() for host in hosts}
 
@@ -164,7 +166,8 @@ class Hosts:
         """
         name, attempts = self._hosts[index].name, self._attempts[index]
         found = await asyncio.to_thread(listening, name)
-        address = attempts.choose(time.monotonic(), found)
+        others = [one for one in found if one != self._own]
+        address = attempts.choose(time.monotonic(), others)
         if address is None:
             return None
         try:
@@ -189,6 +192,9 @@ class Hosts:
             await mesh.initialized
             agent = _spawn_agent(mesh, name)
             answer = await agent.answer.call_one(wanted.checkpoint)
+        if answer.worker not in ("", name):
+            await _end_run(agent)
+            raise ValueError(f"there listens the worker of {answer.worker}")
         if why := refusal(wanted.here, {name: answer}):
             await _end_run(agent)
             raise why
@@ -272,6 +278,7 @@ def attach(
         ],
         [here.facts if text == LOCAL else answers[text].facts for text in launch.attach],
         wanted=_Wanted(checkpoint=checkpoint, here=here),
+        own=str(own or ""),
         ip=ip,
     )
 

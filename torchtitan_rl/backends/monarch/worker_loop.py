@@ -17,7 +17,11 @@ _POLL_S = 0.1
 def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from monarch.actor import start_worker_loop_forever
+    from monarch.config import configure
 
+    # A controller's messages arrive in their order, and some that it has sent are lost with a
+    # connection: Monarch would hold back all that follow, and no other attempt to attach succeeds.
+    configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
     try:
