@@ -32,7 +32,7 @@ lives = WorkerLives(
     sys.argv[2],
     memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
-    silence_s=1.5,
+    silence_s=float(sys.argv[5]),
     unused_s=0.5,
     end_s=float(sys.argv[4]),
 )
@@ -54,7 +54,13 @@ BEATS = "note_beat(); time.sleep(0.2)\n"
 
 class Worker:
     def __init__(
-        self, life: str, log: Path, *, end_s: float = 30.0, memory: int | None = None
+        self,
+        life: str,
+        log: Path,
+        *,
+        end_s: float = 30.0,
+        silence_s: float = 1.5,
+        memory: int | None = None,
     ) -> None:
         self.log = log
         self.memory = log.with_suffix(".memory")
@@ -70,6 +76,7 @@ class Worker:
                     ADDRESS,
                     str(self.memory),
                     str(end_s),
+                    str(silence_s),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=output,
@@ -185,9 +192,8 @@ def test_the_ports_of_a_worker_follow_the_one_of_its_address():
 
 
 def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start):
-    worker = start("note_beat()\ntime.sleep(1000)")
-    worker.until(lambda text: "lives at" in text)
-    time.sleep(1.0)  # the worker looks at it every half second
+    worker = start("note_beat()\ntime.sleep(1000)", silence_s=100.0)
+    worker.until(lambda text: worker.memory.exists())
     worker.stop()
     again = start("note_run_end()\ntime.sleep(1000)")
     text = again.until(lambda text: len(addresses(text)) == 2)

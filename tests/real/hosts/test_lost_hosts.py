@@ -144,6 +144,7 @@ def test_a_host_whose_first_attachment_fails_is_taken_back_by_a_later_one(tmp_pa
         life.resume()
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
+        assert f"host0 is back, at {address}" in run.said()
 
 
 @pytest.mark.soak
