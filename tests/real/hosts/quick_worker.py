@@ -20,7 +20,6 @@ if __name__ == "__main__":
         memory=Path(memory),
         say=lambda line: print(f"worker: {line}", flush=True),
         silence_s=float(seconds),
-        unused_s=100.0,  # an attempt to attach it that failed is repeated before
     )
     with stopped_by_signals(lives):
         sys.exit(lives.run())

@@ -48,6 +48,12 @@ class Scenario:
         wait_until(lambda: "listening" in worker.text(), "the worker listens")
         return worker
 
+    def start_worker_without_memory(self) -> None:
+        """As in a container that is made anew."""
+        (self.root / "memory").unlink()
+        (self.root / "worker.log").unlink()
+        self.worker = self._start_worker()
+
     @property
     def address(self) -> str:
         return f"tcp://{self.there.address}:{self.port}"
@@ -144,7 +150,22 @@ def test_a_host_whose_first_attachment_fails_is_taken_back_by_a_later_one(tmp_pa
         life.resume()
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
-        assert f"host0 is back, at {address}" in run.said()
+
+
+@pytest.mark.soak
+def test_a_worker_that_was_killed_and_begins_again_at_its_first_port_is_taken_back(
+    tmp_path, checkpoint
+):
+    with scenario(tmp_path, checkpoint) as run:
+        controller = run.watch(300)
+        run.until_event("spawned")
+        run.worker.signal(9)
+        run.worker.wait(20)
+        wait_until(lambda: run.runs_there() == [], "what it has started ends with it")
+        run.start_worker_without_memory()
+        run.until_event("back")
+        assert controller.wait(120) == 0, controller.text()[-3000:]
+        assert f"host0 is back, at {run.address}" in run.said()
 
 
 @pytest.mark.soak

@@ -19,8 +19,8 @@ def main() -> int:
     from monarch.actor import start_worker_loop_forever
     from monarch.config import configure
 
-    # A controller's messages arrive in their order, and some that it has sent are lost with a
-    # connection: Monarch would hold back all that follow, and no other attempt to attach succeeds.
+    # Of the messages that a controller has sent to this address some are lost, with a life or an
+    # attempt to attach. Monarch would hold back all that follow. Their order is that of the channel.
     configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
