@@ -20,7 +20,7 @@ def main() -> int:
     from monarch.config import configure
 
     # Of the messages that a controller has sent to this address some are lost, with a life or an
-    # attempt to attach. Monarch would hold back all that follow. Their order is that of the channel.
+    # attempt to attach: Monarch would hold back all that follow. Their channel keeps the order.
     configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
