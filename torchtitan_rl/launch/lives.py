@@ -71,8 +71,9 @@ def life_addresses(address: str, num_ports: int = NUM_LIFE_PORTS) -> tuple[str, 
 def listening(address: str) -> list[str]:
     """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
     addresses = life_addresses(address)
+    ips = _ips(address)
     with ThreadPoolExecutor(_NUM_TRIES, thread_name_prefix="worker") as pool:
-        accepted = pool.map(accepts, addresses)
+        accepted = pool.map(lambda one: _accepts(ips, one), addresses)
         return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
 
 
@@ -88,12 +89,24 @@ def find_lives(workers: Sequence[str]) -> dict[str, str]:
 
 def accepts(address: str) -> bool:
     """Whether something listens there. Blocks."""
-    parsed = Address.parse(address)
+    return _accepts(_ips(address), address)
+
+
+def _ips(address: str) -> list[str]:
+    """Of its host; empty where the name is not known."""
     try:
-        socket.create_connection((parsed.host, parsed.port), timeout=_TRY_S).close()
+        found = socket.getaddrinfo(Address.parse(address).host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False
-    return True
+        return []
+    return [str(place[0]) for *_, place in found]
+
+
+def _accepts(ips: Sequence[str], address: str) -> bool:
+    for ip in ips:
+        with contextlib.suppress(OSError):
+            socket.create_connection((ip, Address.parse(address).port), timeout=_TRY_S).close()
+            return True
+    return False
 
 
 def claim_life() -> bool:
