@@ -67,10 +67,10 @@ def test_an_attempt_that_fails_is_said_and_others_follow() -> None:
 
 
 def test_a_lost_host_is_not_attached_at_once_where_it_was_lost() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with socket.create_server(("127.0.0.77", 0)) as server:
+        address = f"tcp://127.0.0.77:{server.getsockname()[1]}"
         mesh = cast(Any, None)
-        lost = Host(index=0, name=address, ip="127.0.0.1", mesh=mesh, address=address)
+        lost = Host(index=0, name=address, ip="127.0.0.77", mesh=mesh, address=address)
         hosts = Hosts([lost], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
         hosts.lose(lost)
         assert lost.lost.is_set()
