@@ -46,7 +46,7 @@ from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
 from torchtitan_rl.tasks import cancel_all
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
-_WORKER_PORTS = 16  # of one worker
+_WORKER_PORTS = 16  # of one worker, where they are given
 _AGAIN_S = 5.0  # before a worker that ended is started again
 _END_S = 30.0  # for a process to end once it was told to
 
@@ -166,6 +166,7 @@ class _Launcher:
         launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
         address = _address(launch, await self._host(launch))
         command = [*self._program, "worker", "--address", str(address)]
+        command += ["--ports", str(_WORKER_PORTS)] if launch.port else []
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -18,7 +18,12 @@ from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
 from torchtitan_rl.launch.listening import why_not_listen
-from torchtitan_rl.launch.lives import MEMORY_VARIABLE, WorkerLives, stopped_by_signals
+from torchtitan_rl.launch.lives import (
+    MEMORY_VARIABLE,
+    NUM_LIFE_PORTS,
+    WorkerLives,
+    stopped_by_signals,
+)
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
 _LIFE = "torchtitan_rl.backends.monarch.worker_loop"
@@ -32,7 +37,10 @@ class WorkerOptions:
     address: str
     """Where to listen, and nowhere else: ``tls://10.0.0.2:26600``, an address of this machine that
     the controller and the other hosts can reach. After the loss of a controller, or of the
-    connection to it, the worker moves on to the next port: the 15 that follow must be open, too."""
+    connection to it, the worker moves on to the next port."""
+    ports: int = NUM_LIFE_PORTS
+    """How many ports it may use, from the one of its address on; all must be open. A run that has
+    lost this host as often cannot take it back."""
     keys: Path | None = None
     """This host's folder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
     allow_plain_tcp: bool = False
@@ -54,6 +62,8 @@ def main(words: Sequence[str]) -> int:
         allow_plain_tcp=options.allow_plain_tcp,
         is_own=True,
     )
+    if options.ports < 1:
+        errors.append(f"--ports is {options.ports}: give at least 1")
     if errors:
         raise ConfigError(errors)
     own = Address.parse(options.address)
@@ -64,6 +74,7 @@ def main(words: Sequence[str]) -> int:
         life_command,
         options.address,
         memory=_memory(own),
+        num_ports=options.ports,
         say=lambda line: print(f"worker: {line}", flush=True),
     )
     with stopped_by_signals(lives) as received:

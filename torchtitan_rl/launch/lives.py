@@ -1,12 +1,13 @@
 """A worker's lives: one process, with all its descendants, for each run that uses this host.
 
-A life ends when its run has ended, when the controller was silent for too long (see `silence`),
-when the process ends by itself, or when the worker is told to stop. Then every process that it
-started is killed, whoever their parents are by now, and a new life begins.
+A life ends when its run has ended, when it is given up (see `patience`), when the process ends by
+itself, or when the worker is told to stop. Then every process that it started is killed, whoever
+their parents are by now, and a new life begins.
 
-A controller cannot attach an address again that it lost. So the life after one that did not end
-with its run has the next of the worker's addresses: same host, next port; see `life_addresses`.
-Which one that is outlives the worker, in a file: the one that is started in its place begins there.
+Neither a controller nor the processes of its run can connect to an address again that they lost
+(Monarch 0.7). So the life after one that did not end with its run has the next of the worker's
+addresses: same host, next port, the first one after the last; see `life_addresses`. Which one that
+is outlives the worker, in a file: the one that is started in its place begins there.
 
 Invariant: two lives never overlap, and nothing of a life outlives it, except for a process that the
 kernel does not end (state D), which the worker names.
@@ -27,17 +28,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.silence import CONTROLLER_LOST_S, Silence
+from torchtitan_rl.launch.patience import UNUSED_S, Patience, unused_limit_s
+from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
 from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
 
-NUM_LIFE_PORTS = 16
-"""How many ports a worker may use, from the one of its address on."""
+NUM_LIFE_PORTS = 100
+"""How many ports a worker may use, from the one of its address on: as many as a run can lose it."""
 ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
 MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
 
@@ -47,27 +50,30 @@ _LOOK_S = 0.5
 _GUARD_S = 5.0  # for published weights to be removed
 _END_S = 30.0  # for killed processes to end
 _QUICK_S = 5.0  # a life that ends sooner did not listen
+_MAX_FAILURES = 16  # of such lives in a row
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 _TRY_S = 2.0  # to connect
+_NUM_TRIES = 32  # at once
 
 
-def life_addresses(address: str) -> tuple[str, ...]:
+def life_addresses(address: str, num_ports: int = NUM_LIFE_PORTS) -> tuple[str, ...]:
     """Where a worker of ``address`` may listen: this port and those that follow it.
 
     >>> life_addresses("tcp://10.0.0.2:26600")[:2]
     ('tcp://10.0.0.2:26600', 'tcp://10.0.0.2:26601')
     """
     first = Address.parse(address)
-    ports = range(first.port, min(first.port + NUM_LIFE_PORTS, 1 << 16))
+    ports = range(first.port, min(first.port + num_ports, 1 << 16))
     return tuple(str(replace(first, port=port)) for port in ports)
 
 
 def listening(address: str) -> list[str]:
     """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
     addresses = life_addresses(address)
-    with ThreadPoolExecutor(len(addresses), thread_name_prefix="worker") as pool:
-        accepted = pool.map(accepts, addresses)
+    ips = _ips(address)
+    with ThreadPoolExecutor(_NUM_TRIES, thread_name_prefix="worker") as pool:
+        accepted = pool.map(lambda one: _accepts(ips, one), addresses)
         return [one for one, is_there in zip(addresses, accepted, strict=True) if is_there]
 
 
@@ -83,12 +89,24 @@ def find_lives(workers: Sequence[str]) -> dict[str, str]:
 
 def accepts(address: str) -> bool:
     """Whether something listens there. Blocks."""
-    parsed = Address.parse(address)
+    return _accepts(_ips(address), address)
+
+
+def _ips(address: str) -> list[str]:
+    """Of its host; empty where the name is not known."""
     try:
-        socket.create_connection((parsed.host, parsed.port), timeout=_TRY_S).close()
+        found = socket.getaddrinfo(Address.parse(address).host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False
-    return True
+        return []
+    return [str(place[0]) for *_, place in found]
+
+
+def _accepts(ips: Sequence[str], address: str) -> bool:
+    for ip in ips:
+        with contextlib.suppress(OSError):
+            socket.create_connection((ip, Address.parse(address).port), timeout=_TRY_S).close()
+            return True
+    return False
 
 
 def claim_life() -> bool:
@@ -122,6 +140,15 @@ def _sign(text: str) -> None:
     unfinished.replace(path)
 
 
+class _End(Enum):
+    """How a life ended."""
+
+    RUN_ENDED = auto()
+    LOST = auto()  # its controller, or the process itself while it had one
+    UNUSED = auto()  # no controller came
+    FAILED = auto()  # the process ended before one came
+
+
 class WorkerLives:
     """Runs ``command(address)`` again and again until `stop`.
 
@@ -135,14 +162,17 @@ class WorkerLives:
         *,
         memory: Path,
         say: Callable[[str], None],
+        num_ports: int = NUM_LIFE_PORTS,
         silence_s: float = CONTROLLER_LOST_S,
+        unused_s: float = UNUSED_S,
         end_s: float = _END_S,
     ) -> None:
         self._command = command
-        self._addresses = life_addresses(address)
+        self._addresses = life_addresses(address, num_ports)
         self._memory = memory
         self._say = say
         self._silence_s = silence_s
+        self._unused_s = unused_s
         self._end_s = end_s
         self._stopped = threading.Event()
 
@@ -153,38 +183,50 @@ class WorkerLives:
     def run(self) -> int:
         """All lives; returns 0 once stopped, 1 where no address can be listened on."""
         _adopt_orphans()
-        index, num_failures = self._remembered(), 0
+        remembered = self._remembered()
+        index, num_failures = remembered or 0, 0
+        num_unused = None if remembered is None else 0  # since a run was lost that may look for it
         while not self._stopped.is_set():
             started_s = time.monotonic()
-            has_run_ended = self._live(index)
+            end = self._live(index, num_unused)
             if self._stopped.is_set():
                 break
-            was_quick = time.monotonic() - started_s < _QUICK_S and not has_run_ended
+            was_quick = end is _End.FAILED and time.monotonic() - started_s < _QUICK_S
             num_failures = num_failures + 1 if was_quick else 0
-            if num_failures >= len(self._addresses):
+            if num_failures >= min(len(self._addresses), _MAX_FAILURES):
                 self._say(f"gave up: none of {self._addresses[0]} and the next ports can be used")
                 return 1
-            index = 0 if has_run_ended else (index + 1) % len(self._addresses)
+            if end is _End.RUN_ENDED:
+                index, num_unused = 0, None
+                continue
+            index = self._after(index)
+            if end is _End.LOST:
+                num_unused = 0
+            elif end is _End.UNUSED and num_unused is not None:
+                num_unused += 1
         return 0
 
-    def _remembered(self) -> int:
-        """Where the first life begins: at 0, if the last one ended with its run or had none."""
+    def _after(self, index: int) -> int:
+        return (index + 1) % len(self._addresses)
+
+    def _remembered(self) -> int | None:
+        """Where the first life begins; None if the last one ended with its run or had none."""
         try:
             return int(self._memory.read_text()) % len(self._addresses)
         except (OSError, ValueError):
-            return 0
+            return None
 
-    def _remember(self, index: int) -> None:
-        next_index = index % len(self._addresses)
+    def _remember(self, index: int | None) -> None:
         with contextlib.suppress(OSError):  # then the next worker begins at 0
-            if next_index == 0:
+            if index is None:
                 self._memory.unlink(missing_ok=True)
                 return
             self._memory.parent.mkdir(parents=True, exist_ok=True)
-            self._memory.write_text(str(next_index))
+            self._memory.write_text(str(index))
 
-    def _live(self, index: int) -> bool:
-        """One life; returns whether it ended because its run had."""
+    def _live(self, index: int, num_unused: int | None) -> _End:
+        """One life, after so many that the controller of a lost run did not use; None where no run
+        was lost."""
         address = self._addresses[index]
         with _sign_file() as sign:
             environment = {
@@ -195,9 +237,15 @@ class WorkerLives:
             process = subprocess.Popen(
                 self._command(address), env=environment, start_new_session=True
             )
+            patience = Patience(
+                time.monotonic(),
+                unused_s=None if num_unused is None else unused_limit_s(num_unused, self._unused_s),
+                silence_s=self._silence_s,
+            )
             try:
-                cause = self._watch(process, sign, index)
+                cause = self._watch(process, sign, index, patience)
             finally:
+                has_failed = process.poll() is not None
                 left = end_descendants(self._end_s)
             if left:
                 pids = ", ".join(map(str, left))
@@ -205,15 +253,24 @@ class WorkerLives:
             if cause:
                 ended = "" if left else "; its processes have ended"
                 self._say(f"{address}: {cause}{ended}")
-            has_run_ended = sign.read_text() == _ENDED
-            if has_run_ended:
-                self._remember(0)
-            return has_run_ended
+            heard = sign.read_text()
+            if heard == _ENDED:
+                self._remember(None)
+                return _End.RUN_ENDED
+            if heard:
+                return _End.LOST
+            if has_failed:
+                return _End.FAILED
+            if cause:
+                self._remember(self._after(index))
+            return _End.UNUSED
 
-    def _watch(self, process: subprocess.Popen[bytes], sign: Path, index: int) -> str:
+    def _watch(
+        self, process: subprocess.Popen[bytes], sign: Path, index: int, patience: Patience
+    ) -> str:
         """Why this life is over; empty where the worker was stopped."""
-        silence = Silence(time.monotonic())
         has_run = False
+        port = Address.parse(self._addresses[index]).port
         while not self._stopped.wait(_LOOK_S):
             if process.poll() is not None:
                 return f"the worker process ended with code {process.returncode}"
@@ -222,11 +279,22 @@ class WorkerLives:
                 return "the run has ended"
             if heard and not has_run:
                 has_run = True
-                self._remember(index + 1)
-            silent_s = silence.look(time.monotonic(), heard)
-            if heard and silent_s >= self._silence_s:
-                return f"nothing was heard from the controller for {silent_s:.0f} s"
+                self._remember(self._after(index))
+            if cause := patience.look(
+                time.monotonic(), heard, lambda: _is_contacted(process.pid, port)
+            ):
+                return cause
         return ""
+
+
+def _is_contacted(pid: int, port: int) -> bool:
+    """Whether this process has a connection that came in at its port."""
+    with contextlib.suppress(psutil.Error):
+        return any(
+            one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
+            for one in psutil.Process(pid).net_connections("tcp")
+        )
+    return False
 
 
 def end_descendants(within_s: float) -> list[int]:

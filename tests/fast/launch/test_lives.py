@@ -32,7 +32,8 @@ lives = WorkerLives(
     sys.argv[2],
     memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
-    silence_s=1.5,
+    silence_s=float(sys.argv[5]),
+    unused_s=0.5,
     end_s=float(sys.argv[4]),
 )
 with stopped_by_signals(lives):
@@ -52,9 +53,19 @@ BEATS = "note_beat(); time.sleep(0.2)\n"
 
 
 class Worker:
-    def __init__(self, life: str, log: Path, *, end_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        life: str,
+        log: Path,
+        *,
+        end_s: float = 30.0,
+        silence_s: float = 1.5,
+        memory: int | None = None,
+    ) -> None:
         self.log = log
         self.memory = log.with_suffix(".memory")
+        if memory is not None:
+            self.memory.write_text(str(memory))
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -65,6 +76,7 @@ class Worker:
                     ADDRESS,
                     str(self.memory),
                     str(end_s),
+                    str(silence_s),
                 ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=output,
@@ -123,6 +135,31 @@ def test_a_life_whose_controller_was_never_there_waits_for_it(start):
     assert len(addresses(worker.log.read_text())) == 1
 
 
+def test_after_a_lost_run_a_life_that_nobody_uses_is_given_up_for_the_next_port(start):
+    used = f"if sys.argv[1] == {ADDRESS!r}: note_beat()\n"
+    worker = start(f"{used}time.sleep(1000)")
+    text = worker.until(lambda text: len(addresses(text)) == 4)
+    assert addresses(text) == list(life_addresses(ADDRESS)[:4])
+    assert text.count("the run that was lost did not come back for ") == 2
+    worker.stop()
+    again = start("time.sleep(1000)", memory=99)
+    text = again.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == ["tcp://127.0.0.2:26699", ADDRESS]
+    assert again.memory.read_text() == "0"
+
+
+def test_a_life_with_a_connection_is_not_given_up_yet(start):
+    listens = "import socket\nserver = socket.create_server(('127.0.0.2', int(sys.argv[1][-5:])))\n"
+    worker = start(
+        f"{listens}print('ready', flush=True)\nheld = server.accept()\ntime.sleep(1000)", memory=1
+    )
+    worker.until(lambda text: "ready" in text)
+    with socket.create_connection(("127.0.0.2", 26601)):
+        time.sleep(2.0)
+        assert len(addresses(worker.log.read_text())) == 1
+    worker.until(lambda text: len(addresses(text)) == 2)
+
+
 def test_beats_keep_a_life_and_its_run_s_end_gives_the_next_one_the_same_port(start):
     worker = start(f"for _ in range(15): {BEATS}note_run_end()\ntime.sleep(1000)")
     text = worker.until(lambda text: len(addresses(text)) == 2)
@@ -150,13 +187,13 @@ def test_a_process_that_does_not_end_is_named_and_holds_up_no_other_life(start):
 
 def test_the_ports_of_a_worker_follow_the_one_of_its_address():
     assert life_addresses("tls://[::1]:65534") == ("tls://[::1]:65534", "tls://[::1]:65535")
-    assert len(life_addresses(ADDRESS)) == 16
+    assert len(life_addresses(ADDRESS)) == 100
+    assert len(life_addresses(ADDRESS, 16)) == 16
 
 
 def test_a_worker_that_is_started_again_does_not_begin_where_a_run_lost_it(start):
-    worker = start("note_beat()\ntime.sleep(1000)")
-    worker.until(lambda text: "lives at" in text)
-    time.sleep(1.0)  # the worker looks at it every half second
+    worker = start("note_beat()\ntime.sleep(1000)", silence_s=100.0)
+    worker.until(lambda text: worker.memory.exists())
     worker.stop()
     again = start("note_run_end()\ntime.sleep(1000)")
     text = again.until(lambda text: len(addresses(text)) == 2)

@@ -17,6 +17,7 @@ from tests.real.hosts.harness import Host, HostProcess, make_hosts, namespaces_a
 from torchtitan_rl.launch.silence import CONTROLLER_LOST_S, HOST_LOST_S
 
 LOST_WITHIN_S = 15.0  # what users are promised; Monarch itself is quicker, in general
+LIFE = "torchtitan_rl.backends.monarch.worker_loop"
 SILENCE_S = 8.0  # of a quick worker, instead of CONTROLLER_LOST_S
 
 
@@ -47,16 +48,22 @@ class Scenario:
         wait_until(lambda: "listening" in worker.text(), "the worker listens")
         return worker
 
+    def start_worker_without_memory(self) -> None:
+        """As in a container that is made anew."""
+        (self.root / "memory").unlink()
+        (self.root / "worker.log").unlink()
+        self.worker = self._start_worker()
+
     @property
     def address(self) -> str:
         return f"tcp://{self.there.address}:{self.port}"
 
     def watch(
-        self, seconds: float, *, log: str = "controller.log", port: int = 26700
+        self, seconds: float, *, log: str = "controller.log", port: int = 26700, losses: int = 1
     ) -> HostProcess:
         words = python(
             *("-m", "tests.real.hosts.watch_scenario", f"tcp://{self.here.address}:{port}"),
-            *(self.address, str(self.policy), str(self.folder), str(seconds)),
+            *(self.address, str(self.policy), str(self.folder), str(seconds), str(losses)),
         )
         return self.here.start(words, log=self.root / log)
 
@@ -67,11 +74,21 @@ class Scenario:
     def event(self, name: str) -> dict[str, Any] | None:
         return next((event for event in self.events() if event["event"] == name), None)
 
+    def said(self) -> list[str]:
+        return [event["line"] for event in self.events() if event["event"] == "said"]
+
+    def num(self, name: str) -> int:
+        return sum(event["event"] == name for event in self.events())
+
     def until_event(self, name: str) -> dict[str, Any]:
         wait_until(lambda: self.event(name) is not None, f"{name}: {self.events()}")
         event = self.event(name)
         assert event is not None
         return event
+
+    def life(self) -> psutil.Process:
+        """The process of the worker's life."""
+        return next(one for one in self.there.processes() if LIFE in one.cmdline())
 
     def runs_there(self) -> list[psutil.Process]:
         """What the run has started on the worker's host."""
@@ -106,8 +123,8 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back_and_its_files_are_brought
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
         assert run.until_event("left")
-        said = [event["line"] for event in run.events() if event["event"] == "said"]
-        assert any(f"host0 is back, at tcp://{run.there.address}:26601" in line for line in said)
+        at = f"host0 is back, at tcp://{run.there.address}:26601"
+        assert any(at in line for line in run.said())
         assert "nothing was heard from the controller" in run.worker.text()
         wait_until(lambda: run.runs_there() == [], "the worker ends what the run left")
         for name in ("replica0", "replica0-2"):
@@ -116,6 +133,52 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back_and_its_files_are_brought
         clocks = json.loads((run.folder / "traces" / "clocks.json").read_text())
         assert abs(clocks["host0"]["ahead_ns"]) <= 10**8  # it is the same clock
         assert run.worker.is_running
+
+
+@pytest.mark.soak
+def test_a_host_whose_first_attachment_fails_is_taken_back_by_a_later_one(tmp_path, checkpoint):
+    with scenario(tmp_path, checkpoint) as run:
+        controller = run.watch(300)
+        run.until_event("spawned")
+        run.life().kill()
+        wait_until(lambda: ":26601" in run.worker.text(), "the next life listens")
+        life = run.life()
+        life.suspend()  # it accepts connections, and says nothing
+        address = f"tcp://{run.there.address}:26601"
+        failed = f"host0 listens again, and it was not attached at {address} (no answer)"
+        wait_until(lambda: any(failed in line for line in run.said()), "the first attempt fails")
+        life.resume()
+        run.until_event("back")
+        assert controller.wait(120) == 0, controller.text()[-3000:]
+
+
+@pytest.mark.soak
+def test_a_worker_that_was_killed_and_begins_again_at_its_first_port_is_taken_back(
+    tmp_path, checkpoint
+):
+    with scenario(tmp_path, checkpoint) as run:
+        controller = run.watch(300)
+        run.until_event("spawned")
+        run.worker.signal(9)
+        run.worker.wait(20)
+        wait_until(lambda: run.runs_there() == [], "what it has started ends with it")
+        run.start_worker_without_memory()
+        run.until_event("back")
+        assert controller.wait(120) == 0, controller.text()[-3000:]
+        assert f"host0 is back, at {run.address}" in run.said()
+
+
+@pytest.mark.soak
+def test_a_host_is_taken_back_however_often_it_is_lost(tmp_path, checkpoint):
+    losses = 20
+    with scenario(tmp_path, checkpoint) as run:
+        controller = run.watch(1200, losses=losses)
+        for number in range(losses):
+            num_spawned = number + 1
+            wait_until(lambda: run.num("spawned") == num_spawned, f"{run.events()}")  # noqa: B023
+            run.life().kill()
+        assert controller.wait(120) == 0, controller.text()[-3000:]
+        assert run.num("back") == losses
 
 
 @pytest.mark.soak

@@ -1,11 +1,13 @@
 """A controller that only attaches to a worker and watches its host: ``python -m
-tests.real.hosts.watch_scenario OWN WORKER POLICY FOLDER SECONDS``. Prints what happens, a JSON line
-each, with the seconds since its start.
+tests.real.hosts.watch_scenario OWN WORKER POLICY FOLDER SECONDS LOSSES``. Ends after that time, or
+once the host was lost and is back so many times. Prints what happens, a JSON line each, with the
+seconds since its start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -25,7 +27,7 @@ def tell(event: str, **details: Any) -> None:
     print(json.dumps({"event": event, "at_s": seconds, **details}), flush=True)
 
 
-async def watch(hosts: Any, folder: Path, seconds: float) -> None:
+async def watch(hosts: Any, folder: Path, seconds: float, num_losses: int) -> None:
     from monarch.actor import Actor, endpoint
 
     from torchtitan_rl.backends.monarch.host_watch import HostWatch
@@ -63,21 +65,21 @@ async def watch(hosts: Any, folder: Path, seconds: float) -> None:
         say=lambda line: tell("said", line=line),
         on_lost=on_lost,
     ) as watching:
-        first = await spawn("replica0")
-        try:
+        meshes = [await spawn("replica0")]
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await is_lost.wait()
-                await watching.wait_until_there(0)
-                tell("back")
-                again = await spawn("replica0-2")
-                await stop_processes(again)
-                await stop_processes(first)  # is lost: returns at once
-        except TimeoutError:
-            await stop_processes(first)
+                for number in range(2, num_losses + 2):
+                    await is_lost.wait()
+                    is_lost.clear()
+                    await watching.wait_until_there(0)
+                    tell("back")
+                    meshes.append(await spawn(f"replica0-{number}"))
+        for mesh in meshes:  # those that are lost return at once
+            await stop_processes(mesh)
 
 
 def main() -> None:
-    own, worker, policy, folder, seconds = sys.argv[1:]
+    own, worker, policy, folder, seconds, losses = sys.argv[1:]
     launch = LaunchConfig(attach=(worker,), address=own, allow_plain_tcp=True)
     set_monarch_environment(None, Address.parse(own), field="launch.keys")
     from torchtitan_rl.backends.monarch.host_agent import describe_host
@@ -87,7 +89,7 @@ def main() -> None:
     lives = find_lives([worker])
     hosts = attach(launch, Address.parse(own), lives=lives, checkpoint=policy, here=here)
     tell("attached", lives=lives)
-    asyncio.run(watch(hosts, Path(folder), float(seconds)))
+    asyncio.run(watch(hosts, Path(folder), float(seconds), int(losses)))
     hosts.detach()
     tell("left")
 

@@ -15,10 +15,10 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from torchtitan_rl.backends.monarch.hosts import AddressesUsedError, Host, Hosts
+from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
-from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, HOST_LOST_S, Silence
+from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
 from torchtitan_rl.observability.clock_offset import ClockOffset, RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
 from torchtitan_rl.observability.trace import write_clocks
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _LAST_FILES_S = 20.0  # for what the processes wrote at their end
 _FILES_TIMEOUT_S = 30.0
-_NEXT_LIFE_S = CONTROLLER_LOST_S + 10.0  # until a worker listens on its next port
 _NUM_ROUND_TRIPS = 64
 _UNREACHABLE = (TimeoutError, ActorError, SupervisionError)
 
@@ -111,7 +110,7 @@ class HostWatch:
     async def _watch(self, host: Host) -> None:
         while True:
             cause = await self._beat_until_lost(host)
-            host.lost.set()
+            self._hosts.lose(host)
             self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
             self._on_lost(host.index, cause)
             back = await self._look_for(host.index)
@@ -150,29 +149,22 @@ class HostWatch:
 
     async def _look_for(self, index: int) -> Host | None:
         """The host once it is back; None where it may not come back."""
-        name, said = host_name(index), set[str]()
-
-        def say_once(line: str) -> None:
-            if line not in said:
-                said.add(line)
-                self._say(line)
-
-        num_used = 0
+        name, is_busy = host_name(index), False
         while True:
             await asyncio.sleep(BEAT_S)
             try:
                 host = await self._hosts.attach_again(index)
-            except AddressesUsedError as error:
-                num_used += 1
-                if num_used * BEAT_S > _NEXT_LIFE_S:
-                    say_once(f"{name} is out of use until the run is resumed: {error}")
-                continue
             except HostsBusyError:
-                say_once(f"{name} serves another run, and is used again once that has ended")
+                if not is_busy:
+                    self._say(f"{name} serves another run, and is used again once that has ended")
+                is_busy = True
                 continue
             except ConfigError as error:
-                self._say(f"{host_name(index)} is back and cannot be used: {error}")
+                self._say(f"{name} is back and cannot be used: {error}")
                 return None
+            except NotAttachedError as error:
+                self._say(f"{name} listens again, and {error}")
+                continue
             if host is not None:
                 return host
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from threading import Event
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
+from torchtitan_rl.launch.attempts import Attempts
 from torchtitan_rl.launch.lives import accepts, listening
 from torchtitan_rl.weights.transport import host_name
 
@@ -47,7 +49,9 @@ logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 _AGAIN_TIMEOUT_S = 30.0
 _POLL_S = 0.1
+_MAX_CAUSE = 300  # characters
 _AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
+_ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
 _CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for who is trusted
 
 
@@ -92,8 +96,8 @@ class Host:
         return _FarProcesses(host=self, pids=pids)
 
 
-class AddressesUsedError(TorchtitanRLError):
-    """A lost host listens only where this run has attached it, or has tried to."""
+class NotAttachedError(TorchtitanRLError):
+    """A lost host listens, and could not be attached; it is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +118,15 @@ class Hosts:
         facts: Sequence[HostFacts] = (),
         *,
         wanted: _Wanted | None = None,
+        own: str = "",
         ip: str = "127.0.0.1",
     ) -> None:
         self.facts = tuple(facts)
         self._hosts = list(hosts)
         self._wanted = wanted
+        self._own = own  # the controller's address
         self._ip = ip
-        self._used = {host.address for host in hosts}  # Monarch attaches none of them again
+        self._attempts = {host.index: Attempts() for host in hosts}
 
     def __getitem__(self, index: int) -> Host:
         if index == CONTROLLER_HOST or not self._hosts:
@@ -145,44 +151,54 @@ class Hosts:
         """All but this machine."""
         return [host for host in self._hosts if host.agent is not None]
 
+    def lose(self, host: Host) -> None:
+        """It is given up, until it is attached again."""
+        host.lost.set()
+        self._attempts[host.index].note_loss(time.monotonic(), host.address)
+
     async def attach_again(self, index: int) -> Host | None:
-        """A lost host, if its worker listens by now, else None.
+        """A lost host, if its worker listens by now and is due for an attempt, else None.
 
         Raises:
+            NotAttachedError: the attempt has failed.
             HostsBusyError: its worker serves another run by now.
-            AddressesUsedError: its worker listens, and cannot be attached there again.
             ConfigError: it has other code or another policy than before.
         """
-        lost, wanted = self._hosts[index], self._wanted
+        name, attempts = self._hosts[index].name, self._attempts[index]
+        found = await asyncio.to_thread(listening, name)
+        others = [one for one in found if one != self._own]
+        address = attempts.choose(time.monotonic(), others)
+        if address is None:
+            return None
+        try:
+            self._hosts[index] = await self._attached(index, name, address)
+        except HostsBusyError:
+            attempts.note_failure(time.monotonic(), address)
+            raise
+        except _ATTACH_ERRORS as error:
+            pause_s = attempts.note_failure(time.monotonic(), address)
+            cause = shorten(str(error), _MAX_CAUSE) or "no answer"
+            raise NotAttachedError(
+                f"it was not attached at {address} ({cause}), where it is not tried again for "
+                f"{pause_s:.0f} s"
+            ) from error
+        return self._hosts[index]
+
+    async def _attached(self, index: int, name: str, address: str) -> Host:
+        wanted = self._wanted
         assert wanted is not None
-        found = await asyncio.to_thread(listening, lost.name)
-        if found and self._used.issuperset(found):
-            raise AddressesUsedError(f"it listens on {', '.join(found)}, which was used before")
-        for address in found:
-            if address in self._used:
-                continue
-            self._used.add(address)
-            try:
-                async with asyncio.timeout(_AGAIN_TIMEOUT_S):
-                    mesh = attach_to_workers(ca=_CA, workers=[address])
-                    await mesh.initialized
-                    agent = _spawn_agent(mesh, lost.name)
-                    answer = await agent.answer.call_one(wanted.checkpoint)
-            except (
-                TimeoutError,
-                ActorError,
-                SupervisionError,
-                RuntimeError,
-                ValueError,
-            ) as error:
-                logger.warning("%s was not attached again: %s", address, error or "no answer")
-                continue
-            if why := refusal(wanted.here, {lost.name: answer}):
-                await _end_run(agent)
-                raise why
-            self._hosts[index] = _far_host(index, lost.name, address, mesh, agent, answer)
-            return self._hosts[index]
-        return None
+        async with asyncio.timeout(_AGAIN_TIMEOUT_S):
+            mesh = attach_to_workers(ca=_CA, workers=[address])
+            await mesh.initialized
+            agent = _spawn_agent(mesh, name)
+            answer = await agent.answer.call_one(wanted.checkpoint)
+        if answer.worker not in ("", name):
+            await _end_run(agent)
+            raise ValueError(f"there listens the worker of {answer.worker}")
+        if why := refusal(wanted.here, {name: answer}):
+            await _end_run(agent)
+            raise why
+        return _far_host(index, name, address, mesh, agent, answer)
 
     def detach(self) -> None:
         """End what runs on the other hosts; their workers stay, for the next run. Blocks until
@@ -262,6 +278,7 @@ def attach(
         ],
         [here.facts if text == LOCAL else answers[text].facts for text in launch.attach],
         wanted=_Wanted(checkpoint=checkpoint, here=here),
+        own=str(own or ""),
         ip=ip,
     )
 

@@ -17,7 +17,11 @@ _POLL_S = 0.1
 def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from monarch.actor import start_worker_loop_forever
+    from monarch.config import configure
 
+    # Of the messages that a controller has sent to this address some are lost, with a life or an
+    # attempt to attach: Monarch would hold back all that follow. Their channel keeps the order.
+    configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
     try:
