@@ -7,6 +7,7 @@ it, also where its controller is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -75,14 +76,19 @@ def main(words: Sequence[str]) -> int:
         options.address,
         memory=_memory(own),
         num_ports=options.ports,
-        say=lambda line: print(f"worker: {line}", flush=True),
+        say=_say,
     )
     with stopped_by_signals(lives) as received:
         code = lives.run()
     if received:
-        print(f"worker: stopped by {signal.Signals(received[0]).name}", flush=True)
+        _say(f"stopped by {signal.Signals(received[0]).name}")
         return 128 + received[0]
     return code
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end
+        print(f"worker: {line}", flush=True)
 
 
 def life_command(address: str) -> list[str]:

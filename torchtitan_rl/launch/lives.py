@@ -175,6 +175,7 @@ class WorkerLives:
         self._unused_s = unused_s
         self._end_s = end_s
         self._stopped = threading.Event()
+        self._others: Sequence[psutil.Process] = ()  # children that no life has started
 
     def stop(self, *_: Any) -> None:
         """End the life that runs, and begin no other; also as a signal handler."""
@@ -183,6 +184,7 @@ class WorkerLives:
     def run(self) -> int:
         """All lives; returns 0 once stopped, 1 where no address can be listened on."""
         _adopt_orphans()
+        self._others = psutil.Process().children()
         remembered = self._remembered()
         index, num_failures = remembered or 0, 0
         num_unused = None if remembered is None else 0  # since a run was lost that may look for it
@@ -246,7 +248,7 @@ class WorkerLives:
                 cause = self._watch(process, sign, index, patience)
             finally:
                 has_failed = process.poll() is not None
-                left = end_descendants(self._end_s)
+                left = end_descendants(self._end_s, self._others)
             if left:
                 pids = ", ".join(map(str, left))
                 self._say(f"{address}: processes that were killed do not end: {pids}")
@@ -297,15 +299,16 @@ def _is_contacted(pid: int, port: int) -> bool:
     return False
 
 
-def end_descendants(within_s: float) -> list[int]:
+def end_descendants(within_s: float, others: Sequence[psutil.Process] = ()) -> list[int]:
     """Kill all descendants of this process, which must have adopted orphans, until none is left, or
-    for so long; returns the ids of those that are left.
+    for so long; returns the ids of those that are left. ``others`` are spared with theirs: a shell
+    may have given this process children of its own, such as the reader of its output.
 
     The guards of published weights, which end by themselves once they have removed them, get a few
     seconds for it.
     """
     started_s = time.monotonic()
-    while (children := _children()) and time.monotonic() - started_s < within_s:
+    while (children := _children(others)) and time.monotonic() - started_s < within_s:
         spares_guards = time.monotonic() - started_s < _GUARD_S
         for process in children:
             with contextlib.suppress(psutil.Error):
@@ -318,9 +321,13 @@ def end_descendants(within_s: float) -> list[int]:
     return [process.pid for process in children]
 
 
-def _children() -> list[psutil.Process]:
+def _children(others: Sequence[psutil.Process]) -> list[psutil.Process]:
+    spared = set(others)
+    for one in others:
+        with contextlib.suppress(psutil.Error):
+            spared.update(one.children(recursive=True))
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if _is_running(process)]
+    return [process for process in found if process not in spared and _is_running(process)]
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Worker:
         end_s: float = 30.0,
         silence_s: float = 1.5,
         memory: int | None = None,
+        starter: Sequence[str] = (),
     ) -> None:
         self.log = log
         self.memory = log.with_suffix(".memory")
@@ -69,6 +70,7 @@ class Worker:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
+                    *starter,
                     sys.executable,
                     "-c",
                     WORKER,
@@ -173,6 +175,16 @@ def test_a_worker_that_is_stopped_leaves_no_process(start):
     processes = worker.descendants()
     assert worker.stop() == 0
     assert not [process for process in processes if process.is_running()]
+
+
+def test_a_child_that_the_shell_gave_it_outlives_its_lives(start):
+    worker = start("note_run_end()", starter=("sh", "-c", 'sleep 1000 & exec "$@"', "sh"))
+    worker.until(lambda text: len(addresses(text)) >= 2)
+    sleeping = [one for one in worker.descendants() if one.name() == "sleep"]
+    reader = min(sleeping, key=lambda one: one.create_time())
+    worker.stop()
+    assert reader.is_running()
+    reader.kill()
 
 
 def test_a_process_that_does_not_end_is_named_and_holds_up_no_other_life(start):
