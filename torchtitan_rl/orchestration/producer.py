@@ -52,6 +52,7 @@ class Producer:
         self._recorded = recorded
         # Oldest first; a restarted group has its cancelled task too, until that ends.
         self._group_of: dict[asyncio.Task[None], str] = {}
+        self._restarted: set[asyncio.Task[None]] = set()  # cancelled, and may still get tokens
         self._failure: BaseException | None = None  # the first of a group's task
         self._skipped_in_a_row = 0
 
@@ -95,7 +96,8 @@ class Producer:
             old = self._newest_task(name)
             if old is not None:
                 old.cancel()
-            self._ledger.discard_tokens(name, "restarted", self._ledger.tokens_of(name))
+                self._restarted.add(old)
+            self._discard_restarted(name)
             entry = self._buffer.restart(name, version=self._state.version)
             if not self._is_over():
                 self._launch(entry, after=old)
@@ -140,8 +142,14 @@ class Producer:
         tasks = reversed(self._group_of.items())
         return next((task for task, name in tasks if name == group_id), None)
 
+    def _discard_restarted(self, group_id: str) -> None:
+        self._ledger.discard_tokens(group_id, "restarted", self._ledger.tokens_of(group_id))
+
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        del self._group_of[task]
+        group_id = self._group_of.pop(task)
+        if task in self._restarted:
+            self._restarted.remove(task)
+            self._discard_restarted(group_id)  # of requests that ended before they were cancelled
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._state.notify()

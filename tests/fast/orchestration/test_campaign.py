@@ -20,13 +20,16 @@ from tests.campaign.case import Case, run_case
 from tests.campaign.plan import draw
 
 _CASES = 300
+_ONCE_FAILED = [
+    7003223  # a request of a restarted group that ended before the cancellation reached it
+]
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     context = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context, initializer=prepare_process) as pool:
-        return list(pool.map(run_case, range(_CASES), chunksize=10))
+        return list(pool.map(run_case, [*range(_CASES), *_ONCE_FAILED], chunksize=10))
 
 
 def test_whatever_fails_and_wherever_every_invariant_holds_after_each_life(
