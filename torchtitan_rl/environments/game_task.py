@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ TEXTS = ("system", "prompt", "reply", "invalid_reply")
 _MAX_SEED = 2_000_000_000  # and the seeds that follow it, in 32 bits
 _MAX_PROBLEMS = 100_000_000
 _MAX_REWARD = 1e6
+_TOLERANCE = 1e-9  # of sums of rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,9 @@ class GameTask(Task):
     """With ``discounted``, step ``n`` counts ``discount**n``, the first with ``n = 0``."""
     invalid_reward: float = 0.0
     """Added to the rollout's reward for each answer that is no action."""
+    solved_at: float = 1.0
+    """Reward from which a game counts as solved (pass@k). Give less where
+    ``discounted`` or ``invalid_reward`` take from the reward of a game that is won."""
     num_problems: int = 10_000
     """Seeds in an epoch, those for validation included."""
     validation_share: float = 0.1
@@ -102,6 +107,9 @@ class GameTask(Task):
         )
         return MessageTokenEnv(env, renderer)
 
+    def success_reward(self) -> float:
+        return self.solved_at - _TOLERANCE
+
     def errors(self) -> list[str]:
         found = pattern_errors("answer_pattern", self.answer_pattern)
         for name in TEXTS:
@@ -114,6 +122,8 @@ class GameTask(Task):
                 f"task.invalid_reward={self.invalid_reward}: must be between -{_MAX_REWARD:g} and "
                 f"{_MAX_REWARD:g}"
             )
+        if not math.isfinite(self.solved_at):
+            found.append(f"task.solved_at={self.solved_at}: must be finite")
         if not 1 <= self.num_problems <= _MAX_PROBLEMS:
             found.append(f"task.num_problems={self.num_problems}: must be 1 to {_MAX_PROBLEMS}")
         if not 0 < self.validation_share < 1:

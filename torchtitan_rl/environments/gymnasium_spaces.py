@@ -10,6 +10,20 @@ from typing import Any
 from torchtitan_rl.environments.games import InvalidActionError
 
 _FEW = 20  # numbers that are listed one by one
+_NUMBERS: dict[str, tuple[type, ...]] = {  # by numpy's kinds
+    "i": (int,),
+    "u": (int,),
+    "f": (int, float),
+    "b": (bool,),
+}
+_NO_ACTION = (  # what JSON of another shape raises
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 _MARKED = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -39,16 +53,13 @@ def read_action(space: Any, names: Sequence[str], text: str) -> Any:
     for number, name in enumerate(names):
         if " ".join(name.split()).casefold() == wanted:
             return space.start + number
-    if kind == "Text":
-        action: Any = text
-    else:
-        try:
-            action = _from_json(space, json.loads(text))
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            raise InvalidActionError(f"{_short(text)!r} is no action.") from None
-    if not space.contains(action):
-        raise InvalidActionError(f"{_short(text)!r} is no action.")
-    return action
+    try:
+        action = text if kind == "Text" else _from_json(space, json.loads(text))
+        if space.contains(action):
+            return action
+    except _NO_ACTION:
+        pass
+    raise InvalidActionError(f"{_short(text)!r} is no action.")
 
 
 def names_error(space: Any, names: Sequence[str]) -> str | None:
@@ -89,16 +100,67 @@ def _from_json(space: Any, value: Any) -> Any:
 
     kind = type(space).__name__
     if kind == "Discrete":
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError("not a whole number")
-        return value
+        return _whole(value)
     if kind == "Text":
         return value
-    if kind == "Tuple":
-        return tuple(map(_from_json, space.spaces, value))
     if kind == "Dict":
+        if value.keys() != space.spaces.keys():
+            raise ValueError("other names")
         return {name: _from_json(space.spaces[name], value[name]) for name in space.spaces}
-    return np.asarray(value, dtype=space.dtype)
+    if kind in ("Tuple", "Sequence", "OneOf", "Graph") and not isinstance(value, list):
+        raise ValueError("not a list")
+    if kind == "Tuple":
+        return tuple(_from_json(one, part) for one, part in zip(space.spaces, value, strict=True))
+    if kind == "Sequence":
+        return _sequence(space, [_from_json(space.feature_space, part) for part in value])
+    if kind == "OneOf":
+        index, chosen = value
+        return np.int64(_whole(index)), _from_json(space.spaces[index], chosen)
+    if kind == "Graph":
+        return _graph(space, *value)
+    return _array(space, value)
+
+
+def _sequence(space: Any, parts: list[Any]) -> Any:
+    if not space.stack:
+        return tuple(parts)
+    from gymnasium.vector.utils import concatenate, create_empty_array
+
+    feature = space.feature_space
+    return concatenate(feature, parts, create_empty_array(feature, len(parts)))
+
+
+def _graph(space: Any, nodes: Any, edges: Any, links: Any) -> Any:
+    import numpy as np
+    from gymnasium.spaces import GraphInstance
+
+    return GraphInstance(
+        _array(space.node_space, nodes),
+        None if edges is None else _array(space.edge_space, edges),
+        None if links is None else np.asarray([[_whole(end) for end in link] for link in links]),
+    )
+
+
+def _array(space: Any, value: Any) -> Any:
+    """Of numbers as they are: none is rounded, and no text is read as one."""
+    import numpy as np
+
+    array = np.asarray(value, dtype=space.dtype)
+    if not _all_of(_NUMBERS[array.dtype.kind], value):
+        raise ValueError("other numbers")
+    return array
+
+
+def _all_of(kinds: Sequence[type], value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_all_of(kinds, one) for one in value)
+    return type(value) in kinds
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("not a whole number")
+    return value
 
 
 def _plain(value: Any) -> Any:

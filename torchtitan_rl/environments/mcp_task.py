@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -25,6 +28,8 @@ from torchtitan_rl.types import Problem
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
+_ANSWER_TIMEOUT_S = 10.0
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has them
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpSession]] = WeakKeyDictionary()
 
 
@@ -128,13 +133,40 @@ class McpTask(DataTask):
         found = super().errors()
         if not self.servers:
             found.append("task.servers is empty: give a server")
-        for name, server in self.servers.items():
-            found += server.errors(f"task.servers.{name}")
         try:
             require("mcp", "mcp")
         except ConfigError as error:
             found.append(f"task: {error}")
+        for name, server in self.servers.items():
+            wrong = server.errors(f"task.servers.{name}")
+            found += wrong or _absences(f"task.servers.{name}", server)
         return found
+
+
+def _absences(name: str, server: McpServer) -> list[str]:
+    """What a server needs and this machine does not have."""
+    found = []
+    env = {key: os.path.expandvars(value) for key, value in server.env.items()}
+    for kind, values in (("env", server.env), ("headers", server.headers)):
+        for key, value in values.items():
+            names = [one.strip("{}") for one in _VARIABLE.findall(value)]
+            if unset := [one for one in names if one not in os.environ]:
+                found.append(f"{name}.{kind}: {key} names {unset[0]}, which is not set; export it")
+    if server.command and shutil.which(server.command[0], path=env.get("PATH")) is None:
+        program = server.command[0]
+        found.append(f"{name}.command: there is no program {program!r}; install it, or give a path")
+    if server.url and not found:
+        import httpx
+
+        try:
+            with httpx.stream("HEAD", server.url, timeout=_ANSWER_TIMEOUT_S):
+                pass  # any answer will do
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            found.append(
+                f"{name}.url={server.url!r}: no server answers ({type(error).__name__}: {error}); "
+                "start it before the run"
+            )
+    return found
 
 
 def sharing_servers(task: Task) -> Task:

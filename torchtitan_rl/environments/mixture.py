@@ -16,6 +16,8 @@ from torchtitan_rl.types import Problem, Rollout
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
+_SAME = 1e-6  # rewards from which a problem counts as solved; some leave room for rounding
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureTask(Task):
@@ -52,7 +54,7 @@ class MixtureTask(Task):
         return _Rubrics(rubrics)
 
     def success_reward(self) -> float:
-        return next(iter(self.tasks.values())).success_reward()
+        return min(task.success_reward() for task in self.tasks.values())
 
     def errors(self) -> list[str]:
         found = [] if self.tasks else ["task.tasks is empty: give a task with a name"]
@@ -67,8 +69,13 @@ class MixtureTask(Task):
             for name, weight in self.weights.items()
             if name not in self.tasks or not 0 < weight < math.inf
         ]
-        if len({task.success_reward() for task in self.tasks.values()}) > 1:
-            found.append("task.tasks: the parts have different success_reward; make them equal")
+        solved_at = {name: task.success_reward() for name, task in self.tasks.items()}
+        if solved_at and max(solved_at.values()) - min(solved_at.values()) > _SAME:
+            given = ", ".join(f"{name} {reward:g}" for name, reward in solved_at.items())
+            found.append(
+                "task.tasks: all parts must count as solved from the same reward (`solved_at`, or "
+                f"`success_reward`); it is {given}"
+            )
         return found
 
 

@@ -23,8 +23,11 @@ from torchtitan_rl.config.checks.resume import (
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
+from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.training.checkpoint_files import seal
 
 TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
@@ -126,6 +129,47 @@ def test_fields_of_another_version_of_the_program_are_passed_over() -> None:
     del older["rollout.advantage"]
     older["rollout.forgotten"] = 3
     assert resume_errors(older, identity(TINY)) == []
+
+
+def square(value: float) -> float:
+    return value * value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(MixtureTask):
+    measures: tuple[Any, ...] = (square,)
+
+
+def mixed(**parts: Task) -> RunConfig:
+    return dataclasses.replace(TINY, task=Measured(tasks=dict(parts)))
+
+
+def test_parts_of_a_mixture_are_compared_by_their_fields() -> None:
+    one = DataTask(train=("a.jsonl",))
+    before = identity(mixed(a=one, b=one))
+    (error,) = resume_errors(
+        before, identity(mixed(a=dataclasses.replace(one, prompt="{x}"), b=one))
+    )
+    assert error.startswith("task.tasks.a.prompt is {x}: the run to be resumed has {")
+    (error,) = resume_errors(before, identity(mixed(a=one)))
+    assert error.startswith("task.tasks (types) is ['a: DataTask']: ")
+    (error,) = resume_errors(identity(mixed()), before)
+    assert error.startswith("task.tasks (types) is ['a: DataTask', 'b: DataTask']: ")
+    older = {name: value for name, value in before.items() if name != "task.tasks.a.prompt"}
+    assert resume_errors(older, identity(mixed(a=one, b=one))) == []
+
+
+def test_functions_are_compared_by_their_names() -> None:
+    now = identity(mixed(a=DataTask(train=("a.jsonl",))))
+    assert now["task.measures"] == [f"{__name__}:square"]
+
+
+def test_of_long_values_the_difference_is_shown() -> None:
+    before = {"task.words": "a" * 2000 + "b" + "c" * 2000}
+    (error,) = resume_errors(before, {"task.words": "a" * 2000 + "d" + "c" * 2000})
+    assert "aaadccc" in error
+    assert "aaabccc" in error
+    assert len(error) < 300
 
 
 def started(folder: Path) -> RunConfig:

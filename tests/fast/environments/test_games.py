@@ -153,6 +153,13 @@ def test_each_problem_is_a_seed_and_the_splits_have_none_in_common() -> None:
     assert not seeds["train"] & seeds["validation"]
 
 
+def test_a_game_whose_reward_is_less_when_won_can_be_solved() -> None:
+    rewards = GameRewards(total="discounted", discount=0.9, invalid=0.0)
+    won = rewards.of([0.0, 0.0, 1.0], 0)
+    assert won < CountdownTask().success_reward() <= 1.0
+    assert won >= CountdownTask(solved_at=0.81).success_reward()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,6 +167,7 @@ def test_each_problem_is_a_seed_and_the_splits_have_none_in_common() -> None:
         ({"reply": "{"}, "task.reply='{': "),
         ({"discount": 0.0}, "task.discount=0.0: must be above 0, and at most 1"),
         ({"invalid_reward": float("nan")}, "task.invalid_reward=nan: must be between"),
+        ({"solved_at": float("inf")}, "task.solved_at=inf: must be finite"),
         ({"num_problems": 0}, "task.num_problems=0: must be 1 to "),
         ({"validation_share": 1.0}, "task.validation_share=1.0: must be between 0 and 1"),
         ({"data_seed": -1}, "task.data_seed=-1: must be 0 to "),

@@ -108,6 +108,11 @@ SPACES = [
     spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (1,)))),
     spaces.Dict({"move": spaces.Discrete(3), "say": spaces.Text(3)}),
     spaces.Text(5),
+    spaces.Box(0, 255, (2,), dtype="uint8"),
+    spaces.Sequence(spaces.Discrete(3)),
+    spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True),
+    spaces.OneOf((spaces.Discrete(3), spaces.Text(5))),
+    spaces.Graph(spaces.Discrete(3), spaces.Box(0, 1, (1,))),
 ]
 
 
@@ -128,6 +133,28 @@ def test_every_action_of_a_space_can_be_written(space: Any) -> None:
     text = action if isinstance(space, spaces.Text) else observation_text(action)
     read = read_action(space, (), text)
     assert observation_text(read) == observation_text(action)
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (spaces.MultiDiscrete([2, 3]), "[0.9, 1.7]"),
+        (spaces.MultiDiscrete([2, 3]), "[true, 1]"),
+        (spaces.MultiBinary(2), '["1", "0"]'),
+        (spaces.Box(0, 255, (2,), dtype="uint8"), "[0.5, 3]"),
+        (spaces.Box(0, 1, (1,)), '["0.5"]'),
+        (spaces.Tuple((spaces.Discrete(3), spaces.Discrete(2))), "[0, 1, 7]"),
+        (spaces.Dict({"a": spaces.Discrete(3)}), '{"a": 1, "b": 2}'),
+        (spaces.OneOf((spaces.Discrete(3), spaces.Text(5))), "[true, 1]"),
+        (spaces.OneOf((spaces.Discrete(3), spaces.Text(5))), "[-1, 1]"),
+        (spaces.Graph(spaces.Discrete(3), spaces.Box(0, 1, (1,))), "[3, null, null]"),
+        (spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), "[0.5]"),
+    ],
+    ids=str,
+)
+def test_what_is_nearly_an_action_is_not_made_one(space: Any, text: str) -> None:
+    with pytest.raises(InvalidActionError):
+        read_action(space, (), text)
 
 
 def test_what_can_be_chosen_is_said() -> None:

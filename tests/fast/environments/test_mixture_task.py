@@ -100,6 +100,12 @@ def test_a_part_that_ranks_its_group_does_so_in_a_mixture() -> None:
         assert [score.reward for score in scores] == rewards
 
 
+def test_parts_may_differ_by_what_they_leave_for_rounding() -> None:
+    task = mixture(a=Part(), b=Part(solved_at=1.0 - 1e-9))
+    assert task.errors() == []
+    assert task.success_reward() == 1.0 - 1e-9
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
@@ -107,7 +113,11 @@ def test_a_part_that_ranks_its_group_does_so_in_a_mixture() -> None:
         (mixture(**{"a": Part(), "b/c": Part()}), "task.tasks has 'b/c': give a name without /"),
         (mixture(a=Part(size=0)), "task.tasks.a.size=0: must be above 0"),
         (replace(mixture(b=Part())), "task.weights.a is 2.0: give a weight above 0, of a name"),
-        (mixture(a=Part(), b=Part(solved_at=0.5)), "task.tasks: the parts have different"),
+        (
+            mixture(a=Part(), b=Part(solved_at=0.5)),
+            "task.tasks: all parts must count as solved from the same reward (`solved_at`, or "
+            "`success_reward`); it is a 1, b 0.5",
+        ),
     ],
 )
 def test_what_is_wrong_names_the_part(task: MixtureTask, message: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,7 @@ _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoin
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_LONG_CHARS, _CONTEXT_CHARS = 200, 40  # of values in messages
 _EDGE_BYTES = 1 << 16  # read of each end of a weight file; its header is at the front
 
 
@@ -138,10 +140,31 @@ def _error(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
             "policy.checkpoint holds another model than the run began with; give that one, or "
             "another name to start anew"
         )
+    now, before = _around_difference(str(current[name]), str(saved[name]))
     return (
-        f"{name} is {current[name]}: the run to be resumed has {saved[name]}; give that, or "
-        "another name to start anew"
+        f"{name} is {now}: the run to be resumed has {before}; give that, or another name to start "
+        "anew"
     )
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    """Two texts that differ; of long ones the part in which they do.
+
+    >>> _around_difference("a" * 500 + "b" + "c" * 500, "a" * 501 + "c" * 500)[0]
+    '...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaabcccccccccccccccccccccccccccccccccccccccc...'
+    """
+    if max(len(one), len(other)) <= _LONG_CHARS:
+        return one, other
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    first = max(0, same - _CONTEXT_CHARS)
+    first_mark = "..." if first else ""
+
+    def cut(text: str) -> str:
+        end = same + _CONTEXT_CHARS + 1
+        return f"{first_mark}{text[first:end]}{'...' if len(text) > end else ''}"
+
+    return cut(one), cut(other)
 
 
 def _is_free(name: str) -> bool:
@@ -157,14 +180,34 @@ def _flatten(config: Any, prefix: str) -> dict[str, Any]:
             continue
         if dataclasses.is_dataclass(value):
             flat |= _flatten(value, f"{name}.")
-        else:
+            continue
+        if _are_parts(value):
+            flat[f"{name} (types)"] = [
+                f"{part}: {type(one).__name__}" for part, one in value.items()
+            ]
+            for part, one in value.items():
+                flat |= _flatten(one, f"{name}.{part}.")
+        if not value or not _are_parts(value):
             flat[name] = _plain(value)
     return flat
 
 
+def _are_parts(value: Any) -> bool:
+    """Dataclasses by name, or none yet."""
+    return isinstance(value, dict) and all(
+        dataclasses.is_dataclass(one) and not isinstance(one, type) for one in value.values()
+    )
+
+
+def _function_name(value: Any) -> str:
+    if not inspect.isroutine(value):
+        raise TypeError
+    return f"{value.__module__}:{value.__qualname__}"
+
+
 def _plain(value: Any) -> Any:
-    """As JSON gives it back; what JSON has no word for by its text."""
+    """As JSON gives it back; functions by their names, what else it has no word for by its text."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, default=_function_name))
     except (TypeError, ValueError):
         return repr(value)
