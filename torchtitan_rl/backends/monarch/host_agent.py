@@ -18,10 +18,10 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.checks.machine import machine_facts
-from torchtitan_rl.config.checks.resume import policy_fingerprint
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, claim_life, note_beat, note_run_end
 from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
@@ -37,7 +37,7 @@ class HostAnswer:
     python: str  # the interpreter
     installed: dict[str, str] = field(default_factory=dict)
     policy_dir: Path = Path()
-    policy: str = ""  # `policy_fingerprint`
+    policy: str = ""  # `policy_digest`
     policy_error: str = ""
     worker: str = ""  # the address that the worker there was given
     is_busy: bool = False  # it serves another run
@@ -119,7 +119,7 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
     policy_dir, policy, error = Path(), "", ""
     try:
         policy_dir = resolve_checkpoint(checkpoint)
-        policy = policy_fingerprint(policy_dir)
+        policy = policy_digest(policy_dir)
     except ConfigError as refusal:
         error = str(refusal)
     except (OSError, ValueError) as unreadable:

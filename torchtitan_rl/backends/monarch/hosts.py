@@ -38,6 +38,7 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.policy_digest import digest_limit_s
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.attempts import Attempts
@@ -187,7 +188,7 @@ class Hosts:
     async def _attached(self, index: int, name: str, address: str) -> Host:
         wanted = self._wanted
         assert wanted is not None
-        async with asyncio.timeout(_AGAIN_TIMEOUT_S):
+        async with asyncio.timeout(_AGAIN_TIMEOUT_S + digest_limit_s(wanted.here.policy_dir)):
             mesh = attach_to_workers(ca=_CA, workers=[address])
             await mesh.initialized
             agent = _spawn_agent(mesh, name)
@@ -262,7 +263,7 @@ def attach(
         for text, mesh in meshes.items():
             agents[text] = _spawn_agent(mesh, text)
         asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
-        answers = _wait_for_all(asked, deadline_s)
+        answers = _wait_for_all(asked, deadline_s + digest_limit_s(here.policy_dir))
         if found := refusal(here, answers):
             raise found
     except BaseException:
