@@ -114,18 +114,27 @@ def attach_once_free(
     a lost controller: they are waited for, and attached where ``find`` then finds them.
 
     Raises:
-        ConfigError: they cannot be attached; `HostsBusyError`: not within this time.
+        ConfigError: they cannot be attached; `HostsBusyError`: not within this time, or not by this
+            process.
     """
     deadline_s = time.monotonic() + within_s
     tried: set[str] = set()  # Monarch attaches none of them again
+    ended: set[str] = set()  # of these, where it no longer was the same life
     while True:
         try:
             return attach(lives)
         except HostsBusyError as error:
             if not tried:
-                print("waiting for the end of what a lost controller left there", file=sys.stderr)
+                print("waiting for workers that serve another run", file=sys.stderr)
             tried.update(lives.values())
             while not (tried.isdisjoint(lives.values()) and all(map(accepts, lives.values()))):
+                ended.update(one for one in tried if not accepts(one))
+                free = {worker for worker, one in lives.items() if one not in tried - ended}
+                if free == lives.keys() and all(map(accepts, lives.values())):
+                    raise HostsBusyError(
+                        "launch.attach: all workers are free by now, and this process cannot use "
+                        "an address twice; start the command again"
+                    ) from error
                 if time.monotonic() >= deadline_s:
                     raise error
                 time.sleep(_LOOK_S)

@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan_rl.commands.attaching import attach_once_free, silent_libraries
 from torchtitan_rl.errors import HostsBusyError
+from torchtitan_rl.launch.addresses import Address
 
 
 def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
@@ -53,7 +54,7 @@ def test_a_busy_worker_is_attached_where_its_next_life_listens(
         assert attach_once_free(worker.attach, lives, lambda: {WORKER: next(found)}) == "attached"
     assert worker.tried == [WORKER, address]
     said = capsys.readouterr().err
-    assert said == "waiting for the end of what a lost controller left there\n"
+    assert said == "waiting for workers that serve another run\n"
 
 
 def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_address() -> None:
@@ -62,3 +63,23 @@ def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_addre
     with pytest.raises(HostsBusyError, match="another run"):
         attach_once_free(worker.attach, lives, lambda: lives, within_s=0.0)
     assert worker.tried == [WORKER]
+
+
+def test_a_worker_that_is_free_at_the_address_where_it_was_busy_is_not_called_busy() -> None:
+    worker = Worker()
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+    def find() -> Mapping[str, str]:
+        """Its run ends, and then it listens there again."""
+        nonlocal server
+        if server.fileno() == -1:
+            server = socket.create_server(("127.0.0.1", Address.parse(address).port))
+        else:
+            server.close()
+        return {WORKER: address}
+
+    with pytest.raises(HostsBusyError, match="free by now.*start the command again"):
+        attach_once_free(worker.attach, {WORKER: address}, find)
+    server.close()
+    assert worker.tried == [address]

@@ -23,7 +23,13 @@ from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, claim_life, note_beat, note_run_end
+from torchtitan_rl.launch.lives import (
+    ADDRESS_VARIABLE,
+    claim_life,
+    note_beat,
+    note_move,
+    note_run_end,
+)
 from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
 
 _LAST_ANSWER_S = 1.0  # for it to be sent
@@ -62,11 +68,15 @@ class HostAgent(Actor):
         return there_ns
 
     @concurrent_endpoint
-    async def end_run(self) -> bool:
+    async def end_run(self, *, moves: bool = False) -> bool:
         """The run has ended: the worker ends what is left of it here, this process too. False, and
-        only this process ends, where the worker serves another run."""
+        only this process ends, where the worker serves another run.
+
+        Args:
+            moves: the run has not begun, and is to be attached at the worker's next port.
+        """
         if self._has_life:
-            note_run_end()
+            note_move() if moves else note_run_end()
         else:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
         return self._has_life

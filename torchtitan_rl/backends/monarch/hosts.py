@@ -207,11 +207,11 @@ class Hosts:
         leave([(host.address, host.agent) for host in self.far() if not host.lost.is_set()])
 
 
-def leave(agents: Sequence[tuple[str, Any]]) -> None:
+def leave(agents: Sequence[tuple[str, Any]], *, moves: bool = False) -> None:
     """Tell the workers at these addresses, by the agents there, that the run has ended, and wait
-    until they no longer listen for it."""
+    until they no longer listen for it. For ``moves`` see `HostAgent.end_run`."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-    ending = [(address, agent.end_run.call_one()) for address, agent in agents]
+    ending = [(address, agent.end_run.call_one(moves=moves)) for address, agent in agents]
     for address, answer in ending:
         with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
             if not answer.get(timeout=max(0.1, deadline_s - time.monotonic())):
@@ -266,8 +266,10 @@ def attach(
         answers = _wait_for_all(asked, deadline_s + digest_limit_s(here.policy_dir))
         if found := refusal(here, answers):
             raise found
-    except BaseException:
-        leave([(lives[text], agent) for text, agent in agents.items()])
+    except BaseException as error:
+        # Where all are only busy, the others are attached again with them.
+        moves = isinstance(error, HostsBusyError)
+        leave([(lives[text], agent) for text, agent in agents.items()], moves=moves)
         raise
     ip = "127.0.0.1" if own is None else own.host
     return Hosts(
