@@ -73,16 +73,26 @@ class Attachment:
             )
         return self.hosts.facts
 
-    def require_shared_folder(self, prepared: PreparedRun) -> None:
-        """The trainer writes checkpoints to the run's folder, which the controller reads.
+    def require_folders(self, prepared: PreparedRun) -> None:
+        """All processes write logs into the run's folder, and the trainer checkpoints, which the
+        controller reads.
 
         Raises:
-            ConfigError: a host of the trainer has another folder of that name, or none.
+            ConfigError: a host of the plan cannot write there, or one of the trainer has another
+                folder of that name, or none.
         """
-        if self.hosts is None or prepared.plan.trainer is None:
+        config, plan = prepared.config, prepared.plan
+        if self.hosts is None or plan.trainer is None:
             return
-        config = prepared.config
-        indices = [part.host for part in prepared.plan.trainer.on_each_host()]
+        indices = [part.host for part in plan.trainer.on_each_host()]
+        used = {*indices, *(group.host for group in plan.replicas)}
+        if unwritable := self.hosts.cannot_write(sorted(used), config.log_dir.absolute()):
+            raise ConfigError(
+                [
+                    f"output_dir is {config.output_dir}: on {host}, {why}; give another"
+                    for host, why in unwritable.items()
+                ]
+            )
         folder = existing_parent(config.run_dir)
         if apart := self.hosts.without_folder(indices, folder):
             raise ConfigError(

@@ -18,6 +18,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.checks.machine import machine_facts
+from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
@@ -93,9 +94,12 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def read_new(
-        self, folder: Path, patterns: Sequence[str], offsets: dict[str, int]
+        self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `file_tail.read_new`."""
+        """See `file_tail.read_new`; nothing from the controller's own folder (see `files_there`),
+        where the copies would be the originals."""
+        if (folder / sign).exists():
+            return []
         return await asyncio.to_thread(read_new, folder, offsets, patterns=patterns)
 
     @concurrent_endpoint
@@ -110,6 +114,11 @@ class HostAgent(Actor):
             return await asyncio.to_thread(file.read_bytes) == content
         except OSError:
             return False
+
+    @concurrent_endpoint
+    async def cannot_write(self, folder: Path) -> str:
+        """See `checks.paths.cannot_write`."""
+        return await asyncio.to_thread(cannot_write, folder)
 
     @concurrent_endpoint
     async def hold(self, pids: tuple[int, ...]) -> None:

@@ -148,6 +148,14 @@ class Hosts:
             answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
             return [name for name, sees in answers.items() if not sees]
 
+    def cannot_write(self, indices: Iterable[int], folder: Path) -> dict[str, str]:
+        """Why files cannot be written there, by the names of those of these hosts where that is
+        so."""
+        far = [self[index] for index in indices if self[index].agent is not None]
+        asked = {host.name: host.agent.cannot_write.call_one(folder) for host in far}
+        answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
+        return {name: why for name, why in answers.items() if why}
+
     def far(self) -> list[Host]:
         """All but this machine."""
         return [host for host in self._hosts if host.agent is not None]
