@@ -73,16 +73,26 @@ class Attachment:
             )
         return self.hosts.facts
 
-    def require_shared_folder(self, prepared: PreparedRun) -> None:
-        """The trainer writes checkpoints to the run's folder, which the controller reads.
+    def require_folders(self, prepared: PreparedRun) -> None:
+        """All processes write logs into the run's folder, and the trainer checkpoints, which the
+        controller reads.
 
         Raises:
-            ConfigError: a host of the trainer has another folder of that name, or none.
+            ConfigError: a host of the plan cannot write there, or one of the trainer has another
+                folder of that name, or none.
         """
-        if self.hosts is None or prepared.plan.trainer is None:
+        config, plan = prepared.config, prepared.plan
+        if self.hosts is None or plan.trainer is None:
             return
-        config = prepared.config
-        indices = [part.host for part in prepared.plan.trainer.on_each_host()]
+        indices = [part.host for part in plan.trainer.on_each_host()]
+        used = {*indices, *(group.host for group in plan.replicas)}
+        if unwritable := self.hosts.cannot_write(sorted(used), config.log_dir.absolute()):
+            raise ConfigError(
+                [
+                    f"output_dir is {config.output_dir}: on {host}, {why}; give another"
+                    for host, why in unwritable.items()
+                ]
+            )
         folder = existing_parent(config.run_dir)
         if apart := self.hosts.without_folder(indices, folder):
             raise ConfigError(
@@ -114,18 +124,27 @@ def attach_once_free(
     a lost controller: they are waited for, and attached where ``find`` then finds them.
 
     Raises:
-        ConfigError: they cannot be attached; `HostsBusyError`: not within this time.
+        ConfigError: they cannot be attached; `HostsBusyError`: not within this time, or not by this
+            process.
     """
     deadline_s = time.monotonic() + within_s
     tried: set[str] = set()  # Monarch attaches none of them again
+    ended: set[str] = set()  # of these, where it no longer was the same life
     while True:
         try:
             return attach(lives)
         except HostsBusyError as error:
             if not tried:
-                print("waiting for the end of what a lost controller left there", file=sys.stderr)
+                print("waiting for workers that serve another run", file=sys.stderr)
             tried.update(lives.values())
             while not (tried.isdisjoint(lives.values()) and all(map(accepts, lives.values()))):
+                ended.update(one for one in tried if not accepts(one))
+                free = {worker for worker, one in lives.items() if one not in tried - ended}
+                if free == lives.keys() and all(map(accepts, lives.values())):
+                    raise HostsBusyError(
+                        "launch.attach: all workers are free by now, and this process cannot use "
+                        "an address twice; start the command again"
+                    ) from error
                 if time.monotonic() >= deadline_s:
                     raise error
                 time.sleep(_LOOK_S)

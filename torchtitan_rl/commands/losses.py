@@ -107,8 +107,7 @@ class Losses:
         if self._watch is not None and self._watch.is_far(host):
             await self._watch.bring_now(host)
             where = f"{host_name(host)}/"
-        for path in sorted(self._log_dir.glob(f"*{name}-rank*.log")):
-            prefix, _, rank = path.stem.partition(f"{name}-rank")
-            if prefix in ("", where.replace("/", "-")):
-                for line in last_lines(path, _LAST_LINES):
-                    self._say(f"{where}{name} rank {rank}: {line}")
+        for path in sorted(self._log_dir.glob(f"{where.replace('/', '-')}{name}-rank*.log")):
+            rank = path.stem.rpartition("-rank")[2]
+            for line in last_lines(path, _LAST_LINES):
+                self._say(f"{where}{name} rank {rank}: {line}")

@@ -70,7 +70,7 @@ def main(config_file: str, options: Sequence[str]) -> int:
         if prepared.is_complete:
             print("\n".join(prepared.notes))
             return 0
-        attached.require_shared_folder(prepared)
+        attached.require_folders(prepared)
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
         own = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)

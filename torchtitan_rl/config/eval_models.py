@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE
 from torchtitan_rl.config.checks.resume import POLICY, policy_fingerprint
 from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
@@ -34,7 +35,7 @@ class EvalModel:
     @property
     def fingerprint(self) -> str:
         if not self.is_checkpoint:
-            return policy_fingerprint(self.path)
+            return policy_digest(self.path)
         return hashlib.sha256((self.path / MARKER).read_bytes()).hexdigest()
 
 

@@ -45,7 +45,7 @@ ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was giv
 MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
-_ENDED = "ended"
+_ENDED, _MOVED = "ended", "moved"
 _LOOK_S = 0.5
 _GUARD_S = 5.0  # for published weights to be removed
 _END_S = 30.0  # for killed processes to end
@@ -131,6 +131,11 @@ def note_run_end() -> None:
     _sign(_ENDED)
 
 
+def note_move() -> None:
+    """Whoever has this life wants the next one, which it can attach: this one may end."""
+    _sign(_MOVED)
+
+
 def _sign(text: str) -> None:
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
@@ -144,7 +149,7 @@ class _End(Enum):
     """How a life ended."""
 
     RUN_ENDED = auto()
-    LOST = auto()  # its controller, or the process itself while it had one
+    LOST = auto()  # its controller, or the process while it had one; or see `note_move`
     UNUSED = auto()  # no controller came
     FAILED = auto()  # the process ended before one came
 
@@ -282,6 +287,10 @@ class WorkerLives:
             if heard and not has_run:
                 has_run = True
                 self._remember(self._after(index))
+            if heard == _MOVED:
+                return (
+                    "the run that is to use it waits for other workers, and then for the next port"
+                )
             if cause := patience.look(
                 time.monotonic(), heard, lambda: _is_contacted(process.pid, port)
             ):

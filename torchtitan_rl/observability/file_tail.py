@@ -66,15 +66,14 @@ def read_new(
 
 
 class FileCopies:
-    """The copies in ``folder``, each named ``prefix`` and then as the original."""
+    """The copies in ``folder``, named as the originals."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._prefix = prefix
         self.offsets: dict[str, int] = {}  # of the originals, by name
 
     def path(self, name: str) -> Path:
-        return self._folder / f"{self._prefix}{name}"
+        return self._folder / name
 
     def write(self, pieces: Sequence[FilePiece]) -> None:
         """

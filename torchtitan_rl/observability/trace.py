@@ -1,10 +1,10 @@
 """Who was busy when: spans of all processes, as a Chrome/Perfetto trace.
 
-Each process writes events, one JSON line each, into files of its own, ``NAME.TIME.jsonl``: where
-one is full it begins another, and keeps the newest ``KEPT_FILES``. `merge_traces` makes one
-``trace.json`` of them that chrome://tracing and ui.perfetto.dev open. Spans lie on named tracks
-(rows); spans of one track must nest or follow each other, so what overlaps (tasks of an event
-loop) takes a track each.
+Each process writes events, one JSON line each, into files of its own: ``NAME.TIME.jsonl``, and on
+another host ``HOST-NAME.TIME.jsonl``. Where one is full it begins another, and keeps the newest
+``KEPT_FILES``. `merge_traces` makes one ``trace.json`` of them that chrome://tracing and
+ui.perfetto.dev open. Spans lie on named tracks (rows); spans of one track must nest or follow each
+other, so what overlaps (tasks of an event loop) takes a track each.
 
 Times are microseconds of the Unix clock, so that processes line up; within a process they follow
 the monotonic clock. Processes of other hosts write the name of their host, and `merge_traces` takes
@@ -152,7 +152,8 @@ class Tracer:
             OSError: it cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", self._process)
+        name = f"{self._host}-{self._process}" if self._host else self._process
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
         path = folder / f"{readable}.{time.time_ns()}.jsonl"
         file = FileIO(path, "x")
         head: list[dict[str, Any]] = [

@@ -6,11 +6,20 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.commands.attaching import attach_once_free, silent_libraries
-from torchtitan_rl.errors import HostsBusyError
+from tests.support.far_hosts import FarAgent, far_host
+from torchtitan_rl.backends.monarch.hosts import Hosts
+from torchtitan_rl.commands.attaching import Attachment, attach_once_free, silent_libraries
+from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.serving.address import Keys
 
 
 def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
@@ -24,6 +33,41 @@ def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
     assert (sys.stdout, sys.stderr) == before
     os.write(1, b"after")
     assert capfd.readouterr() == ("after", "stopped\n")
+
+
+def require_folders(run_dir: Path, there: Path, *, trainer: int, replica: int = 1) -> None:
+    """Of a run on this machine and on a host that has the folder ``there`` in that place."""
+    plan = ProcessPlan(
+        device="cpu",
+        replicas=(ProcessGroup(name="replica0", ranks=1, threads=1, host=replica),),
+        trainer=ProcessGroup(name="trainer", ranks=1, threads=1, host=trainer),
+    )
+    config = replace(TINY, output_dir=run_dir, name="run")
+    attachment = Attachment(config)
+    attachment.hosts = Hosts([far_host(0, None), far_host(1, FarAgent(run_dir, there))])
+    attachment.require_folders(
+        PreparedRun(config=config, policy_dir=Path(), plan=plan, keys=Keys())
+    )
+
+
+def test_a_host_of_the_trainer_needs_the_folder_of_the_controller(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    require_folders(here, here, trainer=1)
+    require_folders(here, there, trainer=0)
+    with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.1:26600, where the trainer writes"):
+        require_folders(here, there, trainer=1)
+
+
+def test_a_host_that_cannot_write_into_the_run_s_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    there = tmp_path / "file"
+    there.touch()
+    expected = r"output_dir is .*: on tcp://10\.0\.0\.1:26600, .*/file is not a directory; give"
+    with pytest.raises(ConfigError, match=expected):
+        require_folders(tmp_path / "here", there, trainer=0)
+    require_folders(tmp_path / "here", there, trainer=0, replica=0)  # nothing is there
 
 
 WORKER = "tcp://127.0.0.1:26600"
@@ -53,7 +97,7 @@ def test_a_busy_worker_is_attached_where_its_next_life_listens(
         assert attach_once_free(worker.attach, lives, lambda: {WORKER: next(found)}) == "attached"
     assert worker.tried == [WORKER, address]
     said = capsys.readouterr().err
-    assert said == "waiting for the end of what a lost controller left there\n"
+    assert said == "waiting for workers that serve another run\n"
 
 
 def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_address() -> None:
@@ -62,3 +106,23 @@ def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_addre
     with pytest.raises(HostsBusyError, match="another run"):
         attach_once_free(worker.attach, lives, lambda: lives, within_s=0.0)
     assert worker.tried == [WORKER]
+
+
+def test_a_worker_that_is_free_at_the_address_where_it_was_busy_is_not_called_busy() -> None:
+    worker = Worker()
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+    def find() -> Mapping[str, str]:
+        """Its run ends, and then it listens there again."""
+        nonlocal server
+        if server.fileno() == -1:
+            server = socket.create_server(("127.0.0.1", Address.parse(address).port))
+        else:
+            server.close()
+        return {WORKER: address}
+
+    with pytest.raises(HostsBusyError, match=r"free by now.*start the command again"):
+        attach_once_free(worker.attach, {WORKER: address}, find)
+    server.close()
+    assert worker.tried == [address]

@@ -227,6 +227,14 @@ def test_a_life_serves_one_run(start):
     worker.until(lambda text: "True False" in text)
 
 
+def test_a_life_whose_run_moves_is_followed_by_one_at_the_next_port(start):
+    moves = "from torchtitan_rl.launch.lives import note_move\n"
+    worker = start(f"{moves}if sys.argv[1] == {ADDRESS!r}: note_move()\ntime.sleep(1000)")
+    text = worker.until(lambda text: len(addresses(text)) == 2)
+    assert addresses(text) == list(life_addresses(ADDRESS)[:2])
+    assert worker.memory.read_text() == "1"
+
+
 def test_outside_of_a_worker_there_is_no_life_to_claim():
     assert claim_life()
     assert claim_life()

@@ -9,8 +9,8 @@ def bring(source, copies, **limits):
     return pieces
 
 
-def test_copies_are_named_after_their_host_and_grow_with_the_originals(tmp_path):
-    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+def test_copies_grow_with_the_originals(tmp_path):
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
     source.mkdir()
     (source / "replica0-rank0.log").write_text("one\n")
     (source / "other.txt").write_text("not wanted")
@@ -22,13 +22,13 @@ def test_copies_are_named_after_their_host_and_grow_with_the_originals(tmp_path)
     assert bring(source, copies) == []
     found = {path.name: path.read_text() for path in (tmp_path / "here").iterdir()}
     assert found == {
-        "host1-replica0-rank0.log": "one\ntwo\n",
-        "host1-replica1-rank0.log": "three\n",
+        "replica0-rank0.log": "one\ntwo\n",
+        "replica1-rank0.log": "three\n",
     }
 
 
 def test_a_piece_has_a_bounded_size(tmp_path):
-    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
     source.mkdir()
     (source / "a.log").write_text("x" * 25)
     sizes = []
@@ -39,7 +39,7 @@ def test_a_piece_has_a_bounded_size(tmp_path):
 
 
 def test_what_is_too_far_behind_is_left_out_and_said(tmp_path):
-    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
     source.mkdir()
     (source / "a.log").write_text("old" * 100 + "new")
     bring(source, copies, max_behind_bytes=3)
@@ -48,7 +48,7 @@ def test_what_is_too_far_behind_is_left_out_and_said(tmp_path):
 
 
 def test_a_piece_that_arrives_twice_is_written_once(tmp_path):
-    source, copies = tmp_path / "there", FileCopies(tmp_path / "here", "host1-")
+    source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
     source.mkdir()
     (source / "a.log").write_text("once")
     pieces = bring(source, copies)

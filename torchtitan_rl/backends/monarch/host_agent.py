@@ -18,12 +18,19 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.checks.machine import machine_facts
-from torchtitan_rl.config.checks.resume import policy_fingerprint
+from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.installed import installed
 from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lives import ADDRESS_VARIABLE, claim_life, note_beat, note_run_end
+from torchtitan_rl.launch.lives import (
+    ADDRESS_VARIABLE,
+    claim_life,
+    note_beat,
+    note_move,
+    note_run_end,
+)
 from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
 
 _LAST_ANSWER_S = 1.0  # for it to be sent
@@ -37,7 +44,7 @@ class HostAnswer:
     python: str  # the interpreter
     installed: dict[str, str] = field(default_factory=dict)
     policy_dir: Path = Path()
-    policy: str = ""  # `policy_fingerprint`
+    policy: str = ""  # `policy_digest`
     policy_error: str = ""
     worker: str = ""  # the address that the worker there was given
     is_busy: bool = False  # it serves another run
@@ -62,11 +69,15 @@ class HostAgent(Actor):
         return there_ns
 
     @concurrent_endpoint
-    async def end_run(self) -> bool:
+    async def end_run(self, *, moves: bool = False) -> bool:
         """The run has ended: the worker ends what is left of it here, this process too. False, and
-        only this process ends, where the worker serves another run."""
+        only this process ends, where the worker serves another run.
+
+        Args:
+            moves: the run has not begun, and is to be attached at the worker's next port.
+        """
         if self._has_life:
-            note_run_end()
+            note_move() if moves else note_run_end()
         else:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
         return self._has_life
@@ -83,9 +94,12 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def read_new(
-        self, folder: Path, patterns: Sequence[str], offsets: dict[str, int]
+        self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `file_tail.read_new`."""
+        """See `file_tail.read_new`; nothing from the controller's own folder (see `files_there`),
+        where the copies would be the originals."""
+        if (folder / sign).exists():
+            return []
         return await asyncio.to_thread(read_new, folder, offsets, patterns=patterns)
 
     @concurrent_endpoint
@@ -100,6 +114,11 @@ class HostAgent(Actor):
             return await asyncio.to_thread(file.read_bytes) == content
         except OSError:
             return False
+
+    @concurrent_endpoint
+    async def cannot_write(self, folder: Path) -> str:
+        """See `checks.paths.cannot_write`."""
+        return await asyncio.to_thread(cannot_write, folder)
 
     @concurrent_endpoint
     async def hold(self, pids: tuple[int, ...]) -> None:
@@ -119,7 +138,7 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
     policy_dir, policy, error = Path(), "", ""
     try:
         policy_dir = resolve_checkpoint(checkpoint)
-        policy = policy_fingerprint(policy_dir)
+        policy = policy_digest(policy_dir)
     except ConfigError as refusal:
         error = str(refusal)
     except (OSError, ValueError) as unreadable:

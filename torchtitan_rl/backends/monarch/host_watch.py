@@ -39,8 +39,8 @@ class HostWatch:
 
     One that does not answer is lost: ``on_lost`` is called with its index and the cause, once, and
     from then on it is looked for, until it is back (`wait_until_there`). What processes there write
-    into ``log_dir`` and ``trace_dir`` is brought into the same folders here, under the host's name,
-    and how far their clocks are ahead is noted for the trace.
+    into ``log_dir`` and ``trace_dir``, under the host's name, is brought into the same folders
+    here, and how far their clocks are ahead is noted for the trace.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class HostWatch:
         self._say = say
         self._on_lost = on_lost
         self._trace_dir = trace_dir
-        folders = [(log_dir, ("*.log",))]
+        folders = [(log_dir, ".log")]
         if trace_dir is not None:
-            folders.append((trace_dir, ("*.jsonl",)))
+            folders.append((trace_dir, ".jsonl"))
         self._files = {
             host.index: [_Files(host.index, *one) for one in folders] for host in hosts.far()
         }
@@ -185,12 +185,12 @@ class HostWatch:
 
 
 class _Files:
-    """Files of one folder of a host."""
+    """Files of one folder of a host, which it may share with others: those under its own name."""
 
-    def __init__(self, index: int, folder: Path, patterns: Sequence[str]) -> None:
+    def __init__(self, index: int, folder: Path, suffix: str) -> None:
         self._folder = folder
-        self._patterns = patterns
-        self._copies = FileCopies(folder, f"{host_name(index)}-")
+        self._patterns = (f"{host_name(index)}-*{suffix}",)
+        self._copies = FileCopies(folder)
         self._sign = folder / f".of-the-controller-{uuid.uuid4().hex}"
         self._is_shared = self._has_warned = False
         self._bringing = asyncio.Lock()
@@ -218,7 +218,9 @@ class _Files:
         while not self._is_shared:
             offsets = dict(self._copies.offsets)
             try:
-                asked = host.agent.read_new.call_one(self._folder, self._patterns, offsets)
+                asked = host.agent.read_new.call_one(
+                    self._folder, self._patterns, offsets, self._sign.name
+                )
                 pieces = await asyncio.wait_for(_answer(asked), _FILES_TIMEOUT_S)
                 await asyncio.to_thread(self._copies.write, pieces)
             except _UNREACHABLE:

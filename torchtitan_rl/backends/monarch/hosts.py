@@ -38,6 +38,7 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.policy_digest import digest_limit_s
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.attempts import Attempts
@@ -147,6 +148,14 @@ class Hosts:
             answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
             return [name for name, sees in answers.items() if not sees]
 
+    def cannot_write(self, indices: Iterable[int], folder: Path) -> dict[str, str]:
+        """Why files cannot be written there, by the names of those of these hosts where that is
+        so."""
+        far = [self[index] for index in indices if self[index].agent is not None]
+        asked = {host.name: host.agent.cannot_write.call_one(folder) for host in far}
+        answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
+        return {name: why for name, why in answers.items() if why}
+
     def far(self) -> list[Host]:
         """All but this machine."""
         return [host for host in self._hosts if host.agent is not None]
@@ -187,7 +196,7 @@ class Hosts:
     async def _attached(self, index: int, name: str, address: str) -> Host:
         wanted = self._wanted
         assert wanted is not None
-        async with asyncio.timeout(_AGAIN_TIMEOUT_S):
+        async with asyncio.timeout(_AGAIN_TIMEOUT_S + digest_limit_s(wanted.here.policy_dir)):
             mesh = attach_to_workers(ca=_CA, workers=[address])
             await mesh.initialized
             agent = _spawn_agent(mesh, name)
@@ -206,11 +215,11 @@ class Hosts:
         leave([(host.address, host.agent) for host in self.far() if not host.lost.is_set()])
 
 
-def leave(agents: Sequence[tuple[str, Any]]) -> None:
+def leave(agents: Sequence[tuple[str, Any]], *, moves: bool = False) -> None:
     """Tell the workers at these addresses, by the agents there, that the run has ended, and wait
-    until they no longer listen for it."""
+    until they no longer listen for it. For ``moves`` see `HostAgent.end_run`."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-    ending = [(address, agent.end_run.call_one()) for address, agent in agents]
+    ending = [(address, agent.end_run.call_one(moves=moves)) for address, agent in agents]
     for address, answer in ending:
         with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
             if not answer.get(timeout=max(0.1, deadline_s - time.monotonic())):
@@ -262,11 +271,13 @@ def attach(
         for text, mesh in meshes.items():
             agents[text] = _spawn_agent(mesh, text)
         asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
-        answers = _wait_for_all(asked, deadline_s)
+        answers = _wait_for_all(asked, deadline_s + digest_limit_s(here.policy_dir))
         if found := refusal(here, answers):
             raise found
-    except BaseException:
-        leave([(lives[text], agent) for text, agent in agents.items()])
+    except BaseException as error:
+        # Where all are only busy, the others are attached again with them.
+        moves = isinstance(error, HostsBusyError)
+        leave([(lives[text], agent) for text, agent in agents.items()], moves=moves)
         raise
     ip = "127.0.0.1" if own is None else own.host
     return Hosts(

@@ -82,6 +82,11 @@ def _host_environment(host: Host) -> dict[str, str]:
     return {HOST_VARIABLE: host_name(host.index)} if host.agent is not None else {}
 
 
+def _host_prefix(host: Host) -> str:
+    """Of the names of its files: hosts may share a folder."""
+    return f"{host_name(host.index)}-" if host.agent is not None else ""
+
+
 class _ProcessActor(Actor):
     """One rank of a mesh, of which ``first_rank`` are on other hosts."""
 
@@ -174,7 +179,7 @@ async def spawn_on_hosts(
 async def _spawn(
     group: ProcessGroup, host: Host, log_dir: Path, environment: Mapping[str, str]
 ) -> ProcessMesh:
-    log_file = str(log_dir / f"{group.name}-rank{{rank}}.log")
+    log_file = str(log_dir / f"{_host_prefix(host)}{group.name}-rank{{rank}}.log")
     mesh = host.mesh.spawn_procs(
         per_host={"ranks": group.ranks},
         bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),

@@ -111,7 +111,7 @@ def policy_fingerprint(policy_dir: Path) -> str:
     for name in _POLICY_FILES:
         path = policy_dir / name
         digest.update(path.read_bytes() if path.is_file() else b"\0")
-    for path in sorted(policy_dir.glob("*.safetensors")):
+    for path in weight_files(policy_dir):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -119,6 +119,10 @@ def policy_fingerprint(policy_dir: Path) -> str:
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(file.read(_EDGE_BYTES))
     return digest.hexdigest()
+
+
+def weight_files(policy_dir: Path) -> list[Path]:
+    return sorted(policy_dir.glob("*.safetensors"))
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
