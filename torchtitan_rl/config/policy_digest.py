@@ -41,4 +41,4 @@ def digest_limit_s(policy_dir: Path) -> float:
 @lru_cache(maxsize=1024)
 def _file_digest(path: str, size: int, mtime_ns: int) -> bytes:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).digest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
