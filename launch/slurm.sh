@@ -37,7 +37,7 @@ export KEYS
 # torchrun on each node; a launcher starts the processes of its node.
 run() {
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back
-  torchrun --nnodes=2 --nproc-per-node=1 \
+  exec torchrun --nnodes=2 --nproc-per-node=1 \
     --rdzv-backend=c10d --rdzv-endpoint=$RANK_0:29500 --rdzv-id=$SLURM_JOB_ID \
     --rdzv-conf=is_host=$((SLURM_NODEID == 0)) --local-addr="$SLURMD_NODENAME" \
     --max-restarts=3 --shutdown-timeout=160 \
@@ -45,4 +45,5 @@ run() {
     --output-dir /shared/outputs --checkpoint.resume --launch.keys "$KEYS" --launch.interface "$SLURMD_NODENAME"
 }
 export -f run
-srun --kill-on-bad-exit=0 bash -c run
+# srun does not take the number of cores from the job by itself.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 bash -c run

@@ -97,15 +97,24 @@ def test_a_slurm_script_has_directives_that_sbatch_takes(script) -> None:
     assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0"))
 
 
+def test_a_line_break_in_an_option_stays_in_a_comment(script) -> None:
+    text = script("slurm", TINY, "--hosts", "2x0", "--", "--output-dir", "a\ntouch /tmp/x")
+    before = text[: text.index("#SBATCH")].splitlines()
+    assert all(line.startswith("#") for line in before)
+
+
 def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
-    text = script("slurm", TINY, "--hosts", "2x0", "--keys", str(tmp_path / "k y"))
+    plain = "--launch.allow-plain-tcp"  # the run's own option, which stays
+    text = script("slurm", TINY, "--hosts", "2x0", "--keys", str(tmp_path / "k y"), "--", plain)
+    assert "exec torchrun" in text  # a shell that waits for it would be what Slurm signals
     both = 'for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$n "$@"; done'
     programs = {
         "scontrol": 'printf "node0\\nnode1\\n"',
-        "srun": f"export SLURM_JOB_ID=7\nshift\n{both}",
+        "srun": f'[ "$1" = --cpus-per-task=3 ] || exit 1\nshift 2\n{both}',
         "torchtitan-rl": 'mkdir -p "${@: -1}"',
     }
-    text = f"export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node[0-1]\n{text}"
+    job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node[0-1] SLURM_CPUS_PER_TASK=3"
+    text = f"export {job}\n{text}"
     calls = run_script(text, tmp_path, programs)
     assert [value(call, "--rdzv-conf") for call in calls] == ["is_host=1", "is_host=0"]
     for number, call in enumerate(calls):
@@ -114,7 +123,7 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
         assert value(call, "--rdzv-id") == "7"
         assert value(call, "--local-addr") == f"node{number}"
         assert call[call.index("-m") :] == [
-            *("-m", "torchtitan_rl.launch", TINY, "--checkpoint.resume"),
+            *("-m", "torchtitan_rl.launch", TINY, plain, "--checkpoint.resume"),
             *("--launch.keys", str(tmp_path / "k y" / "7-0")),
             *("--launch.interface", f"node{number}"),
         ]

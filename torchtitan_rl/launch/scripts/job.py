@@ -41,7 +41,9 @@ class Job:
         """The comment that a script begins with."""
         lines = [f"{kind} of a torchtitan-rl run on {self.hosts}, written by", f"  {self.command}"]
         plan = ["The plan (--dry-run prints all of it):", *(f"  {line}" for line in self.plan)]
-        return [f"# {line}".rstrip() for line in (*lines, *usage, *(plan if self.plan else ()))]
+        lines = [*lines, *usage, *(plan if self.plan else ())]
+        # An option may have line breaks.
+        return [f"# {part}".rstrip() for line in lines for part in line.splitlines() or [""]]
 
     def with_outputs(self, folder: str) -> Job:
         """The same with its outputs there, where the options say nothing else."""

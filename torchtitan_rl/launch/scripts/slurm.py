@@ -44,7 +44,9 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         run_id="$SLURM_JOB_ID",
     )
     if job.keys:
-        launcher[-1] = launcher[-1].replace("--launch.allow-plain-tcp", '--launch.keys "$KEYS"')
+        # The last one is ours; the run's own options may have it, too.
+        before, _, after = launcher[-1].rpartition("--launch.allow-plain-tcp")
+        launcher[-1] = f'{before}--launch.keys "$KEYS"{after}'
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -64,10 +66,12 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
             "# torchrun on each node; a launcher starts the processes of its node.",
             "run() {",
             f"  {EXPORT}",
-            *continued(launcher, "  "),
+            # Slurm signals its tasks alone: torchrun is to be the task.
+            *continued([f"exec {launcher[0]}", *launcher[1:]], "  "),
             "}",
             "export -f run",
-            "srun --kill-on-bad-exit=0 bash -c run",
+            "# srun does not take the number of cores from the job by itself.",
+            'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 bash -c run',
             "",
         ]
     )
