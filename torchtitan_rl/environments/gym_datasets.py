@@ -1,7 +1,7 @@
 """The reasoning-gym library: datasets by name, levels of their curricula, and scores.
 
 A dataset is described by JSON (`MadeFrom`), so that the process that scores an answer makes the
-same problems as the one that gave them. The only module that knows the library.
+same problems as the one that gave them. Only this module and `gym_score` know the library.
 
     python -m torchtitan_rl.environments.gym_datasets     # lists all tasks with their options
 """
@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 from torchtitan_rl.data.rows import DataError, Row, require
 
-GYM_SCORE = f"{__name__}:gym_score"
+GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_score"
 
 
 class MadeFrom(TypedDict):
@@ -53,23 +53,6 @@ class GymRows:
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"{self.place(index)} cannot be made ({cause})") from error
         return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
-
-
-def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float | None:
-    """Run in a process of its own. None for an answer that ``score_answer`` raises an error for, as
-    some do if they cannot read it.
-
-    Raises:
-        ValueError: this process makes another problem than the one that was asked.
-    """
-    dataset = gym_dataset(made)
-    entry = dataset[index]
-    if entry["question"] != question:
-        raise ValueError(f"{made['name']} makes problem {index} differently in each process")
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except Exception:
-        return None
 
 
 def gym_dataset(made: MadeFrom) -> Any:

@@ -1,7 +1,7 @@
 """How right an answer is: exactly, as a number, or as mathematics. Pure.
 
 `extract` takes the answer out of what the policy wrote; `score_text` compares it at once, and
-`math_score`, which may compute for long, is run by `checkers.run_checker`.
+`MATH_SCORE`, which may compute for long, is run by `checkers.run_checker`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 Comparison = Literal["exact", "number", "math"]
 
-MATH_SCORE = f"{__name__}:math_score"
+MATH_SCORE = "torchtitan_rl.environments.math_score:math_score"
 _MAX_DIGITS = 4000
 # A hyphen after a digit or a bracket subtracts, or is of a range.
 _NUMBER = re.compile(r"((?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+))?")
@@ -69,20 +69,3 @@ def last_number(text: str) -> Fraction | None:
     if abs(power) > _MAX_DIGITS:
         return None
     return Fraction(digits.replace(",", "")) * Fraction(10) ** power
-
-
-def math_score(right: str, answer: str) -> float:
-    """1 if `math-verify` finds the two equal: numbers, fractions, sets, expressions, LaTeX.
-
-    It may take any time and memory, for example for towers of powers.
-    """
-    from math_verify import parse, verify
-
-    expected = parse(_as_math(right), parsing_timeout=None)
-    given = parse(_as_math(answer), parsing_timeout=None)
-    return float(bool(verify(expected, given, timeout_seconds=None)))
-
-
-def _as_math(text: str) -> str:
-    r"""`math-verify` reads LaTeX only between dollars or in \boxed."""
-    return text if "$" in text or r"\boxed" in text or "\\" not in text else f"${text}$"

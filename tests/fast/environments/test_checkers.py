@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.async_tests import on_event_loop
 from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
+from torchtitan_rl.environments.gym_datasets import GYM_SCORE
+from torchtitan_rl.environments.scoring import MATH_SCORE
 
 HERE = __name__
 
@@ -88,3 +90,13 @@ def test_no_process_outlives_a_controller_that_was_killed() -> None:
         controller.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
+
+
+@pytest.mark.parametrize(
+    ("function", "library"), [(MATH_SCORE, "math_verify"), (GYM_SCORE, "reasoning_gym")]
+)
+def test_what_a_score_needs_is_imported_before_its_time_begins(function: str, library: str) -> None:
+    pytest.importorskip(library)
+    code = "import sys; from torchtitan_rl.environments.checker_process import _load"
+    check = f"{code}; _load({function!r}); assert {library!r} in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)

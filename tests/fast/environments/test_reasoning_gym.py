@@ -15,7 +15,6 @@ from torchtitan_rl.data.levels import CurriculumConfig
 from torchtitan_rl.environments.gym_datasets import (
     MadeFrom,
     gym_dataset,
-    gym_score,
     max_level,
 )
 from torchtitan_rl.environments.question import QuestionEnv
@@ -99,6 +98,8 @@ def test_an_answer_that_the_task_s_scorer_fails_on_scores_0_and_is_counted() -> 
 
 
 def test_another_problem_than_the_one_that_was_asked_is_an_error() -> None:
+    from torchtitan_rl.environments.gym_score import gym_score
+
     made: MadeFrom = {"name": "chain_sum", "level": None, "options": {}, "seed": 1, "size": 9}
     question = gym_dataset(made)[0]["question"]
     with pytest.raises(ValueError, match="makes problem 1 differently"):
