@@ -180,9 +180,13 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
         await (training if endpoint is None else endpoint.background(training))
         if config.checkpoint.export_hf:
-            run.claim.check()
-            with recorder.phase("export"):
-                await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
+            await _export(run, processes, recorder)
+
+
+async def _export(run: _Run, processes: RunProcesses, recorder: RunRecorder) -> None:
+    run.claim.check()
+    with recorder.phase("export"):
+        await processes.trainer.export_hf(run.prepared.config.run_dir.absolute() / "policy")
 
 
 def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> GeneratorRouter:

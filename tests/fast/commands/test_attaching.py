@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests.support.far_hosts import FarAgent, far_host
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.commands.attaching import Attachment, attach_once_free, silent_libraries
+from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.monarch_environment import _FAST_FAILURES
 from torchtitan_rl.serving.address import Keys
 
 
@@ -126,3 +130,25 @@ def test_a_worker_that_is_free_at_the_address_where_it_was_busy_is_not_called_bu
         attach_once_free(worker.attach, {WORKER: address}, find)
     server.close()
     assert worker.tried == [address]
+
+
+def test_what_listens_and_is_no_worker_is_refused_before_monarch_tries_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in _FAST_FAILURES:
+        monkeypatch.setenv(name, "1s")  # what is set stays
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        Thread(target=greet_all, args=(server,), daemon=True).start()
+        config = replace(TINY, launch=LaunchConfig(attach=(address,)))
+        with pytest.raises(ConfigError, match=f"{address}.*not a worker"):
+            Attachment(config).ask(Path())
+
+
+def greet_all(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"220 mail")
+                connection.recv(1000)

@@ -1,0 +1,149 @@
+"""What a run does when a host is lost, and when a replica is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.support.replicas import GatedReplica, settle
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.backends.monarch.hosts import Hosts
+from torchtitan_rl.backends.monarch.run import RunProcesses
+from torchtitan_rl.commands.losses import Losses
+from torchtitan_rl.commands.train import _export, _Run
+from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import ReplicaError, RunTakenOverError
+from torchtitan_rl.observability.recorder import RunRecorder
+from torchtitan_rl.orchestration.run_state import Unshared
+from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.address import Keys
+
+DEAD, SERVING = ReplicaState.DEAD, ReplicaState.SERVING
+
+
+class Weights:
+    """As `WeightDistribution`: what fetches, by host."""
+
+    def __init__(self) -> None:
+        self.fetchers: dict[int, Any] = {}
+
+    def replace(self, host: int, fetcher: Any) -> None:
+        self.fetchers[host] = fetcher
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.exported: list[Path] = []
+
+    def lose(self, cause: str) -> None:
+        self.lost.append(cause)
+
+    async def export_hf(self, path: Path) -> None:
+        self.exported.append(path)
+
+
+class Run:
+    """The trainer on host 0, and a replica on each of 1 and 2, whose weights are fetched there."""
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        groups = [ProcessGroup(name=f"replica{n}", ranks=1, threads=1, host=n + 1) for n in (0, 1)]
+        plan = ProcessPlan(
+            device="cpu",
+            replicas=tuple(groups),
+            trainer=ProcessGroup(name="trainer", ranks=1, threads=1, host=0),
+            is_shared=is_shared,
+        )
+        self.prepared = PreparedRun(config=TINY, policy_dir=Path(), plan=plan, keys=Keys())
+        self.trainer, self.weights, self.said = Trainer(), Weights(), list[str]()
+        self.processes = RunProcesses(
+            trainer=cast(Any, self.trainer),
+            replicas=[],
+            endpoint=None,
+            prepared=self.prepared,
+            hosts=Hosts(),
+            weights=cast(Any, self.weights),
+            weight_hosts=dict.fromkeys((1, 2), cast(Any, "of the start")),
+            trace_dir=None,
+        )
+        self.router = GeneratorRouter([GatedReplica("replica0"), GatedReplica("replica1")])
+        recorder = SimpleNamespace(say=self.said.append, trace_dir=None)
+        self.losses = Losses(self.prepared, None, cast(RunRecorder, recorder))
+
+    @asynccontextmanager
+    async def going(self) -> AsyncIterator[None]:
+        async with self.losses.restarting(self.processes, self.router, reserved=()):
+            yield
+
+
+def test_a_lost_host_loses_its_replicas_and_its_weights_and_no_others() -> None:
+    async def play() -> None:
+        run = Run(is_shared=True)  # so that none is started again
+        async with run.going():
+            run.losses._on_host_lost(2, "no answer for 15 s")
+            await settle()
+        assert run.router.states() == {"replica0": SERVING, "replica1": DEAD}
+        assert run.weights.fetchers.keys() == {2}
+        assert run.processes.weight_hosts[1] == "of the start"
+        assert run.processes.weight_hosts[2] is run.weights.fetchers[2]
+        assert run.trainer.lost == []
+
+    run_virtually(play())
+
+
+def test_the_trainer_is_lost_with_its_host() -> None:
+    async def play() -> None:
+        run = Run()
+        async with run.going():
+            run.losses._on_host_lost(0, "no answer for 15 s")
+        assert run.trainer.lost == ["host0 is lost: no answer for 15 s"]
+        assert run.router.states() == {"replica0": SERVING, "replica1": SERVING}
+
+    run_virtually(play())
+
+
+def test_a_host_that_is_lost_while_the_run_starts_is_left_to_the_start() -> None:
+    run = Run()
+    run.losses._on_host_lost(0, "no answer for 15 s")
+    assert run.trainer.lost == []
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_replicas_on_the_trainer_s_devices_are_not_started_again(is_shared: bool) -> None:
+    async def play() -> None:
+        run = Run(is_shared=is_shared)
+        async with run.going():
+            run.router.give_up(lambda name: name == "replica0", ReplicaError("killed"))
+        assert [line for line in run.said if "is started again" in line] == (
+            [] if is_shared else ["replica0 is lost and is started again: killed"]
+        )
+
+    run_virtually(play())
+
+
+class TakenOver(Unshared):
+    def check(self) -> None:
+        raise RunTakenOverError("run.lease", successor="another host")
+
+
+def test_a_run_that_was_taken_over_exports_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        started = Run()
+        recorder = RunRecorder(TINY, resume_step=None)
+        for claim in (TakenOver(), Unshared()):
+            one = cast(_Run, SimpleNamespace(claim=claim, prepared=started.prepared))
+            try:
+                await _export(one, started.processes, recorder)
+            except RunTakenOverError:
+                assert started.trainer.exported == []
+        assert started.trainer.exported == [TINY.run_dir.absolute() / "policy"]
+
+    run_virtually(play())
