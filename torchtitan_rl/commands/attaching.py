@@ -14,7 +14,7 @@ from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.config.checks.paths import existing_parent
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import LOCAL, Address
@@ -72,6 +72,13 @@ class Attachment:
                 lambda: find_lives(far),
             )
         return self.hosts.facts
+
+    def prepare(self) -> PreparedRun:
+        """See `prepare_run` and `require_folders`."""
+        prepared = prepare_run(self._config, ask_hosts=self.ask)
+        if not prepared.is_complete:
+            self.require_folders(prepared)
+        return prepared
 
     def require_folders(self, prepared: PreparedRun) -> None:
         """All processes write logs into the run's folder, and the trainer checkpoints, which the

@@ -28,7 +28,7 @@ from torchtitan_rl.config.checks.launch import start_errors
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
-from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
+from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.node import RESUME_COMMAND
@@ -63,14 +63,13 @@ def main(config_file: str, options: Sequence[str]) -> int:
     if not is_dry and (errors := start_errors(config.launch)):
         raise ConfigError(errors)
     with attachment(config) as attached:
-        prepared = prepare_run(config, ask_hosts=attached.ask)
+        prepared = attached.prepare()
         if is_dry:
             print(prepared.describe())
             return 0
         if prepared.is_complete:
             print("\n".join(prepared.notes))
             return 0
-        attached.require_folders(prepared)
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
         own = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)

@@ -16,9 +16,11 @@ import pytest
 from tests.support.far_hosts import FarAgent, far_host
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.commands.attaching import Attachment, attach_once_free, silent_libraries
+from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import Address
@@ -62,6 +64,30 @@ def test_a_host_of_the_trainer_needs_the_folder_of_the_controller(tmp_path: Path
     require_folders(here, there, trainer=0)
     with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.1:26600, where the trainer writes"):
         require_folders(here, there, trainer=1)
+
+
+class AttachedToOne(Attachment):
+    """To a host that has the folder ``there`` in the place of ``here``."""
+
+    def __init__(self, config: RunConfig, here: Path, there: Path) -> None:
+        super().__init__(config)
+        self._agent = FarAgent(here, there)
+
+    def ask(self, policy_dir: Path) -> tuple[HostFacts, ...]:
+        facts = HostFacts(address=WORKER, num_cores=2, memory_bytes=1 << 40)
+        self.hosts = Hosts([far_host(0, self._agent)], [facts])
+        return self.hosts.facts
+
+
+def test_a_run_is_not_prepared_for_hosts_without_its_folder(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    launch = LaunchConfig(attach=(WORKER,))
+    config = replace(TINY, output_dir=here, name="run", launch=launch)
+    assert AttachedToOne(config, here, here).prepare().plan.trainer is not None
+    with pytest.raises(ConfigError, match="where the trainer writes checkpoints"):
+        AttachedToOne(config, here, there).prepare()
 
 
 def test_a_host_that_cannot_write_into_the_run_s_folder_is_refused(tmp_path: Path) -> None:
