@@ -26,6 +26,9 @@ class StandInTrainer:
         self._publisher = SharedMemoryPublisher("long-tail", folder)
         self._version = 0
 
+    async def wait_until_lost(self) -> None:
+        await asyncio.Event().wait()
+
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         await asyncio.sleep(self._train_s)
         self._version += 1

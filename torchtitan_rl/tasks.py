@@ -65,6 +65,25 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
         await asyncio.wait(ending)
 
 
+async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
+    """The result of the work that ends first; of several at once, that of the first one given.
+
+    The others are cancelled, and have ended; what they raised is dropped.
+
+    Raises:
+        Exception: what that work raised.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        await uninterrupted(cancel_all(tasks))
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # else asyncio logs that nobody asked
+
+
 async def uninterrupted(
     work: Coroutine[Any, Any, _T], *, on_cancel: Callable[[], object] | None = None
 ) -> _T:

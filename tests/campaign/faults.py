@@ -70,7 +70,20 @@ def draw_faults(seed: int, life: int, plan: CampaignPlan, dry: Machine) -> list[
         faults.append(_at_an_await(rng, dry, ending))
     if ending == "stop" and rng.random() < 0.3:
         faults.append(_at_an_await(rng, dry, rng.choice(["cancel", "kill"])))
-    return faults
+    return faults + _idle_trainer(random.Random(f"idle trainer {seed} {life}"), dry)
+
+
+def _idle_trainer(rng: random.Random, dry: Machine) -> list[Fault]:
+    """Now and then the trainer dies a while after a call. Drawn apart, so that all else is as it
+    was for seeds that tests name."""
+    point = "trainer.train_step"
+    count = dry.counts["call"][point]
+    if count == 0 or rng.random() > 0.05:
+        return []
+    seconds = rng.choice([0.01, 0.2, 1.0])
+    return [
+        Fault(zone="call", point=point, nth=_nth(rng, count), action="lost_soon", seconds=seconds)
+    ]
 
 
 def _at_an_await(rng: random.Random, dry: Machine, action: str) -> Fault:

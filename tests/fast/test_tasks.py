@@ -1,4 +1,4 @@
-"""Background tasks, and work that a cancellation does not interrupt."""
+"""Background tasks, work that a cancellation does not interrupt, and work that races."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.tasks import BackgroundTask, cancel_all, uninterrupted
+from torchtitan_rl.tasks import BackgroundTask, cancel_all, first_of, uninterrupted
 
 
 async def fail() -> None:
@@ -101,3 +101,41 @@ async def test_all_cancelled_tasks_have_ended_when_cancel_returns() -> None:
     await cancel_all(tasks)
     assert all(task.cancelled() for task in tasks)
     await cancel_all([])
+
+
+async def wait_for_ever(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("work")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_of_several_gives_the_result_and_the_others_have_ended(fails: bool) -> None:
+    ended: list[str] = []
+
+    async def quick() -> int:
+        await asyncio.sleep(0)
+        if fails:
+            raise KeyError("quick")
+        return 3
+
+    async def run() -> int:
+        return await first_of(wait_for_ever(ended), quick())
+
+    if fails:
+        with pytest.raises(KeyError, match="quick"):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == 3
+    assert ended == ["work"]
+
+
+def test_of_several_that_end_at_once_the_first_one_given_counts() -> None:
+    async def at_once(result: int) -> int:
+        return result
+
+    async def run() -> int:
+        return await first_of(at_once(1), at_once(2))
+
+    assert asyncio.run(run()) == 1

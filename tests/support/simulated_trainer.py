@@ -66,7 +66,7 @@ class SimTrainer:
         self._is_offloaded = shares
         self._shares = shares
         self._thread = asyncio.Lock()
-        self._is_lost = False
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._writing: asyncio.Task[None] | None = None
         self.is_alone = False  # takes a step for which replicas are to be empty
         self.complaints: list[str] = []
@@ -101,6 +101,13 @@ class SimTrainer:
         if self._shares and holders:
             self.complaints.append(f"the trainer comes while {holders} are awake")
         await asyncio.sleep(0.02)
+
+    def lose(self) -> None:
+        if not self._lost.done():
+            self._lost.set_result("a process of the trainer died")
+
+    async def wait_until_lost(self) -> None:
+        raise TrainerLostError(await asyncio.shield(self._lost))
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         return await self._call("train_step", lambda: self._train_step(batch))
@@ -233,17 +240,19 @@ class SimTrainer:
     ) -> _T:
         async with self._thread:
             if action == "lost":
-                self._is_lost = True
-            if self._is_lost:
-                raise TrainerLostError("a process of the trainer died")
+                self.lose()
+            if self._lost.done():
+                raise TrainerLostError(self._lost.result())
             if action == "diverge":
                 raise DivergedError("loss is nan")
             if action == "late":
                 await asyncio.sleep(seconds)
             result = await work()
             if action == "lost_after":
-                self._is_lost = True
-                raise TrainerLostError("a process of the trainer died")
+                self.lose()
+                raise TrainerLostError(self._lost.result())
+            if action == "lost_soon":
+                asyncio.get_running_loop().call_later(seconds, self.lose)
             if action == "late_after":
                 await asyncio.sleep(seconds)
             return result

@@ -1,4 +1,4 @@
-"""Work in the background of a block of code, and work that races with other work."""
+"""Work in the background of a block of code."""
 
 from __future__ import annotations
 
@@ -23,21 +23,3 @@ async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIter
         await asyncio.wait({task})
     if not task.cancelled():
         task.result()
-
-
-async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
-    """The result of the work that ends first; of several at once, that of the first one given.
-
-    The others are cancelled, and have ended.
-
-    Raises:
-        Exception: what that work raised.
-    """
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task in done).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

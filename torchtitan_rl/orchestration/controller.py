@@ -12,6 +12,7 @@
 | `Evaluator`: evaluates a version | a replica to pin; completions | the router |
 | `Watchdog.run`: reports silent waits | its next look | the clock |
 | `Claim.wait_until_lost` | the loss of the run's folder | another controller |
+| `Trainer.wait_until_lost` | the loss of the trainer | a process that died |
 
 Invariants: a loop that fails ends the run with its own error, after a checkpoint of the state at
 that moment, taken while its rollouts still run. A checkpoint holds everything that is needed to
@@ -39,7 +40,7 @@ from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import WeightFeed
-from torchtitan_rl.tasks import cancel_all, uninterrupted
+from torchtitan_rl.tasks import cancel_all, first_of, uninterrupted
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
 
@@ -90,6 +91,9 @@ class Controller:
             DeadlineError: nothing changed for too long.
             RunTakenOverError: another controller owns the run's folder; nothing is saved.
         """
+        await first_of(self._run(resume_from), self._parts.trainer.wait_until_lost())
+
+    async def _run(self, resume_from: NewestCheckpoint | None) -> None:
         with self._state.recorder.phase("restore"):
             if resume_from is not None and resume_from.path is not None:
                 await self._devices.take_devices()

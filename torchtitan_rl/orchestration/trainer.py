@@ -12,7 +12,15 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 class Trainer(Protocol):
     """All ranks of a policy trainer as one object. Calls come one after another; only
-    `finish_checkpoint` may be awaited alongside another one."""
+    `finish_checkpoint` and `wait_until_lost` may be awaited alongside another one."""
+
+    async def wait_until_lost(self) -> None:
+        """For ever, or until a process of the trainer died, whether a call runs or not.
+
+        Raises:
+            TrainerLostError: one died.
+        """
+        ...
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         """One optimizer step.

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.observability.background import background, first_of
+from torchtitan_rl.observability.background import background
 
 
 async def wait_for_ever(started: asyncio.Event, ended: list[str]) -> None:
@@ -48,34 +48,3 @@ def test_an_error_of_the_block_ends_the_work_and_is_the_one_that_is_raised() -> 
     with pytest.raises(ValueError, match="block"):
         asyncio.run(run())
     assert ended == ["work"]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_first_of_several_gives_the_result_and_the_others_have_ended(fails: bool) -> None:
-    ended: list[str] = []
-
-    async def quick() -> int:
-        await asyncio.sleep(0)
-        if fails:
-            raise KeyError("quick")
-        return 3
-
-    async def run() -> int:
-        return await first_of(wait_for_ever(asyncio.Event(), ended), quick())
-
-    if fails:
-        with pytest.raises(KeyError, match="quick"):
-            asyncio.run(run())
-    else:
-        assert asyncio.run(run()) == 3
-    assert ended == ["work"]
-
-
-def test_of_several_that_end_at_once_the_first_one_given_counts() -> None:
-    async def at_once(result: int) -> int:
-        return result
-
-    async def run() -> int:
-        return await first_of(at_once(1), at_once(2))
-
-    assert asyncio.run(run()) == 1

@@ -12,7 +12,12 @@ from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulated_parts import SimEnv
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import DeadlineError, DivergedError, TorchtitanRLError
+from torchtitan_rl.errors import (
+    DeadlineError,
+    DivergedError,
+    TorchtitanRLError,
+    TrainerLostError,
+)
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
@@ -264,6 +269,26 @@ def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_st
     simulation, error = live(plan, tmp_path, prepare=failing("train_step", 4, nan))
     assert error is nan
     assert simulation.checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("after_s", [0.5, 2.0, 30.0, 500.0])
+def test_a_trainer_that_dies_while_nobody_calls_it_ends_the_run_at_once(
+    tmp_path: Path, after_s: float
+) -> None:
+    plan = Plan(num_steps=4)
+
+    async def work() -> BaseException | None:
+        simulation = Simulation(replace(plan, token_s=100.0), tmp_path / "run")  # a turn: 1,000 s
+        running = asyncio.create_task(simulation.run())
+        asyncio.get_running_loop().call_later(after_s, simulation.trainer.lose)
+        done, _ = await asyncio.wait({running}, timeout=after_s + 400.0)
+        assert done, "the run goes on without a trainer"
+        assert not simulation.trainer.batches
+        return running.exception()
+
+    assert isinstance(run_virtually(work()), TrainerLostError)
+    whole = run(plan, tmp_path / "whole")
+    assert run(plan, tmp_path / "run", resume=True).trainer.weights == whole.trainer.weights
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

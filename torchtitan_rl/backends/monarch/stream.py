@@ -16,8 +16,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from torchtitan_rl.backends.monarch.runtime import call
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.observability.background import first_of
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, first_of
 
 _ToActor = TypeVar("_ToActor")
 _FromActor = TypeVar("_FromActor")

@@ -31,6 +31,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.transport import Transport
@@ -70,6 +71,11 @@ class TrainerActor(Actor):
         return await self._work(getattr(self._trainer, method), *arguments)
 
     @concurrent_endpoint
+    async def stay(self) -> None:
+        """Never answers; fails when this process, or its host, is gone."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
     async def attach(self, attachments: dict[str, bytes]) -> None:
         """On rank 0 alone: additional files of the next checkpoint."""
         self._attachments = attachments
@@ -97,6 +103,7 @@ class MonarchTrainer:
         self._leader = self._parts[0].slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watching = [asyncio.create_task(self._watch(part)) for part in self._parts]
 
     @classmethod
     async def spawn(
@@ -112,6 +119,9 @@ class MonarchTrainer:
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
         await self._on_all("start", transport, what="start")
+
+    async def wait_until_lost(self) -> None:
+        raise TrainerLostError(await asyncio.shield(self._lost))
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
         return await self._run("train_step", batch, what="optimizer step")
@@ -175,6 +185,7 @@ class MonarchTrainer:
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
         finally:
+            await cancel_all(self._watching)
             await asyncio.gather(*map(stop_processes, self._meshes))
 
     async def _answers(self, endpoint: str, *arguments: Any) -> list[Any]:
@@ -187,9 +198,17 @@ class MonarchTrainer:
         return answers
 
     def lose(self, cause: str) -> None:
-        """A host of its ranks is lost: every call that runs, and every later one, fails."""
+        """A process or a host of its ranks is lost: every call that runs, and every later one,
+        fails."""
         if not self._lost.done():
             self._lost.set_result(cause)
+
+    async def _watch(self, part: Any) -> None:
+        """A process that dies while nobody calls it is noticed, too."""
+        try:
+            await call(part.stay.call(), what="trainer")
+        except ProcessLostError as error:
+            self.lose(str(error))
 
     async def _call(self, answers: Any, what: str) -> Any:
         calling = asyncio.ensure_future(
