@@ -101,6 +101,7 @@ def tiny_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=32,
+        sliding_window=None,  # which Mistral has otherwise
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tied,
         initializer_range=std,

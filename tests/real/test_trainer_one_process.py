@@ -46,7 +46,7 @@ def tiny_llama(path: Path, **rope: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "llama", "llama3"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "mistral", "llama", "llama3"])
 def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     kind: str, tmp_path: Path
 ) -> None:
@@ -55,7 +55,7 @@ def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     if kind.startswith("llama"):
         tiny_llama(path, **(LLAMA3 if kind == "llama3" else {}))
     else:
-        family = kind if kind == "qwen2" else "qwen3"
+        family = kind if kind in ("qwen2", "mistral") else "qwen3"
         tiny_model(path, tied=kind != "untied", family=family)
     vocab_size = 300 if kind.startswith("llama") else 288
     batch = random_batch(vocab_size=vocab_size, temperature=0.7, cuts_tokens=True)
@@ -121,7 +121,9 @@ def test_microbatches_and_recomputation_do_not_change_the_step(
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True), ("mistral", False)]
+)
 def test_weights_are_handed_out_and_exported_as_transformers_saves_them(
     family: str, tied: bool, tmp_path: Path
 ) -> None:

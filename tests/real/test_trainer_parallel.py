@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": 2},
     "hsdp": {"data_parallel_replicate": 2},
 }
-FAMILIES = ("qwen2", "llama")  # next to Qwen3, which takes every step
+FAMILIES = ("qwen2", "llama", "mistral")  # next to Qwen3, which takes every step
 PORTS = 3 + len(FAMILIES)  # of a layout
 OFF_POLICY = LossConfig(
     ratio="sequence",

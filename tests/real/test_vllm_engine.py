@@ -392,7 +392,7 @@ def check_exact_pull(root: Path, family: str, done: Completion) -> None:
     assert logprob_error(old, done, start=PULL_STEP) > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
 def test_other_families_are_exact_on_both_sides_of_a_pull(
     family: str, solo: dict[str, Any], root: Path
 ) -> None:

@@ -48,7 +48,7 @@ LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix
 PULL_STEP, ABORT_STEP = 20, 30
 WAIT_S = 120.0
 INCOMPLETE = 1000  # a version
-FAMILIES = ("qwen2", "llama")  # next to Qwen3, which plays all scenarios
+FAMILIES = ("qwen2", "llama", "mistral")  # next to Qwen3, which plays all scenarios
 
 
 class Checkpoints:

@@ -7,31 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl.config.model_families import FAMILIES, ModelFamily
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rope_fields import rope_scaling, rope_theta, rope_type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFamily:
-    """How the dense decoders of one ``model_type`` differ from Llama's."""
-
-    has_qk_norm: bool = False
-    """Norms on queries and keys."""
-    has_qkv_bias: bool = False
-    """Biases of the query, key and value projections."""
-    default_head_dim: int | None = None
-    """Where ``config.json`` does not say; otherwise ``hidden_size / num_attention_heads``."""
-    has_sliding_window_switch: bool = False
-    """``sliding_window`` counts only where ``use_sliding_window`` is true."""
-
-
-FAMILIES = {
-    "qwen3": ModelFamily(has_qk_norm=True, default_head_dim=128, has_sliding_window_switch=True),
-    "qwen2": ModelFamily(has_qkv_bias=True, has_sliding_window_switch=True),  # and Qwen2.5
-    "llama": ModelFamily(),
-}
-"""By ``model_type``. A further family is a line here, its layers in
-`torchtitan_rl.backends.titan.model` and its tensors' names in `torchtitan_rl.backends.titan.hf`."""
 
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 _SIZES = (

@@ -21,6 +21,7 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl.backends.titan.model import PolicyModel
+from torchtitan_rl.config.model_families import FAMILIES
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.weights.image import TensorPart
 
@@ -36,10 +37,8 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
 
     def __init__(self, model_config: PolicyModel.Config) -> None:
         super().__init__(model_config, hf_assets_path=None)
-        for name in "qkv":  # Qwen2's biases
-            self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.bias"] = (
-                f"layers.{{}}.attention.qkv_linear.w{name}.bias"
-            )
+        for family in FAMILIES.values():
+            self.from_hf_map |= family.tensor_names
 
 
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:

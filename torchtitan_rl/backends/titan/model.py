@@ -1,8 +1,8 @@
-"""Dense Qwen3, Qwen2 and Llama-family policies as torchtitan models.
+"""The policies of all `FAMILIES` as torchtitan models.
 
-All use torchtitan's Qwen3: Llama is the same without norms on queries and keys, Qwen2 and Qwen2.5
-have biases there instead. (torchtitan's own Llama permutes rotary halves on load, which FSDP2
-cannot do with an odd number of heads.)
+All use torchtitan's Qwen3, with or without its norms on queries and keys, and biases there.
+(torchtitan's own Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of
+heads.)
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row.
