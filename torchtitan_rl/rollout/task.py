@@ -78,7 +78,8 @@ class AdaptiveDataset(Dataset, Protocol):
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Called once a step, with the groups that were trained on and those that were skipped
-        since the step before; in the same order in every run with the same results."""
+        since the last call; in the same order in every run with the same results. Also called
+        within a step, when ``rollout.groups_per_step`` groups were skipped since the last call."""
         ...
 
 
