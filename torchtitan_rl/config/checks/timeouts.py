@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.environments.mcp_task import servers_of
 
 
 def timeout_errors(config: RunConfig) -> list[str]:
@@ -42,12 +43,23 @@ def timeout_errors(config: RunConfig) -> list[str]:
                 {"rollout.step_timeout_s": rollout.step_timeout_s},
             )
         )
+    step_limit = {"rollout.step_timeout_s": rollout.step_timeout_s}
+    for name, server in servers_of(config.task):
+        errors += [
+            _less_than(f"{name}.start_timeout_s", server.start_timeout_s, step_limit),
+            _less_than(f"{name}.call_timeout_s", server.call_timeout_s, step_limit),
+        ]
     return [error for error in errors if error]
 
 
 def _at_most(name: str, value: float, bounds: Mapping[str, float]) -> str:
     broken = {other: bound for other, bound in bounds.items() if value > bound}
     return f"{name} is {value}: give at most {_listed(broken)}" if broken else ""
+
+
+def _less_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
+    broken = {other: bound for other, bound in bounds.items() if value >= bound}
+    return f"{name} is {value}: give less than {_listed(broken)}" if broken else ""
 
 
 def _more_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
