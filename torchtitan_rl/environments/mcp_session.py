@@ -68,6 +68,10 @@ class McpServer:
     max_answer_chars: int = 4000
     """An answer is cut after so many characters."""
 
+    def located(self) -> Mapping[str, Any]:
+        """As `Task.located`."""
+        return {"url": None}
+
     def errors(self, field_name: str) -> list[str]:
         found = []
         if bool(self.command) == bool(self.url):

@@ -89,6 +89,9 @@ class OpenEnvTask(GameTask):
     def name(self) -> str:
         return "openenv"  # not the address, which a resumed run may find elsewhere
 
+    def located(self) -> Mapping[str, Any]:
+        return {"url": None}
+
     def game(self, seed: int) -> Game:
         return OpenEnvGame(self, seed)
 

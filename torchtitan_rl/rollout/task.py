@@ -146,6 +146,11 @@ class Task:
         """A rollout with at least this reward has solved its problem (pass@k)."""
         return 1.0 - 1e-9
 
+    def located(self) -> Mapping[str, Any]:
+        """Fields that only say where something is, by name, with what a resumed run compares in
+        their place; None: nothing."""
+        return {}
+
     def errors(self) -> list[str]:
         """What is wrong with the task's fields: one message each with field, value and fix."""
         return []
