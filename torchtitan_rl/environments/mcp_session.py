@@ -68,8 +68,8 @@ class McpServer:
     max_answer_chars: int = 4000
     """An answer is cut after so many characters."""
 
-    def located(self) -> Mapping[str, Any]:
-        """As `Task.located`."""
+    def compared_as(self) -> Mapping[str, Any]:
+        """As `Task.compared_as`."""
         return {"url": None}
 
     def errors(self, field_name: str) -> list[str]:

@@ -89,7 +89,7 @@ class OpenEnvTask(GameTask):
     def name(self) -> str:
         return "openenv"  # not the address, which a resumed run may find elsewhere
 
-    def located(self) -> Mapping[str, Any]:
+    def compared_as(self) -> Mapping[str, Any]:
         return {"url": None}
 
     def game(self, seed: int) -> Game:

@@ -146,10 +146,15 @@ class Task:
         """A rollout with at least this reward has solved its problem (pass@k)."""
         return 1.0 - 1e-9
 
-    def located(self) -> Mapping[str, Any]:
-        """Fields that only say where something is, by name, with what a resumed run compares in
-        their place; None: nothing."""
+    def compared_as(self) -> Mapping[str, Any]:
+        """Fields of which a resumed run compares another value, by name: of a field that only says
+        where something is, the contents. None: it is not compared."""
         return {}
+
+    def with_all_options(self) -> Task:
+        """The same task, with an entry for all that may be given on the command line: an option
+        changes what is there."""
+        return self
 
     def errors(self) -> list[str]:
         """What is wrong with the task's fields: one message each with field, value and fix."""

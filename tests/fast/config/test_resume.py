@@ -184,6 +184,15 @@ def test_of_what_only_says_where_something_is_the_contents_are_compared(tmp_path
     assert of_servers(1)["task.tasks.b.servers.s.tools"] == ["add"]
 
 
+def test_a_weight_of_1_is_as_none() -> None:
+    task = MixtureTask(tasks={"a": Task(), "b": Task()}, weights={"a": 2.0})
+    before = identity(dataclasses.replace(TINY, task=task))
+    now = identity(dataclasses.replace(TINY, task=task.with_all_options()))
+    assert resume_errors(before, now) == []
+    other = dataclasses.replace(task, weights={"b": 2.0})
+    assert len(resume_errors(before, identity(dataclasses.replace(TINY, task=other)))) == 1
+
+
 def test_functions_are_compared_by_their_names() -> None:
     now = identity(mixed(a=DataTask(train=("a.jsonl",))))
     assert now["task.measures"] == [f"{__name__}:square"]
