@@ -70,7 +70,7 @@ class McpServer:
 
     def compared_as(self) -> Mapping[str, Any]:
         """As `Task.compared_as`."""
-        return {"url": None}
+        return {"url": None, "start_timeout_s": None}
 
     def errors(self, field_name: str) -> list[str]:
         found = []

@@ -169,8 +169,9 @@ def _absences(name: str, server: McpServer) -> list[str]:
     return found
 
 
-def servers_of(task: Task, name: str = "task") -> Iterator[tuple[str, McpServer]]:
-    """The servers of the task and of its parts, with the names of their fields."""
+def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
+    """The task, its parts and the servers of all of them, with the names of their fields."""
+    yield name, task
     for one in fields(task):
         value = getattr(task, one.name)
         parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -179,7 +180,7 @@ def servers_of(task: Task, name: str = "task") -> Iterator[tuple[str, McpServer]
             if isinstance(part, McpServer):
                 yield part_name, part
             elif isinstance(part, Task):
-                yield from servers_of(part, part_name)
+                yield from parts_of(part, part_name)
 
 
 def sharing_servers(task: Task) -> Task:

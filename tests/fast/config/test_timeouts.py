@@ -13,6 +13,7 @@ from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
 from torchtitan_rl.environments.mcp_session import McpServer
 from torchtitan_rl.environments.mcp_task import McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
+from torchtitan_rl.environments.open_env_task import OpenEnvTask
 from torchtitan_rl.rollout.task import Task
 
 CONFIG = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())
@@ -83,5 +84,9 @@ def test_a_tool_has_less_time_than_the_step_that_calls_it() -> None:
     task = McpTask(train=("a",), servers={"s": server, "right": McpServer(command=("true",))})
     message = "s.call_timeout_s is 100.0: give less than rollout.step_timeout_s (60.0)"
     assert timeout_errors(replace(CONFIG, task=task)) == [f"task.servers.{message}"]
-    both = MixtureTask(tasks={"one": Task(), "two": task})
-    assert timeout_errors(replace(CONFIG, task=both)) == [f"task.tasks.two.servers.{message}"]
+    game = OpenEnvTask(url="http://a", connect_timeout_s=60.0)
+    both = MixtureTask(tasks={"one": game, "two": task})
+    assert timeout_errors(replace(CONFIG, task=both)) == [
+        "task.tasks.one.connect_timeout_s is 60.0: give less than rollout.step_timeout_s (60.0)",
+        f"task.tasks.two.servers.{message}",
+    ]
