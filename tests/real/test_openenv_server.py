@@ -118,14 +118,18 @@ def test_headers_reach_the_server(task: OpenEnvTask, monkeypatch: pytest.MonkeyP
 
 
 def test_a_rollout_waits_for_a_server_that_starts_again(task: OpenEnvTask) -> None:
-    with served(SERVER, str(ROOM)) as port:
-        pass  # it has ended
-    there = replace(task, url=f"http://127.0.0.1:{port}", connect_timeout_s=20)
-
     async def rollout() -> Move:
+        def end(_: object, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        ending = await asyncio.start_server(end, "127.0.0.1", 0)
+        port = ending.sockets[0].getsockname()[1]
+        there = replace(task, url=f"http://127.0.0.1:{port}", connect_timeout_s=20)
         game = there.game(3)
         begun = asyncio.create_task(game.reset())
         await asyncio.sleep(0.2)
+        ending.close()
+        await asyncio.sleep(0.5)  # no server listens now
         with served(SERVER, str(ROOM), port=port):
             await begun
             move = await game.step("3")

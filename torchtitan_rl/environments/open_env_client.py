@@ -55,6 +55,8 @@ class OpenEnvSession:
             OpenEnvError: there is no such server, for ``connect_timeout_s``.
         """
         client = require("websockets.asyncio.client", "websockets")
+        from websockets.exceptions import InvalidMessage
+
         address = "ws" + self._url.removeprefix("http").rstrip("/") + "/ws"
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._connect_timeout_s
@@ -64,7 +66,8 @@ class OpenEnvSession:
                     address, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES
                 )
             except Exception as error:  # of the network, the handshake, a proxy, ...
-                if not isinstance(error, ConnectionError) or loop.time() >= give_up_s:
+                is_away = isinstance(error, (ConnectionError, InvalidMessage))  # or just ending
+                if not is_away or loop.time() >= give_up_s:
                     raise self._error(f"cannot connect ({_cause(error)})") from error
                 await asyncio.sleep(_PAUSE_S)
 
