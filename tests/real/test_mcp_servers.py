@@ -81,7 +81,7 @@ async def calls_that_go_well_and_wrong(tools: McpTools) -> None:
 def test_calls_over_standard_streams() -> None:
     server = McpServer(**{**vars(STDIO), "call_timeout_s": 1.0})
     names = with_tools({"own": server}, calls_that_go_well_and_wrong)
-    assert names == ["calculator", "note", "wait", "repeat", "crash"]
+    assert names == ["calculator", "note", "wait", "pause", "repeat", "crash"]
 
 
 def test_calls_over_http(http: McpServer) -> None:
@@ -112,6 +112,28 @@ def test_each_rollout_has_a_session_unless_it_is_shared_and_a_lost_one_is_replac
 
     asyncio.run(both())
     assert not own_servers()
+
+
+def test_calls_of_one_message_run_at_once_or_in_their_order(http: McpServer) -> None:
+    async def answers(tools: McpTools) -> list[str]:
+        """Of a slow call and of a quick one."""
+        ended: list[str] = []
+
+        async def call(name: str, **arguments: Any) -> None:
+            await tools.call(name, arguments)
+            ended.append(name)
+
+        await asyncio.gather(call("pause", seconds=0.3), call("note", text="a"))
+        return ended
+
+    async def at_once(tools: McpTools) -> None:
+        assert await answers(tools) == ["note", "pause"]
+
+    async def in_order(tools: McpTools) -> None:
+        assert await answers(tools) == ["pause", "note"]
+
+    with_tools({"s": http}, at_once)
+    with_tools({"s": McpServer(**{**vars(http), "in_order": True})}, in_order)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +207,7 @@ CONFIG = """
 from torchtitan_rl import McpServer, McpTask, MixtureTask, PolicyConfig, RunConfig
 
 command = ("sh", "-c", "echo started >> {folder}/starts; exec {python} -m {module}")
-servers = {{"s": McpServer(command=command, env={{"PYTHONPATH": {root!r}}}, start_timeout_s=120)}}
+servers = {{"s": McpServer(command=command, env={{"PYTHONPATH": {root!r}}}, start_timeout_s=59)}}
 config = RunConfig(
     policy=PolicyConfig(checkpoint="package:calculator_agent"),
     task=MixtureTask(

@@ -144,3 +144,20 @@ def test_a_killed_evaluation_continues(config: Path, run_dir: Path, evaluation: 
     continued.require_success()
     assert " of 64 rollouts are in" in continued.log.read_text()
     assert results(output) == results(evaluation)
+
+
+@pytest.mark.soak
+def test_a_checkpoint_that_is_removed_meanwhile_is_one_error(config: Path, run_dir: Path) -> None:
+    copied, output = run_dir.parent / "copy" / "run", run_dir.parent / "removed"
+    shutil.copytree(run_dir, copied)
+    evaluation = evaluate(config, copied, output, "--max-rollouts", "2")
+    file = output / "run" / "step-000001" / "temperature-1" / "rollouts.jsonl"
+    evaluation.wait_until(lambda: file.exists() and file.stat().st_size > 0, "a rollout")
+    shutil.rmtree(copied / "checkpoints" / "step-000002")
+    assert evaluation.wait() == 1
+    (error,) = [line for line in evaluation.log.read_text().splitlines() if "error" in line.lower()]
+    assert error.startswith("error: ModelLostError: run/step-000002 is not in the results: ")
+    assert [row["model"] for row in results(output)] == ["run/step-000001"]
+    again = evaluate(config, copied, output, "--max-rollouts", "2")
+    again.require_success()
+    assert "16 of 16 rollouts are in" in again.log.read_text()

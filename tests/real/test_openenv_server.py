@@ -108,13 +108,44 @@ def test_each_rollout_has_its_own_game_until_the_server_is_full(task: OpenEnvTas
     assert play(task, 3, "3")[1][0].ended  # there is room again
 
 
+def test_headers_reach_the_server(task: OpenEnvTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBER", "17")
+    with served(SERVER, str(ROOM), "key-17") as port:
+        there = replace(task, url=f"http://127.0.0.1:{port}", headers={"X-Token": "key-$NUMBER"})
+        assert play(there, 3, "3")[1][0].ended
+        with pytest.raises(OpenEnvError, match=r"cannot connect .*403"):
+            play(replace(there, headers={}), 3, "3")
+
+
+def test_a_rollout_waits_for_a_server_that_starts_again(task: OpenEnvTask) -> None:
+    async def rollout() -> Move:
+        def end(_: object, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        ending = await asyncio.start_server(end, "127.0.0.1", 0)
+        port = ending.sockets[0].getsockname()[1]
+        there = replace(task, url=f"http://127.0.0.1:{port}", connect_timeout_s=20)
+        game = there.game(3)
+        begun = asyncio.create_task(game.reset())
+        await asyncio.sleep(0.2)
+        ending.close()
+        await asyncio.sleep(0.5)  # no server listens now
+        with served(SERVER, str(ROOM), port=port):
+            await begun
+            move = await game.step("3")
+            await game.close()
+        return move
+
+    assert asyncio.run(rollout()).ended
+
+
 def test_errors_of_the_environment_and_a_lost_server_are_one_error(task: OpenEnvTask) -> None:
     with pytest.raises(OpenEnvError, match=r"^OpenEnv server http://127.*: step: bad luck \(EXECU"):
         play(task, 3, "13")
 
     async def rollouts() -> None:
         with served(SERVER, str(ROOM)) as port:
-            there = replace(task, url=f"http://127.0.0.1:{port}")
+            there = replace(task, url=f"http://127.0.0.1:{port}", connect_timeout_s=0)
             crashing, waiting = there.game(1), there.game(2)
             await asyncio.gather(crashing.reset(), waiting.reset())
             for game, guess in ((crashing, "666"), (waiting, "1")):

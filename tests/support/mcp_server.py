@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -40,6 +41,13 @@ def wait(seconds: float) -> str:
     """Answers late."""
     time.sleep(seconds)
     return "waited"
+
+
+@server.tool()
+async def pause(seconds: float) -> str:
+    """Answers late, and others meanwhile."""
+    await asyncio.sleep(seconds)
+    return "paused"
 
 
 @server.tool()

@@ -1,4 +1,7 @@
-"""A small OpenEnv server: ``python -m tests.support.openenv_server PORT ROOM``. Guess a number."""
+"""A number to guess, on an OpenEnv server: ``python -m tests.support.openenv_server PORT ROOM``.
+
+A third argument is the ``X-Token`` that sessions must have.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 MOST_GUESSES = 4
 
@@ -52,7 +56,23 @@ class GuessEnvironment(Environment[Guess, Hint, State]):
         return self._state
 
 
+class Guarded:
+    """Accepts a session only with the header ``X-Token``."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and (b"x-token", self._token) not in scope["headers"]:
+            await send({"type": "websocket.close"})
+            return
+        await self._app(scope, receive, send)
+
+
 if __name__ == "__main__":
     room = int(sys.argv[2])
-    app = create_fastapi_app(GuessEnvironment, Guess, Hint, max_concurrent_envs=room)
+    app: ASGIApp = create_fastapi_app(GuessEnvironment, Guess, Hint, max_concurrent_envs=room)
+    if len(sys.argv) > 3:
+        app = Guarded(app, token=sys.argv[3])
     uvicorn.run(app, port=int(sys.argv[1]), log_level="error")

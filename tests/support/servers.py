@@ -13,11 +13,12 @@ ROOT = str(Path(__file__).parents[2])
 
 
 @contextmanager
-def served(module: str, *arguments: str) -> Iterator[int]:
-    """The port of ``python -m MODULE PORT ARGUMENTS``, once it listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+def served(module: str, *arguments: str, port: int = 0) -> Iterator[int]:
+    """The port of ``python -m MODULE PORT ARGUMENTS``, once it listens; 0: a free one."""
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     command = [sys.executable, "-m", module, str(port), *arguments]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, Replicas
 from torchtitan_rl.commands.signals import StopSignals
-from torchtitan_rl.config.eval_models import EvalModel
+from torchtitan_rl.config.eval_models import EvalModel, has_export, note_export
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
     PreparedEvaluation,
@@ -30,13 +30,12 @@ from torchtitan_rl.config.evaluate import (
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.run_lock import hold_run, unwritable
-from torchtitan_rl.errors import OutputError
+from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
 from torchtitan_rl.observability import evaluation_picture
 from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
 from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
-from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 _PROG = "torchtitan-rl eval"
@@ -81,6 +80,10 @@ def _describe(prepared: PreparedEvaluation) -> str:
     )
 
 
+class ModelLostError(TorchtitanRLError):
+    """A model cannot be evaluated any more; names it and the cause."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cell:
     """One model at one temperature; ``kept`` are its rollouts of an earlier call, by id, and
@@ -111,12 +114,18 @@ async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
         progress = EvaluationProgress(state, prepared.options.progress)
         if kept:
             progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
+        evaluated: list[Evaluated] = []
+        lost: dict[str, ModelLostError] = {}
         async with Replicas(prepared.run) as replicas:
-            evaluated = [
-                await _evaluate(prepared, cell, replicas, state, progress) for cell in cells
-            ]
+            for cell in cells:
+                try:
+                    evaluated.append(await _evaluate(prepared, cell, replicas, state, progress))
+                except ModelLostError as error:  # the others are evaluated
+                    lost[cell.model.name] = error
         progress.close()
-        return _report(prepared, evaluated)
+        if evaluated:
+            exit_code = _report(prepared, evaluated)
+        return max(map(print_error, lost.values())) if lost else exit_code
     except asyncio.CancelledError:
         if not signals.received:
             raise
@@ -173,23 +182,34 @@ async def _evaluate(
 
 
 def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
-    """Make a Hugging Face directory of a run's checkpoint, unless there is one that is newer. Its
-    type is the one that the engines compute in, so that they have the trainer's weights."""
-    if not model.is_checkpoint:
-        return
+    """Make a Hugging Face directory of a run's checkpoint, unless there is one of it. Its type is
+    the one that the engines compute in, so that they have the trainer's weights.
+
+    Raises:
+        ModelLostError: the checkpoint, or another model's directory, was removed or damaged since
+            the command began.
+    """
+    fingerprint = prepared.identity["models"][model.name]
     target = prepared.directory(model)
-    made = target / "config.json"
-    if made.is_file() and made.stat().st_mtime >= (model.path / MARKER).stat().st_mtime:
+    if not model.is_checkpoint:
+        if not (model.path / "config.json").is_file():
+            raise ModelLostError(f"{model.name} is not in the results: {model.path} was removed")
+        return
+    if has_export(target, fingerprint):
         return
     from torchtitan_rl.backends.titan.hf_export import export_checkpoint  # seconds
 
     is_on_cpu = prepared.run.plan.device == "cpu"
-    export_checkpoint(
-        model.path,
-        target,
-        source=prepared.run.policy_dir,
-        dtype="float32" if is_on_cpu else prepared.run.config.policy.dtype,
-    )
+    try:
+        export_checkpoint(
+            model.path,
+            target,
+            source=prepared.run.policy_dir,
+            dtype="float32" if is_on_cpu else prepared.run.config.policy.dtype,
+        )
+        note_export(target, fingerprint)
+    except (CheckpointError, OSError) as error:
+        raise ModelLostError(f"{model.name} is not in the results: {error}") from error
 
 
 async def _roll_out(

@@ -19,6 +19,7 @@ from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 
 _FIELD = "MODEL_OR_RUN"
+_EXPORT_OF = "checkpoint.txt"  # its fingerprint
 _EXPORT = "policy"  # a run's export, and the usual name of an embedded policy
 
 
@@ -37,6 +38,19 @@ class EvalModel:
         if not self.is_checkpoint:
             return policy_digest(self.path)
         return hashlib.sha256((self.path / MARKER).read_bytes()).hexdigest()
+
+
+def has_export(directory: Path, fingerprint: str) -> bool:
+    """Whether a directory holds the whole export of a checkpoint as it is now."""
+    try:
+        return (directory / _EXPORT_OF).read_text() == fingerprint
+    except OSError:
+        return False
+
+
+def note_export(directory: Path, fingerprint: str) -> None:
+    """The export of the checkpoint is complete."""
+    (directory / _EXPORT_OF).write_text(fingerprint)
 
 
 def find_models(given: Sequence[str], policy_dir: Path) -> tuple[EvalModel, ...]:

@@ -22,7 +22,7 @@ from torchtitan_rl.config.checks.generator import generator_errors
 from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
 from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
-from torchtitan_rl.config.checks.resume import TASK, run_identity
+from torchtitan_rl.config.checks.resume import CONTENTS, TASK, run_identity
 from torchtitan_rl.config.checks.rules import Bounds
 from torchtitan_rl.config.eval_models import EvalModel, find_models
 from torchtitan_rl.config.plan import plan_serving
@@ -244,12 +244,13 @@ def _identity(
     split: Split,
     problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """What the rollouts in a folder depend on, besides the temperature."""
+    """What the rollouts in a folder depend on, besides the temperature; of data files, the problems
+    that are evaluated."""
     fields = run_identity(config, policy_dir)
     compared = {
         name: value
         for name, value in fields.items()
-        if name in _COMPARED or name.startswith(f"{TASK}.")
+        if name in _COMPARED or (name.startswith(f"{TASK}.") and not name.endswith(CONTENTS))
     }
     return {
         "fields": compared | {"--split": split},

@@ -9,8 +9,10 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
@@ -44,6 +46,8 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"CONFIG is {path}: it has no RunConfig named 'config'; write config = RunConfig(...)"
         )
+    if not any(name.startswith("task") for name in field_errors(config)):
+        config = replace(config, task=config.task.with_all_options())
     return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
 
 

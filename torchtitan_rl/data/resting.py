@@ -2,7 +2,8 @@
 
 A problem whose rollouts nearly all solved it goes into the pool ``easy``, one that nearly none
 solved into ``hard``; both rest for some epochs. Invariants: a problem is in at most one pool; the
-pools are part of the state.
+pools are part of the state. To find the next problem at most 64 are read, so that the event loop is
+not held up; if all of them rest, the last is given all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.types import Problem
+
+_MOST_READ = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +32,16 @@ class RestConfig:
 
 
 class RestingDataset:
-    """The problems of ``source`` that do not rest; if all do, the next one all the same."""
+    """The problems of ``source`` that do not rest. If all do, none is passed over, so that epochs
+    take as long as before."""
 
     def __init__(self, source: Dataset, config: RestConfig) -> None:
         self._source = source
         self._config = config
         self._until: dict[str, dict[str, int]] = {"easy": {}, "hard": {}}
+        self._num_read = 0  # problems of the epoch so far
+        self._epoch_size: int | None = None  # of the epoch before; None in the first
+        self._num_resting: int | None = None  # now; None: to be counted
 
     @property
     def epoch(self) -> int:
@@ -43,21 +50,20 @@ class RestingDataset:
     def metrics(self) -> Mapping[str, float]:
         """``resting/easy`` and ``resting/hard``: how many problems rest in each pool."""
         own = {
-            f"resting/{pool}": float(sum(until > self._source.epoch for until in members.values()))
-            for pool, members in self._until.items()
+            f"resting/{pool}": float(self._count(members)) for pool, members in self._until.items()
         }
         return {**own, **metrics_of(self._source)}
 
     def next(self) -> Problem:
-        problem = self._source.next()
-        first = problem.problem_id
-        while self._rests(problem.problem_id):
-            problem = self._source.next()
-            if problem.problem_id == first:
+        problem = self._read()
+        for _ in range(_MOST_READ - 1):
+            if not self._rests(problem.problem_id) or self._all_rest():
                 break
+            problem = self._read()
         return problem
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
+        self._num_resting = None
         for outcome in outcomes:
             for members in self._until.values():
                 members.pop(outcome.problem.problem_id, None)
@@ -68,11 +74,36 @@ class RestingDataset:
             self._source.record(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"source": self._source.state_dict(), "pools": self._until}
+        return {
+            "source": self._source.state_dict(),
+            "pools": self._until,
+            "num_read": self._num_read,
+            "epoch_size": self._epoch_size,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
         self._until = {pool: dict(state["pools"][pool]) for pool in self._until}
+        self._num_read = state.get("num_read", 0)
+        self._epoch_size = state.get("epoch_size")
+        self._num_resting = None
+
+    def _read(self) -> Problem:
+        epoch = self._source.epoch
+        problem = self._source.next()
+        if self._source.epoch != epoch:
+            self._epoch_size, self._num_read, self._num_resting = self._num_read, 0, None
+        self._num_read += 1
+        return problem
+
+    def _all_rest(self) -> bool:
+        if self._num_resting is None:
+            self._num_resting = sum(map(self._count, self._until.values()))
+        return self._epoch_size is not None and self._num_resting >= self._epoch_size
+
+    def _count(self, members: Mapping[str, int]) -> int:
+        """Of those that rest now."""
+        return sum(until > self._source.epoch for until in members.values())
 
     def _pool_of(self, outcome: Outcome) -> str | None:
         if outcome.solved is None:

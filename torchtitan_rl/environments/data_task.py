@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,14 @@ class DataTask(Task):
         renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
         score = partial(self.score, problem=problem)
         return MessageTokenEnv(QuestionEnv(problem.data["messages"], score), renderer)
+
+    def compared_as(self) -> Mapping[str, Any]:
+        """Files are compared by their names and contents."""
+        contents = {}
+        for name in ("train", "validation"):
+            with suppress(ConfigError):  # found by `errors`
+                contents[name] = [rows.size for rows in open_sources(getattr(self, name))]
+        return contents
 
     def errors(self) -> list[str]:
         found = [] if self.train else ["task.train is empty: give a file"]

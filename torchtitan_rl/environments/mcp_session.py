@@ -15,10 +15,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakKeyDictionary
 
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.deadlines import wait_within
@@ -29,6 +30,8 @@ _SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
 _LAST_BYTES = 2000  # of what a server wrote to its standard error
 _SESSION_ENDED = "Session terminated"  # which has no code of its own
+_STARTS_PER_CORE = 2  # more at once would only take each other's time
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class McpServerError(TorchtitanRLError):
@@ -54,12 +57,20 @@ class McpServer:
     """One session for all rollouts, for servers that keep no state; otherwise each rollout has a
     session (and, with ``command``, a process) of its own."""
     start_timeout_s: float = 30.0
-    """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``."""
+    """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``. With
+    ``command``, two servers per core start at once; waiting for that counts only in the latter."""
     call_timeout_s: float = 30.0
     """Seconds for one call, below ``rollout.step_timeout_s``; the policy is told of one that takes
     longer."""
+    in_order: bool = False
+    """Calls of one message run one after another, for tools where one changes what the next does
+    (write, then read); all of them have ``rollout.step_timeout_s``. Otherwise they run at once."""
     max_answer_chars: int = 4000
     """An answer is cut after so many characters."""
+
+    def compared_as(self) -> Mapping[str, Any]:
+        """As `Task.compared_as`."""
+        return {"url": None, "start_timeout_s": None}
 
     def errors(self, field_name: str) -> list[str]:
         found = []
@@ -82,6 +93,8 @@ class McpSession:
         self._server = server
         self._client: Any = None
         self._may_end = asyncio.Event()
+        self._begins = asyncio.Event()  # to start, or has failed before
+        self._order = asyncio.Lock()  # first come, first served
         self._task: asyncio.Task[None] | None = None
         self._words: TextIO | None = None  # the server's standard error
         self._tools: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
@@ -95,8 +108,9 @@ class McpSession:
         """
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
+        await self._begins.wait()
         if not await wait_within(self._server.start_timeout_s, self._tools):
-            self._task.cancel()
+            self._cancel(self._task)
             raise self._lost(f"no list of tools after {self._server.start_timeout_s:g} s")
         if (error := self._tools.exception()) is not None:
             raise McpServerError(str(error)) from error
@@ -110,6 +124,10 @@ class McpSession:
         Raises:
             McpServerError: the session is lost.
         """
+        async with self._order if self._server.in_order else nullcontext():
+            return await self._call(name, arguments)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
         from pydantic import ValidationError
@@ -140,18 +158,29 @@ class McpSession:
             return
         self._may_end.set()
         if self._client is None:  # it may never get there
-            self._task.cancel()
+            self._cancel(self._task)
         await asyncio.wait({self._task})
+        self._fail("the session was closed")  # before its task began
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        """Once: a second time would interrupt the library while it ends the process."""
+        if not task.cancelling():
+            task.cancel()
 
     async def _serve(self) -> None:
         client_class = require("mcp", "mcp").Client
         with tempfile.TemporaryFile("w") as self._words:
             try:
-                async with self._transport() as transport, client_class(transport) as client:
-                    tools = await _all_tools(client)
-                    self._client = client
-                    self._tools.set_result(tools)
-                    await self._may_end.wait()
+                async with AsyncExitStack() as turn:
+                    if self._server.command:
+                        await turn.enter_async_context(_turn_to_start())
+                    self._begins.set()
+                    async with self._transport() as transport, client_class(transport) as client:
+                        tools = await _all_tools(client)
+                        await turn.aclose()
+                        self._client = client
+                        self._tools.set_result(tools)
+                        await self._may_end.wait()
             except Exception as error:  # in a group, where the library has several tasks
                 self._fail(_cause(error))
             finally:
@@ -163,6 +192,7 @@ class McpSession:
         if not self._tools.done():
             self._tools.set_exception(error)
             self._tools.exception()  # the caller may no longer wait
+        self._begins.set()
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[AbstractAsyncContextManager[Any]]:
@@ -204,6 +234,12 @@ class McpSession:
         end = os.pread(self._words.fileno(), _LAST_BYTES, start).decode(errors="replace")
         words = end.rstrip().rpartition("\n")[2].strip()
         return f"; its last words: {words}" if words else ""
+
+
+def _turn_to_start() -> asyncio.Semaphore:
+    cores = len(os.sched_getaffinity(0))
+    loop = asyncio.get_running_loop()
+    return _turns.setdefault(loop, asyncio.Semaphore(_STARTS_PER_CORE * cores))
 
 
 async def _all_tools(client: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -167,6 +167,20 @@ def _absences(name: str, server: McpServer) -> list[str]:
                 "start it before the run"
             )
     return found
+
+
+def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
+    """The task, its parts and the servers of all of them, with the names of their fields."""
+    yield name, task
+    for one in fields(task):
+        value = getattr(task, one.name)
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for key, part in parts:
+            part_name = f"{name}.{one.name}.{key}".rstrip(".")
+            if isinstance(part, McpServer):
+                yield part_name, part
+            elif isinstance(part, Task):
+                yield from parts_of(part, part_name)
 
 
 def sharing_servers(task: Task) -> Task:

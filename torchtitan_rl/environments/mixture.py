@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
@@ -55,6 +55,13 @@ class MixtureTask(Task):
 
     def success_reward(self) -> float:
         return min(task.success_reward() for task in self.tasks.values())
+
+    def compared_as(self) -> Mapping[str, Any]:
+        return {"weights": {name: one for name, one in self.weights.items() if one != 1.0}}
+
+    def with_all_options(self) -> Task:
+        tasks = {name: task.with_all_options() for name, task in self.tasks.items()}
+        return replace(self, tasks=tasks, weights=dict.fromkeys(tasks, 1.0) | self.weights)
 
     def errors(self) -> list[str]:
         found = [] if self.tasks else ["task.tasks is empty: give a task with a name"]

@@ -7,6 +7,7 @@ connection is an error. The package is not needed either; its requirements contr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from torchtitan_rl.errors import TorchtitanRLError
 
 _MAX_MESSAGE_BYTES = 1 << 26
 _SHORT_CHARS = 300
+_PAUSE_S = 0.5  # between two tries to connect
 
 
 class OpenEnvError(TorchtitanRLError):
@@ -38,24 +40,36 @@ class OpenEnvResult:
 class OpenEnvSession:
     """One environment of the server, from `connect` to `close`; one call at a time."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, url: str, headers: Mapping[str, str], *, connect_timeout_s: float = 0.0
+    ) -> None:
         self._url = url
+        self._connect_timeout_s = connect_timeout_s
         self._headers = {name: os.path.expandvars(value) for name, value in headers.items()}
         self._socket: Any = None
 
     async def connect(self) -> None:
-        """
+        """Try again while no server listens: it may be starting.
+
         Raises:
-            OpenEnvError: there is no such server.
+            OpenEnvError: there is no such server, for ``connect_timeout_s``.
         """
         client = require("websockets.asyncio.client", "websockets")
+        from websockets.exceptions import InvalidMessage
+
         address = "ws" + self._url.removeprefix("http").rstrip("/") + "/ws"
-        try:
-            self._socket = await client.connect(
-                address, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES
-            )
-        except Exception as error:  # of the network, the handshake, a proxy, ...
-            raise self._error(f"cannot connect ({_cause(error)})") from error
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._connect_timeout_s
+        while self._socket is None:
+            try:
+                self._socket = await client.connect(
+                    address, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES
+                )
+            except Exception as error:  # of the network, the handshake, a proxy, ...
+                is_away = isinstance(error, (ConnectionError, InvalidMessage))  # or just ending
+                if not is_away or loop.time() >= give_up_s:
+                    raise self._error(f"cannot connect ({_cause(error)})") from error
+                await asyncio.sleep(_PAUSE_S)
 
     async def reset(self, options: Mapping[str, Any]) -> OpenEnvResult:
         """

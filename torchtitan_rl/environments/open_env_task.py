@@ -47,6 +47,9 @@ class OpenEnvTask(GameTask):
     headers: dict[str, str] = field(default_factory=dict)
     """HTTP headers, such as ``{"Authorization": "Bearer $HF_TOKEN"}``; ``$NAME`` stands for an
     environment variable."""
+    connect_timeout_s: float = 30.0
+    """Seconds for which a rollout tries to connect while no server listens, so that one that is
+    started again costs only the games that it had; below ``rollout.step_timeout_s``."""
     prompt: str = "{observation}"
     """The user's first message. Besides the usual fields, ``{info[NAME]}`` is a field of the
     observation, ``{state[NAME]}`` one of the environment's state."""
@@ -89,11 +92,19 @@ class OpenEnvTask(GameTask):
     def name(self) -> str:
         return "openenv"  # not the address, which a resumed run may find elsewhere
 
+    def compared_as(self) -> Mapping[str, Any]:
+        return {"url": None, "connect_timeout_s": None}
+
     def game(self, seed: int) -> Game:
         return OpenEnvGame(self, seed)
 
     def errors(self) -> list[str]:
         found = super().errors()
+        if not 0 <= self.connect_timeout_s < 1e6:
+            found.append(
+                f"task.connect_timeout_s={self.connect_timeout_s}: must be at least 0, and below a "
+                "million"
+            )
         if not self.url.startswith(("http://", "https://")):
             return [*found, f"task.url={self.url!r}: must begin with http:// or https://"]
         import httpx
@@ -114,7 +125,9 @@ class OpenEnvGame:
     def __init__(self, task: OpenEnvTask, seed: int) -> None:
         self._task = task
         self._seed = seed
-        self._session = OpenEnvSession(task.url, task.headers)
+        self._session = OpenEnvSession(
+            task.url, task.headers, connect_timeout_s=task.connect_timeout_s
+        )
         self._needs_state = any("{state" in getattr(task, name) for name in TEXTS)
 
     async def reset(self) -> Mapping[str, Any]:

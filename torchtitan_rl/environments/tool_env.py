@@ -6,6 +6,7 @@ that died) end the rollout, with an error.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchtitan_rl.environments.question import QuestionEnv, ScoreFunction
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
+from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import RolloutStatus
 
 _SHORT_CHARS = 200
@@ -37,7 +39,9 @@ class Tools(Protocol):
         ...
 
     async def call(self, name: str, arguments: dict[str, Any], /) -> ToolAnswer:
-        """
+        """Calls of one message begin in their order and run at once. Tools of which one call
+        changes what the next does hold an `asyncio.Lock`, which keeps the order.
+
         Raises:
             Exception: the tools are lost; the rollout fails.
         """
@@ -77,7 +81,7 @@ class ToolEnv:
         return MessageObservation(messages=question.messages, tools=shown)
 
     async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
-        answers = [await self._call(call["function"]) for call in message.get("tool_calls", ())]
+        answers = await self._call_all(message.get("tool_calls", ()))
         for raw in message.get("invalid_tool_calls", ()):
             text = f"error: not a call with a name and arguments in JSON: {raw[:_SHORT_CHARS]}"
             answers.append(ToolAnswer(text=text, failed=True))
@@ -94,6 +98,14 @@ class ToolEnv:
 
     async def close(self) -> None:
         await self._tools.close()
+
+    async def _call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolAnswer]:
+        """Their answers, in the order of the calls."""
+        tasks = [asyncio.create_task(self._call(call["function"])) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            await cancel_all(tasks)
 
     async def _call(self, function: Mapping[str, Any]) -> ToolAnswer:
         arguments = function["arguments"]

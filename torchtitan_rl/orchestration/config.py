@@ -36,7 +36,8 @@ class ScheduleConfig:
     max_resamples: int = 1
     """How many times ``resample`` rolls out one group again."""
     max_empty_batches: int = 5
-    """Number of consecutive batches without a token to train on after which the run fails."""
+    """Number of consecutive batches without a token to train on after which the run fails; of
+    skipped batches ten times as many, where the dataset chooses by success."""
     report_wait_s: float = 60.0
     """Seconds without any change after which the run reports what each part waits for."""
     max_wait_s: float = 7200.0

@@ -19,8 +19,11 @@ from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.task import AdaptiveDataset
 from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Problem, RolloutGroup
+
+_PATIENCE = 10  # times `max_empty_batches`, for a dataset that chooses by what came of its groups
 
 
 class Producer:
@@ -55,6 +58,7 @@ class Producer:
         self._restarted: set[asyncio.Task[None]] = set()  # cancelled, and may still get tokens
         self._failure: BaseException | None = None  # the first of a group's task
         self._skipped_in_a_row = 0
+        self._adapts = isinstance(state.parts.dataset, AdaptiveDataset)
 
     async def run(self) -> None:
         """Keep the buffer full until cancelled, which does not cancel the running groups.
@@ -68,12 +72,15 @@ class Producer:
                     self._launch(entry)
         while True:
             await self._state.wait_until(
-                lambda: self._failure is not None or self._may_admit(),
+                lambda: self._failure is not None or self._must_tell() or self._may_admit(),
                 "the dataset waits for room in the buffer",
             )
             if self._failure is not None:
                 raise self._failure
-            self._admit_next()
+            if self._must_tell():
+                self._state.record_outcomes([])
+            else:
+                self._admit_next()
 
     async def close(self) -> None:
         """Cancel all groups; returns when every rollout has ended."""
@@ -105,7 +112,24 @@ class Producer:
     def _may_admit(self) -> bool:
         buffer, wanted = self._buffer, self._num_groups + self._surplus
         started = self._ledger.groups_trained + len(buffer)
-        return buffer.has_room and not self._is_over() and started < wanted
+        is_next = buffer.has_room and not self._is_over() and started < wanted
+        return is_next and not self._has_skipped_a_batch()
+
+    def _must_tell(self) -> bool:
+        """The dataset chooses by what came of its groups, and a batch of them was skipped: without
+        this, one that gives only such problems would never hear of it.
+
+        At staleness 0 all running groups end first, so that what the dataset knows when it chooses
+        does not depend on which of them ends first.
+        """
+        if not self._has_skipped_a_batch() or self._is_over():
+            return False
+        has_ended = all(entry.group is not None for entry in self._buffer.entries)
+        return has_ended or self._config.schedule.staleness > 0
+
+    def _has_skipped_a_batch(self) -> bool:
+        skipped = len(self._state.skipped)
+        return self._adapts and skipped >= self._config.rollout.groups_per_step
 
     def _is_over(self) -> bool:
         """Every group that the run trains has been trained."""
@@ -193,11 +217,13 @@ class Producer:
         self._state.skipped.append(self._state.outcome(group))
         self._skipped_in_a_row += 1
         most = schedule.max_empty_batches * self._config.rollout.groups_per_step
+        most *= _PATIENCE if self._adapts else 1
         if self._skipped_in_a_row >= most:
             raise TorchtitanRLError(
                 f"{self._skipped_in_a_row} groups in a row had rewards that do not differ, and "
                 "schedule.zero_variance is skip: the problems are all solved or all too hard; see "
-                "the rewards in rollouts.jsonl, or give schedule.zero_variance train"
+                "the rewards in rollouts.jsonl, or give schedule.zero_variance train or a higher "
+                "schedule.max_empty_batches"
             )
 
     def _take_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:

@@ -91,7 +91,7 @@ class RunState:
         self.evaluated_step: int | None = None
         self.is_stopping = False
         self.dataset_metrics: Mapping[str, float] = {}  # as of the newest step
-        self.skipped: list[Outcome] = []  # since the newest step; the dataset has not seen them
+        self.skipped: list[Outcome] = []  # the dataset has not been told of them
         self.num_changes = 0
         self._changed = asyncio.Event()
 
@@ -104,7 +104,8 @@ class RunState:
     def record_outcomes(self, trained: Sequence[RolloutGroup]) -> None:
         """Tell the dataset what came of the groups of a step, and of those that were skipped.
 
-        Only here, so that what it chooses does not depend on the order in which groups finish.
+        Only here, after a step or a skipped batch, so that what it chooses does not depend on the
+        order in which groups finish.
         """
         skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
         self.skipped.clear()

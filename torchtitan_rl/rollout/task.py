@@ -78,7 +78,8 @@ class AdaptiveDataset(Dataset, Protocol):
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Called once a step, with the groups that were trained on and those that were skipped
-        since the step before; in the same order in every run with the same results."""
+        since the last call; in the same order in every run with the same results. Also called
+        within a step, when ``rollout.groups_per_step`` groups were skipped since the last call."""
         ...
 
 
@@ -144,6 +145,16 @@ class Task:
     def success_reward(self) -> float:
         """A rollout with at least this reward has solved its problem (pass@k)."""
         return 1.0 - 1e-9
+
+    def compared_as(self) -> Mapping[str, Any]:
+        """Fields of which a resumed run compares another value, by name: of a field that only says
+        where something is, the contents. None: it is not compared."""
+        return {}
+
+    def with_all_options(self) -> Task:
+        """The same task, with an entry for all that may be given on the command line: an option
+        changes what is there."""
+        return self
 
     def errors(self) -> list[str]:
         """What is wrong with the task's fields: one message each with field, value and fix."""

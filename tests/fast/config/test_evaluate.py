@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from torchtitan_rl import RunConfig
 from torchtitan_rl.commands import cli
 from torchtitan_rl.config.checks.resume import policy_fingerprint
-from torchtitan_rl.config.eval_models import find_models
+from torchtitan_rl.config.eval_models import find_models, has_export, note_export
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
     PreparedEvaluation,
@@ -24,7 +25,7 @@ from torchtitan_rl.configs import alphabet_sort_tiny, calculator_agent_tiny
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
+from torchtitan_rl.training.checkpoint_files import MARKER, publish, seal, temporary_path
 
 CONFIG = alphabet_sort_tiny.config
 
@@ -70,6 +71,20 @@ def test_a_run_stands_for_the_checkpoints_that_it_keeps(tmp_path: Path) -> None:
     (one,) = find_models([str(run / "checkpoints" / "step-000020")], POLICY_DIR)
     assert one == found[2]
     assert len({one.fingerprint for one in found}) == 3
+
+
+def test_an_export_is_of_the_checkpoint_as_it_was_then(tmp_path: Path) -> None:
+    run, export = make_run(tmp_path / "run", 10), tmp_path / "export"
+    (one,) = find_models([str(run)], POLICY_DIR)
+    assert not has_export(export, one.fingerprint)
+    shutil.copytree(POLICY_DIR, export)
+    assert not has_export(export, one.fingerprint)
+    note_export(export, one.fingerprint)
+    assert has_export(export, one.fingerprint)
+    marker = one.path / MARKER
+    marker.write_text(marker.read_text() + "\n")
+    os.utime(marker, (0, 0))  # older, as a copy may be
+    assert not has_export(export, one.fingerprint)
 
 
 def test_a_run_without_checkpoints_stands_for_its_export(tmp_path: Path) -> None:

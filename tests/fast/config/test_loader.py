@@ -33,6 +33,24 @@ def test_a_file_gives_the_values_and_options_override_them(path):
     assert (config.num_steps, config.task.names, config.generator.replicas) == (7, 9, 5)
 
 
+_MIXTURE = """
+from torchtitan_rl import MixtureTask, PolicyConfig, RunConfig, Task
+
+parts = {"a": Task(), "b": MixtureTask(tasks={"c": Task()})}
+config = RunConfig(policy=PolicyConfig(checkpoint="here"), task=MixtureTask(tasks=parts))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The field `task.tasks` is annotated")
+def test_a_weight_can_be_given_for_a_part_that_has_none(path):
+    path.write_text(_MIXTURE)
+    config = load_config(path, ["--task.weights.a", "3", "--task.tasks.b.weights.c", "2"])
+    assert config.task.weights == {"a": 3.0, "b": 1.0}
+    assert config.task.tasks["b"].weights == {"c": 2.0}
+    path.write_text(_MIXTURE.replace("=parts", "=[1]"))
+    assert load_config(path, []).task.tasks == [1]  # an error of the check
+
+
 def test_a_file_may_import_its_neighbours(path, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     path.rename(tmp_path / "neighbour_of_a_config.py")

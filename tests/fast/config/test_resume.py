@@ -24,7 +24,10 @@ from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.mcp_session import McpServer
+from torchtitan_rl.environments.mcp_task import McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
+from torchtitan_rl.environments.open_env_task import OpenEnvTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
 from torchtitan_rl.rollout.task import Task
@@ -157,6 +160,37 @@ def test_parts_of_a_mixture_are_compared_by_their_fields() -> None:
     assert error.startswith("task.tasks (types) is ['a: DataTask', 'b: DataTask']: ")
     older = {name: value for name, value in before.items() if name != "task.tasks.a.prompt"}
     assert resume_errors(older, identity(mixed(a=one, b=one))) == []
+
+
+def test_of_what_only_says_where_something_is_the_contents_are_compared(tmp_path: Path) -> None:
+    def of_files(folder: str, name: str, text: str) -> dict[str, Any]:
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return identity(mixed(a=DataTask(train=(str(path),))))
+
+    before = of_files("one", "a.jsonl", "{}\n")
+    assert resume_errors(before, of_files("two", "a.jsonl", "{}\n")) == []
+    for other in (of_files("one", "b.jsonl", "{}\n"), of_files("one", "a.jsonl", "[]\n")):
+        (error,) = resume_errors(before, other)
+        assert error.startswith("task.tasks.a.train (contents) is [")
+
+    def of_servers(port: int) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{port}"
+        tools = McpTask(train=(), servers={"s": McpServer(url=url, tools=("add",))})
+        return identity(mixed(a=OpenEnvTask(url=url), b=tools))
+
+    assert resume_errors(of_servers(1), of_servers(2)) == []
+    assert of_servers(1)["task.tasks.b.servers.s.tools"] == ["add"]
+
+
+def test_a_weight_of_1_is_as_none() -> None:
+    task = MixtureTask(tasks={"a": Task(), "b": Task()}, weights={"a": 2.0})
+    before = identity(dataclasses.replace(TINY, task=task))
+    now = identity(dataclasses.replace(TINY, task=task.with_all_options()))
+    assert resume_errors(before, now) == []
+    other = dataclasses.replace(task, weights={"b": 2.0})
+    assert len(resume_errors(before, identity(dataclasses.replace(TINY, task=other)))) == 1
 
 
 def test_functions_are_compared_by_their_names() -> None:

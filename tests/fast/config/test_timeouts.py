@@ -10,6 +10,10 @@ from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.timeouts import timeout_errors
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
+from torchtitan_rl.environments.mcp_session import McpServer
+from torchtitan_rl.environments.mcp_task import McpTask
+from torchtitan_rl.environments.mixture import MixtureTask
+from torchtitan_rl.environments.open_env_task import OpenEnvTask
 from torchtitan_rl.rollout.task import Task
 
 CONFIG = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())
@@ -73,3 +77,16 @@ def test_an_agents_session_outlives_its_longest_pause(tmp_path: Path) -> None:
     (error,) = timeout_errors(config)
     assert error.startswith("endpoint.session_timeout_s is 600.0: give more than")
     assert timeout_errors(replace(config, task=Task())) == []
+
+
+def test_a_tool_has_less_time_than_the_step_that_calls_it() -> None:
+    server = McpServer(command=("true",), start_timeout_s=59.0, call_timeout_s=100.0)
+    task = McpTask(train=("a",), servers={"s": server, "right": McpServer(command=("true",))})
+    message = "s.call_timeout_s is 100.0: give less than rollout.step_timeout_s (60.0)"
+    assert timeout_errors(replace(CONFIG, task=task)) == [f"task.servers.{message}"]
+    game = OpenEnvTask(url="http://a", connect_timeout_s=60.0)
+    both = MixtureTask(tasks={"one": game, "two": task})
+    assert timeout_errors(replace(CONFIG, task=both)) == [
+        "task.tasks.one.connect_timeout_s is 60.0: give less than rollout.step_timeout_s (60.0)",
+        f"task.tasks.two.servers.{message}",
+    ]

@@ -165,7 +165,7 @@ def epochs_of(rest: RestConfig, solved: dict[str, float], epochs: int = 6) -> li
     [
         (RestConfig(epochs=1), ["0123", "03", "0123", "03", "0123", "03"]),
         (RestConfig(epochs=2), ["0123", "03", "03", "0123", "03", "03"]),
-        (RestConfig(epochs=1, easy_at=0.4), ["0123", "", "0123", "", "0123", ""]),
+        (RestConfig(epochs=1, easy_at=0.4), ["0123"] * 6),  # all rest
     ],
 )
 def test_a_problem_that_is_always_or_never_solved_rests(rest: RestConfig, given: list[str]) -> None:
@@ -195,8 +195,20 @@ def test_metrics_of_parts_have_their_names_and_problems_that_came_back_do_not_re
     assert both.metrics()["a/resting/easy"] == 0
 
 
-def test_where_all_rest_problems_come_all_the_same() -> None:
-    resting = RestingDataset(Numbers(2), RestConfig(epochs=1000))
-    problems = [resting.next() for _ in range(2)]
+def test_where_all_rest_problems_come_all_the_same_and_rest_for_their_epochs() -> None:
+    resting = RestingDataset(Numbers(5), RestConfig(epochs=2))
+    problems = [resting.next() for _ in range(5)]
     resting.record([outcome(problem, 0.0) for problem in problems])
-    assert resting.next().problem_id in "01"
+    assert [resting.next().problem_id for _ in range(10)] == [*"0123401234"]
+    assert resting.metrics()["resting/hard"] == 5
+    resting.next()
+    assert resting.metrics()["resting/hard"] == 0
+
+
+def test_a_few_problems_are_read_to_find_one_that_does_not_rest() -> None:
+    numbers = Numbers(1000)
+    resting = RestingDataset(numbers, RestConfig(epochs=2))
+    problems = [resting.next() for _ in range(1000)]
+    resting.record([outcome(problem, 0.0) for problem in problems[1:]])
+    assert [resting.next().problem_id for _ in range(3)] == ["0", "64", "128"]
+    assert numbers.position == 1129

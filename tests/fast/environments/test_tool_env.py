@@ -97,6 +97,52 @@ def test_calls_are_answered_in_their_order_and_errors_are_told() -> None:
     asyncio.run(rollout())
 
 
+class Meeting(Doubling):
+    """Each call waits for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_cancelled = 0
+        self._all_called = asyncio.Barrier(2)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        if name == "lose":
+            raise RuntimeError("the tools are lost")
+        try:
+            async with asyncio.timeout(5):
+                await self._all_called.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        await asyncio.sleep(0.01 * arguments["number"])
+        return await super().call(name, arguments)
+
+
+def test_the_calls_of_one_message_run_at_once_and_are_answered_in_their_order() -> None:
+    async def rollout() -> None:
+        env = ToolEnv([{"role": "user", "content": "4 * 2?"}], Meeting(), is_eight)
+        await env.reset()
+        two = calls(("double", {"number": 4}), ("double", {"number": 3}))
+        answer = await env.step({"content": "", "tool_calls": two})
+        assert not isinstance(answer, Terminal)
+        assert [message["content"] for message in answer.messages] == ["8", "6"]
+
+    asyncio.run(rollout())
+
+
+def test_no_call_outlives_one_that_lost_the_tools() -> None:
+    async def rollout() -> None:
+        tools = Meeting()
+        env = ToolEnv([{"role": "user", "content": "4 * 2?"}], tools, is_eight)
+        await env.reset()
+        two = calls(("double", {"number": 4}), ("lose", {}))
+        with pytest.raises(RuntimeError, match="the tools are lost"):
+            await env.step({"content": "", "tool_calls": two})
+        assert tools.num_cancelled == 1
+
+    asyncio.run(rollout())
+
+
 def test_a_rollout_without_an_answer_has_no_reward() -> None:
     end = asyncio.run(make_env().finish(RolloutStatus.MAX_TURNS))
     assert (end.reward, end.metrics["tool_calls"]) == (0.0, 0.0)

@@ -17,6 +17,8 @@ from tests.support.simulation import Plan, Simulation
 from torchtitan_rl.rollout.task import AdaptiveDataset, Outcome
 
 PLAN = Plan(num_steps=8, checkpoint_every=2, zero_variance="skip", problems=5)
+MANY_SKIPPED = replace(PLAN, reward_levels=2, env_delay_s=9.0)  # more than a batch in some steps
+ALL_SKIPPED = replace(PLAN, num_steps=2, reward_levels=1, max_empty_batches=2)
 
 
 def adapt(simulation: Simulation) -> None:
@@ -29,7 +31,7 @@ def adapt(simulation: Simulation) -> None:
         dataset.told += [[one.problem.problem_id, one.solved] for one in outcomes]
 
     def next_problem() -> Any:
-        if sum(len(name) + (solved or 0) for name, solved in dataset.told) % 2:
+        if sum(1 + (solved or 0) for _, solved in dataset.told) % 2:
             given()
         return given()
 
@@ -66,18 +68,22 @@ def test_the_dataset_is_told_of_each_trained_and_each_skipped_group_once(
     assert not trained - Counter(name for name, _ in found)
 
 
-def test_what_it_is_told_does_not_depend_on_which_group_ends_first(tmp_path: Path) -> None:
-    runs = [told(replace(PLAN, chance=chance), tmp_path / str(chance))[0] for chance in range(4)]
+@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
+def test_what_it_is_told_does_not_depend_on_which_group_ends_first(
+    tmp_path: Path, plan: Plan
+) -> None:
+    runs = [told(replace(plan, chance=chance), tmp_path / str(chance))[0] for chance in range(6)]
     assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
 @pytest.mark.parametrize("kill_after", [12.0, 25.0, 40.0])
 def test_a_resumed_run_tells_what_the_uninterrupted_one_did(
-    tmp_path: Path, kill_after: float
+    tmp_path: Path, kill_after: float, plan: Plan
 ) -> None:
-    expected, whole = told(PLAN, tmp_path / "whole")
-    told(PLAN, tmp_path / "killed", kill_after=kill_after)
-    found, resumed = told(PLAN, tmp_path / "killed", resume=True)
+    expected, whole = told(plan, tmp_path / "whole")
+    told(plan, tmp_path / "killed", kill_after=kill_after)
+    found, resumed = told(plan, tmp_path / "killed", resume=True)
     assert found == expected
     measured = {record.step: record.dataset for record in whole.recorder.steps}
     for record in resumed.recorder.steps:
@@ -85,9 +91,40 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_did(
     assert resumed.trainer.weights == whole.trainer.weights
 
 
-def test_groups_that_were_skipped_before_a_stop_are_told_after_it(tmp_path: Path) -> None:
-    expected, _ = told(PLAN, tmp_path / "whole")
-    for stop_after in (5.0, 14.0, 23.0, 31.0):
+@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
+def test_groups_that_were_skipped_before_a_stop_are_told_after_it(
+    tmp_path: Path, plan: Plan
+) -> None:
+    expected, _ = told(plan, tmp_path / "whole")
+    for stop_after in (1.0, 2.0, 3.0, 5.0, 14.0, 23.0, 31.0):
         root = tmp_path / str(stop_after)
-        told(PLAN, root, stop_after=stop_after)
-        assert told(PLAN, root, resume=True)[0] == expected
+        told(plan, root, stop_after=stop_after)
+        assert told(plan, root, resume=True)[0] == expected
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_dataset_is_told_of_a_skipped_batch_and_may_choose_others(
+    tmp_path: Path, staleness: int
+) -> None:
+    def get_harder(simulation: Simulation) -> None:
+        adapt(simulation)
+        dataset: Any = simulation.dataset
+        record = dataset.record
+
+        def record_and_change(outcomes: Sequence[Outcome]) -> None:
+            record(outcomes)
+            object.__setattr__(simulation.plan, "reward_levels", 5)
+
+        dataset.record = record_and_change
+
+    plan = replace(ALL_SKIPPED, staleness=staleness)
+    simulation, error = live(plan, tmp_path, prepare=get_harder)
+    assert error is None
+    assert simulation.ledger.totals().groups_trained == 6
+
+
+def test_a_dataset_that_never_gives_others_ends_the_run(tmp_path: Path) -> None:
+    simulation, error = live(ALL_SKIPPED, tmp_path, prepare=adapt)
+    dataset: Any = simulation.dataset
+    assert "60 groups in a row had rewards that do not differ" in str(error)
+    assert len(dataset.told) >= 50

@@ -21,6 +21,8 @@ from torchtitan_rl.config.run import RunConfig
 
 TASK = "task"
 POLICY = "policy.fingerprint"
+CONTENTS = " (contents)"
+"""After the name of a field that is compared by another value (`Task.compared_as`)."""
 
 _MAY_CHANGE = (
     "num_steps",
@@ -178,9 +180,14 @@ def _is_free(name: str) -> bool:
 
 def _flatten(config: Any, prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
+    contents = config.compared_as() if hasattr(config, "compared_as") else {}
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         if name in _NOT_COMPARED:
+            continue
+        if field.name in contents:
+            if contents[field.name] is not None:
+                flat[f"{name}{CONTENTS}"] = _plain(contents[field.name])
             continue
         if dataclasses.is_dataclass(value):
             flat |= _flatten(value, f"{name}.")

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.environments.mcp_session import McpServer
+from torchtitan_rl.environments.mcp_task import parts_of
+from torchtitan_rl.environments.open_env_task import OpenEnvTask
+from torchtitan_rl.rollout.task import Task
 
 
 def timeout_errors(config: RunConfig) -> list[str]:
@@ -42,12 +46,27 @@ def timeout_errors(config: RunConfig) -> list[str]:
                 {"rollout.step_timeout_s": rollout.step_timeout_s},
             )
         )
+    step_limit = {"rollout.step_timeout_s": rollout.step_timeout_s}
+    for name, part in parts_of(config.task):
+        for limit in _limits_within_a_step(part):
+            errors.append(_less_than(f"{name}.{limit}", getattr(part, limit), step_limit))
     return [error for error in errors if error]
+
+
+def _limits_within_a_step(part: Task | McpServer) -> tuple[str, ...]:
+    if isinstance(part, McpServer):
+        return ("start_timeout_s", "call_timeout_s")
+    return ("connect_timeout_s",) if isinstance(part, OpenEnvTask) else ()
 
 
 def _at_most(name: str, value: float, bounds: Mapping[str, float]) -> str:
     broken = {other: bound for other, bound in bounds.items() if value > bound}
     return f"{name} is {value}: give at most {_listed(broken)}" if broken else ""
+
+
+def _less_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
+    broken = {other: bound for other, bound in bounds.items() if value >= bound}
+    return f"{name} is {value}: give less than {_listed(broken)}" if broken else ""
 
 
 def _more_than(name: str, value: float, bounds: Mapping[str, float]) -> str:
