@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, adapts, metrics_of
 from torchtitan_rl.types import Problem
 
 
@@ -44,6 +44,10 @@ class MixtureDataset:
         self._given[name] += 1
         self._last = name
         return join(name, problem)
+
+    @property
+    def adapts(self) -> bool:
+        return any(map(adapts, self._parts.values()))
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Each part gets its own."""

@@ -19,7 +19,7 @@ from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.task import AdaptiveDataset
+from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Problem, RolloutGroup
 
@@ -58,7 +58,7 @@ class Producer:
         self._restarted: set[asyncio.Task[None]] = set()  # cancelled, and may still get tokens
         self._failure: BaseException | None = None  # the first of a group's task
         self._skipped_in_a_row = 0
-        self._adapts = isinstance(state.parts.dataset, AdaptiveDataset)
+        self._adapts = adapts(state.parts.dataset)
 
     async def run(self) -> None:
         """Keep the buffer full until cancelled, which does not cancel the running groups.

@@ -92,6 +92,12 @@ class MeasuredDataset(Dataset, Protocol):
         ...
 
 
+def adapts(dataset: Dataset) -> bool:
+    """Whether it chooses by what came of earlier problems. One made of others, which always has
+    `record`, says so by its own ``adapts``."""
+    return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
+
+
 def metrics_of(dataset: Dataset) -> Mapping[str, float]:
     """None where it has none."""
     return dataset.metrics() if isinstance(dataset, MeasuredDataset) else {}

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
+from torchtitan_rl.data.list_dataset import ListDataset
 from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
 from torchtitan_rl.data.resting import RestConfig, RestingDataset
-from torchtitan_rl.rollout.task import Outcome
+from torchtitan_rl.rollout.task import Outcome, adapts
 from torchtitan_rl.types import Problem
 
 
@@ -85,6 +86,14 @@ def test_each_part_is_told_its_own_outcomes_as_it_knows_them() -> None:
     assert parts["a"].told == ["|0", "|1"]
     assert parts["b"].told == ["|0", "|1"]
     assert split_off(split_off(problems[0])) == Problem(problem_id="0", data={})
+
+
+def test_a_mixture_adapts_where_one_of_its_parts_does() -> None:
+    fixed = ListDataset([Problem(problem_id="0", data={})], seed=0)
+    for parts, expected in (({"a": fixed}, False), ({"a": fixed, "b": Numbers()}, True)):
+        mixture = MixtureDataset(parts, dict.fromkeys(parts, 1.0))
+        outer = MixtureDataset({"inner": mixture}, {"inner": 1.0})
+        assert adapts(mixture) == adapts(outer) == expected
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 0.0}, {"a": -1.0}])
