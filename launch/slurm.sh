@@ -31,8 +31,9 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RANK_0="${nodes[0]}"
 # Keys for the nodes of this job; all nodes must see the folder, and no other user.
 KEYS=/shared/keys/"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS"
+torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" >/dev/null
 export KEYS
+trap 'rm -rf "$KEYS"' EXIT
 
 # torchrun on each node; a launcher starts the processes of its node.
 run() {

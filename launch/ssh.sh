@@ -35,9 +35,12 @@ start() {
 connections=()
 for rank in "${!nodes[@]}"; do
   call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")
+  # base64: whatever the login shell is, it hands the text to bash unchanged.
+  text=$(printf "set -e\n%s\n%s" "$(declare -f start)" "$call" |
+    base64 | tr -d "\n")
   # -tt: with a terminal, the end of the connection reaches the node's processes.
   ssh -tt -o BatchMode=yes "${nodes[rank]}" \
-    "bash -c $(printf "%q" "set -e; $(declare -f start); $call")" </dev/null &
+    "echo $text | base64 -d | bash" </dev/null &
   connections+=($!)
 done
 

@@ -7,18 +7,21 @@ Exit codes: 0 it was printed; 2 the run does not fit the hosts, or an option is 
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import tyro
 
+from torchtitan_rl.config.checks.fields import field_errors
+from torchtitan_rl.config.checks.launch import launch_errors
 from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import made_up_hosts
+from torchtitan_rl.config.hosts import HostFacts, host_name, made_up_hosts
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.placement import NoRoomError
@@ -39,6 +42,14 @@ usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options
 KIND is one of {", ".join(_KINDS)}.
 """
 _CONTROLLER_CPUS = 2
+_NOT_NAME = re.compile(r"[^a-z0-9-]+")
+_RANGES = {"cpus": (0, 4096), "max_restarts": (0, 10_000), "port": (1, 65_535)}
+_OF_THE_SCRIPT = {
+    "attach": "leave it out",
+    "address": "leave it out",
+    "hosts": "give --hosts",
+    "keys": "give --keys before the `--`",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +61,10 @@ class LaunchScriptOptions:
     name: str = ""
     """Of the job; empty: that of CONFIG."""
     keys: str = ""
-    """Use TLS, with a folder of ``torchtitan-rl keys``. Empty: plain TCP, for networks in which no
-    one else is."""
+    """Use TLS, with a folder of ``torchtitan-rl keys``."""
+    allow_plain_tcp: bool = False
+    """In place of keys, where no one else is in the network: what the hosts send to each other is
+    neither encrypted nor authenticated."""
     cpus: int = 0
     """Cores of each host; 0: as many as the plan has threads there, and 2."""
     max_restarts: int = 3
@@ -113,12 +126,14 @@ def _script(
 
 def _job(config: str, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
     run = load_config(Path(config), run_options)
+    _check(run, common)
     plan = _plan(run, common.hosts)
+    _require_encryption(run, plan, common)
     return Job(
         command=command,
         config=config,
         options=tuple(run_options),
-        name=common.name or Path(config).stem.replace("_", "-").lower(),
+        name=common.name or _NOT_NAME.sub("-", Path(config).stem.lower()).strip("-") or "run",
         num_hosts=len(plan.hosts),
         devices=len(plan.hosts[0].cuda_devices),
         cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,
@@ -129,11 +144,54 @@ def _job(config: str, common: LaunchScriptOptions, run_options: list[str], comma
     )
 
 
+def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
+    """
+    Raises:
+        ConfigError: an option of the script or of the run is wrong, or they contradict each other.
+    """
+    _made_up(common.hosts)
+    for name, (least, most) in _RANGES.items():
+        if not least <= (value := getattr(common, name)) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} to {most}")
+    for name, fix in _OF_THE_SCRIPT.items():
+        if value := getattr(run.launch, name):
+            raise ConfigError(f"launch.{name} is {_shown(value)}: the script gives it; {fix}")
+    if not common.keys and not common.allow_plain_tcp:
+        raise ConfigError(
+            "--keys is not set: make keys with `torchtitan-rl keys` and give their folder, or, "
+            "where no one else is in the network, give --allow-plain-tcp"
+        )
+    if wrong := field_errors(run):
+        raise ConfigError(list(wrong.values()))
+    if errors := launch_errors(replace(run, launch=replace(run.launch, hosts=common.hosts))):
+        raise ConfigError(errors)
+
+
+def _shown(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _require_encryption(run: RunConfig, plan: ProcessPlan, common: LaunchScriptOptions) -> None:
+    hosts = sorted({*(plan.trainer.rank_hosts if plan.trainer else ())})
+    is_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
+    if len(hosts) > 1 and not is_plain:
+        raise ConfigError(
+            f"launch.allow_plain_tcp is False: trainer ranks on {', '.join(map(host_name, hosts))} "
+            "would exchange gradients, which gloo and NCCL do not encrypt; keep the trainer on one "
+            "host, or, where no one else is in the network, end with -- --launch.allow-plain-tcp"
+        )
+
+
 def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
     try:
-        return plan_on_hosts(run, made_up_hosts(hosts))
+        return plan_on_hosts(run, _made_up(hosts))
     except NoRoomError as error:
         raise ConfigError(str(error)) from error
+
+
+def _made_up(hosts: str) -> list[HostFacts]:
+    try:
+        return [*made_up_hosts(hosts)]
     except ValueError as error:
         raise ConfigError(f"--hosts is {hosts!r}: {error}") from error
 

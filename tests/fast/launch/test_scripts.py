@@ -17,10 +17,17 @@ import pytest
 import yaml
 
 from torchtitan_rl.commands.cli import main
+from torchtitan_rl.launch.scripts.compose import ComposeOptions, compose_file
+from torchtitan_rl.launch.scripts.job import Job
+from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions, kubernetes_manifest
+from torchtitan_rl.launch.scripts.slurm import SlurmOptions, slurm_script
+from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
 
 ROOT = Path(__file__).parents[3]
 GPUS = "alphabet_sort_qwen3_0_6b"
 TINY = "alphabet_sort_tiny"
+PLAIN = "--allow-plain-tcp"
+HOSTS = ("--hosts", "2x0", PLAIN)
 KUBERNETES = "1.37"
 
 # What sbatch takes, of what the scripts may use: name -> form of the value.
@@ -70,13 +77,13 @@ def check_shell(text: str) -> None:
 
 def run_script(text: str, folder: Path, programs: dict[str, str]) -> list[list[str]]:
     """Run it with these programs, scripts of bash; returns what torchrun was called with."""
-    programs["torchrun"] = f'printf "%q " "$@" >> {folder}/calls.$$ && echo >> {folder}/calls.$$'
+    programs["torchrun"] = f'printf "%s\\0" "$@" > {folder}/calls.$$'
     for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     subprocess.run(["bash"], input=text, env=environment, text=True, check=True, cwd=folder)
-    calls = [shlex.split(file.read_text()) for file in folder.glob("calls.*")]
+    calls = [file.read_text().split("\0")[:-1] for file in folder.glob("calls.*")]
     return sorted(calls, key=lambda call: value(call, "--local-addr"))
 
 
@@ -94,11 +101,11 @@ def test_a_slurm_script_has_directives_that_sbatch_takes(script) -> None:
     assert found["gpus-per-node"] == "4"
     assert found["partition"] == "gpu"
     assert found["mem"] == "512G"
-    assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0"))
+    assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0", PLAIN))
 
 
 def test_a_line_break_in_an_option_stays_in_a_comment(script) -> None:
-    text = script("slurm", TINY, "--hosts", "2x0", "--", "--output-dir", "a\ntouch /tmp/x")
+    text = script("slurm", "gsm8k_tiny", *HOSTS, "--", "--task.prompt", "{question}\ntouch /tmp/x")
     before = text[: text.index("#SBATCH")].splitlines()
     assert all(line.startswith("#") for line in before)
 
@@ -111,7 +118,7 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
     programs = {
         "scontrol": 'printf "node0\\nnode1\\n"',
         "srun": f'[ "$1" = --cpus-per-task=3 ] || exit 1\nshift 2\n{both}',
-        "torchtitan-rl": 'mkdir -p "${@: -1}"',
+        "torchtitan-rl": 'mkdir -p "${@: -1}"; touch made; echo copy this',
     }
     job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node[0-1] SLURM_CPUS_PER_TASK=3"
     text = f"export {job}\n{text}"
@@ -127,12 +134,13 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
             *("--launch.keys", str(tmp_path / "k y" / "7-0")),
             *("--launch.interface", f"node{number}"),
         ]
-    assert (tmp_path / "k y" / "7-0").is_dir()
+    assert (tmp_path / "made").exists()
+    assert not any((tmp_path / "k y").iterdir())  # keys of a job that has ended
 
 
 def test_each_node_that_ssh_reaches_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
     nodes = ["--nodes", "10.0.0.1", "node b"]
-    options = [*nodes, "--folder", str(tmp_path), "--setup", "export SOME='a b'"]
+    options = [*nodes, PLAIN, "--folder", str(tmp_path), "--setup", "export SOME='a b'"]
     text = script("ssh", TINY, "--hosts", "2x0", *options, "--", "--name", "it's a run")
     check_shell(text)
     calls = run_script(text, tmp_path, {"ssh": 'shift 4\nbash -c "$*"'})
@@ -147,7 +155,7 @@ def test_each_node_that_ssh_reaches_calls_torchrun_with_its_own_name(script, tmp
 
 
 def test_the_ssh_script_exits_with_the_code_of_a_node_that_failed(script, tmp_path) -> None:
-    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
+    text = script("ssh", TINY, "--hosts", "2x0", PLAIN, "--nodes", "a", "b")
     (tmp_path / "ssh").write_text('#!/usr/bin/env bash\n[ "$4" = a ] || exit 3\n')
     (tmp_path / "ssh").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -163,7 +171,9 @@ def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) -> None:
-    text = script("kubernetes", GPUS, "--hosts", "2x4", "--name", "sort", "--image", "here/rl:1")
+    text = script(
+        "kubernetes", GPUS, "--hosts", "2x4", PLAIN, "--name", "sort", "--image", "here/rl:1"
+    )
     service, job, pod = pod_of(text)
     assert (
         service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
@@ -179,11 +189,11 @@ def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) 
     (command,) = container["args"]
     check_shell(f"#!/usr/bin/env bash\nJOB_COMPLETION_INDEX=0\n{command}")
     assert "--launch.allow-plain-tcp" in command
-    assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0")
+    assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0", PLAIN)
 
 
 def test_each_pod_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
-    _, _, pod = pod_of(script("kubernetes", TINY, "--hosts", "2x0", "--name", "sort"))
+    _, _, pod = pod_of(script("kubernetes", TINY, "--hosts", "2x0", PLAIN, "--name", "sort"))
     (command,) = pod["containers"][0]["args"]
     both = f"for n in 0 1; do JOB_COMPLETION_INDEX=$n bash -euc {shlex.quote(command)}; done"
     calls = run_script(both, tmp_path, {})
@@ -225,18 +235,95 @@ def test_a_compose_file_fits_the_specification(script) -> None:
     ("words", "message"),
     [
         (["slurm", TINY, "--hosts", "many"], "--hosts is 'many': give NUMBERxDEVICES"),
-        (["slurm", GPUS, "--hosts", "2x1"], "generator.replicas is 4: "),
+        (["slurm", TINY, "--hosts", "2x0"], "--keys is not set: make keys with "),
+        (["slurm", GPUS, "--hosts", "2x1", PLAIN], "generator.replicas is 4: "),
         (["slurm", "no_such", "--hosts", "2x1"], "CONFIG is no_such: there is no such file"),
-        (["ssh", TINY, "--hosts", "2x0", "--nodes", "a"], "--nodes has 1 names and --hosts 2"),
-        (["kubernetes", TINY, "--hosts", "2x0", "--name", "A_b"], "--name is 'A_b': give at most"),
-        (["slurm", TINY, "--hosts", "2x0", "--image", "x"], "Unrecognized options: --image"),
-        (["slurm", TINY, "--hosts", "2x0", "--", "--num-step", "1"], "Unrecognized options: --num"),
+        (["ssh", TINY, *HOSTS, "--nodes", "a"], "--nodes has 1 name and --hosts 2 hosts: "),
+        (["kubernetes", TINY, *HOSTS, "--name", "A_b"], "--name is 'A_b': give at most"),
+        (["docker-compose", TINY, *HOSTS, "--name", "My run"], "--name is 'My run': give small"),
+        (["slurm", TINY, *HOSTS, "--name", "my run"], "--name is 'my run': give one word"),
+        (["slurm", TINY, *HOSTS, "--partition", "a b"], "--partition is 'a b': give one word"),
+        (["slurm", TINY, *HOSTS, "--time", "1 hour"], "--time is '1 hour': give HOURS:"),
+        (["slurm", TINY, *HOSTS, "--image", "x"], "Unrecognized options: --image"),
+        (["slurm", TINY, *HOSTS, "--port", "99999"], "--port is 99999: give 1 to 65535"),
+        (["slurm", TINY, *HOSTS, "--cpus", "-3"], "--cpus is -3: give 0 to "),
+        (["slurm", TINY, *HOSTS, "--", "--num-step", "1"], "Unrecognized options: --num"),
+        (["slurm", TINY, *HOSTS, "--", "--launch.trainer-hosts", "5"], "launch.trainer_hosts is "),
+        (["slurm", TINY, *HOSTS, "--", "--launch.attach", "tls://a:1"], "launch.attach is "),
+        (["slurm", TINY, *HOSTS, "--", "--launch.keys", "k"], "launch.keys is k: the script"),
+        (["slurm", TINY, *HOSTS, "--", "--trainer.data-parallel-shard", "0"], "trainer.data_par"),
+        (["slurm", TINY, *HOSTS, "--", "--schedule.staleness", "-4"], "schedule.staleness is -4"),
+        (
+            [
+                "slurm",
+                GPUS,
+                "--hosts",
+                "4x4",
+                "--keys",
+                "k",
+                "--",
+                "--trainer.data-parallel-shard",
+                "8",
+            ],
+            "launch.allow_plain_tcp is False: trainer ranks on host2, host3 would exchange",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_with_exit_code_2(words, message, capsys) -> None:
     assert main(["launch-script", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+ODD = (
+    "it's",
+    'say "hi"',
+    "two  words",
+    "a\nb\n\nc",
+    "$HOME ${X} $(pwd) `pwd` $$ $$(X)",
+    "~/x",
+    "\\n\\",
+    "Zürich 東",
+)
+
+
+def test_options_mean_the_same_in_every_script(script, tmp_path) -> None:
+    options = [word for number, odd in enumerate(ODD) for word in (f"--x{number}", odd)]
+    job = Job(
+        command=shlex.join(options),
+        config="my config's.py",
+        options=tuple(options),
+        name="odd",
+        num_hosts=2,
+        devices=0,
+        cpus=2,
+    )
+    slurm = "export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n SLURM_CPUS_PER_TASK=3 SLURM_NODEID=0\n"
+    slurm += f"export SLURMD_NODENAME=n\n{slurm_script(job, SlurmOptions())}"
+    _, _, pod = pod_of(kubernetes_manifest(job, KubernetesOptions()))
+    command = pod["containers"][0]["args"][0].replace("$$", "$")  # as Kubernetes does
+    texts = {
+        "slurm": slurm,
+        "ssh": ssh_script(job, SshOptions(nodes=("a", "b"))),
+        "kubernetes": f"JOB_COMPLETION_INDEX=0 bash -euc {shlex.quote(command)}",
+    }
+    programs = {
+        "scontrol": "echo n",
+        "srun": 'shift 2\n"$@"',
+        "ssh": 'shift 4\nsh -c "$*"',  # a login shell that is not bash
+    }
+    said = ["my config's.py", *options]
+    for kind, text in texts.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        call = run_script(text, folder, dict(programs))[0]
+        words = [word for word in call if word not in ("--output-dir", "/outputs")]
+        place = words.index("torchtitan_rl.launch") + 1
+        assert words[place : place + len(said)] == said
+    composed = yaml.safe_load(compose_file(job, ComposeOptions()))["services"]["controller"]
+    assert "$" not in "".join(composed["command"]).replace("$$", "")  # which Compose substitutes
+    words = [word.replace("$$", "$") for word in composed["command"]]
+    assert [word for word in words if word not in ("--output-dir", "/outputs")][2:19] == said
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.scripts.job import Job, text
 
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _PORT = 26600
 _KEYS = "/keys"
 
@@ -23,7 +26,16 @@ class ComposeOptions:
 
 
 def compose_file(job: Job, options: ComposeOptions) -> str:
-    """The containers share this machine's CUDA devices: the first host has the first ones."""
+    """The containers share this machine's CUDA devices: the first host has the first ones.
+
+    Raises:
+        ConfigError: the name cannot be that of a project.
+    """
+    if not _NAME.fullmatch(job.name):
+        raise ConfigError(
+            f"--name is {job.name!r}: give small letters, digits, hyphens and underscores, of "
+            "which the first is a letter or digit"
+        )
     hosts = [f"host{index}" for index in range(job.num_hosts)]
     lines = [
         *job.header(
@@ -50,6 +62,7 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
     addresses = [_address(job, host) for host in hosts]
     inside = _inside(job).with_outputs("/outputs")
     command = ["torchtitan-rl", "train", job.config, *inside.run_options()]
+    command += inside.key_options("--launch.")
     command += ["--launch.attach", *addresses, "--launch.address", _address(job, "controller")]
     lines += [
         *_service(job, options, "controller", command),
@@ -84,7 +97,7 @@ def _service(job: Job, options: ComposeOptions, host: str, command: list[str]) -
         "    volumes:",
         f"      - {text(f'{options.outputs}:/outputs')}",
         *keys,
-        f"    command: {text(command)}",
+        f"    command: {text(command).replace('$', '$$')}",  # Compose substitutes $NAME
     ]
 
 

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torchtitan_rl.config.hosts import count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -34,14 +36,15 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        devices = f"{self.devices} CUDA devices" if self.devices else "no CUDA device"
-        return f"{self.num_hosts} hosts of {devices} each"
+        devices = count(self.devices, "CUDA device") if self.devices else "no CUDA device"
+        return f"{count(self.num_hosts, 'host')} of {devices} each"
 
     def header(self, kind: str, *usage: str) -> list[str]:
         """The comment that a script begins with."""
         lines = [f"{kind} of a torchtitan-rl run on {self.hosts}, written by", f"  {self.command}"]
         plan = ["The plan (--dry-run prints all of it):", *(f"  {line}" for line in self.plan)]
-        lines = [*lines, *usage, *(plan if self.plan else ())]
+        plain = [] if self.keys else _PLAIN
+        lines = [*lines, *usage, *plain, *(plan if self.plan else ())]
         # An option may have line breaks.
         return [f"# {part}".rstrip() for line in lines for part in line.splitlines() or [""]]
 
@@ -52,20 +55,25 @@ class Job:
         return replace(self, options=("--output-dir", folder, *self.options))
 
     def run_options(self) -> tuple[str, ...]:
-        """With those that let the same script continue what it began."""
+        """With those that let the same script continue what it began; without keys."""
         resume = () if "--checkpoint.resume" in self.options else ("--checkpoint.resume",)
-        return (*self.options, *resume, *self.key_options("--launch."))
+        return (*self.options, *resume)
 
     def key_options(self, prefix: str = "--") -> tuple[str, ...]:
         if self.keys:
             return (f"{prefix}keys", self.keys)
-        return (f"{prefix}allow-plain-tcp",)
+        plain = f"{prefix}allow-plain-tcp"
+        return () if plain in self.options else (plain,)
 
-    def torchrun(self, *, rank_0: str, endpoint: str, host: str, run_id: str) -> list[str]:
+    def torchrun(
+        self, *, rank_0: str, endpoint: str, host: str, run_id: str, keys: str = ""
+    ) -> list[str]:
         """The command of each host, a part of it in each line. The arguments are shell words:
-        ``rank_0`` is 1 on the host of the endpoint and 0 elsewhere, ``host`` is this host's name.
+        ``rank_0`` is 1 on the host of the endpoint and 0 elsewhere, ``host`` is this host's name,
+        ``keys`` the folder of keys where it is not `Job.keys`.
         """
-        run = shlex.join(self.run_options())
+        own = f"--launch.keys {keys}" if keys else shlex.join(self.key_options("--launch."))
+        run = " ".join(filter(None, (shlex.join(self.run_options()), own)))
         return [
             f"torchrun --nnodes={self.num_hosts} --nproc-per-node=1",
             f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{self.port} --rdzv-id={run_id}",
@@ -76,6 +84,11 @@ class Job:
         ]
 
 
+_PLAIN = [
+    "Plain TCP: what the hosts send to each other is neither encrypted nor authenticated. Only for",
+    "networks in which no one else is.",
+]
+
 # With torchrun's shared store, an agent that is started again does not find it.
 EXPORT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back"
 
@@ -85,6 +98,11 @@ def continued(lines: Sequence[str], indent: str) -> list[str]:
     first, *rest = lines
     joined = [f"{indent}{first}", *(f"{indent}  {line}" for line in rest)]
     return [f"{line} \\" for line in joined[:-1]] + joined[-1:]
+
+
+def shell_path(path: str) -> str:
+    """A shell word; a ``~`` in front is the home of whoever runs it."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
 def text(value: object) -> str:

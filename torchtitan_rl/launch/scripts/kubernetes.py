@@ -40,13 +40,20 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             "the first is a letter and the last not a hyphen"
         )
     host = f'"{job.name}-$JOB_COMPLETION_INDEX.{job.name}"'
-    inner = replace(job, keys=_KEYS if job.keys else "").with_outputs("/outputs")
+    inner = replace(
+        job,
+        config=_literal(job.config),
+        options=tuple(map(_literal, job.options)),
+        keys=_KEYS if job.keys else "",
+    ).with_outputs("/outputs")
     launcher = inner.torchrun(
         rank_0="$((JOB_COMPLETION_INDEX == 0))",
         endpoint=f"{job.name}-0.{job.name}",
         host=host,
         run_id=job.name,
     )
+    # An option may have several lines.
+    command = "\n".join([EXPORT, *continued([f"exec {launcher[0]}", *launcher[1:]], "")])
     resources = {"cpu": text(str(job.cpus)), "memory": text(options.memory)}
     devices = {"nvidia.com/gpu": text(str(job.devices))} if job.devices else {}
     return "\n".join(
@@ -95,8 +102,7 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             '          command: ["bash", "-euc"]',
             "          args:",
             "            - |",
-            f"              {EXPORT}",
-            *continued([f"exec {launcher[0]}", *launcher[1:]], " " * 14),
+            *(f"{' ' * 14}{line}" for line in command.split("\n")),
             "          resources:",
             "            requests:",
             *(f"              {name}: {value}" for name, value in (resources | devices).items()),
@@ -121,6 +127,11 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             "",
         ]
     )
+
+
+def _literal(text: str) -> str:
+    """Kubernetes takes ``$(NAME)`` for a variable, and ``$$`` for a dollar sign."""
+    return text.replace("$", "$$")
 
 
 def pod_names(job: Job) -> list[str]:

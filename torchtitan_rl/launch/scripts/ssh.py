@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchtitan_rl.config.hosts import count
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, shell_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,13 @@ def ssh_script(job: Job, options: SshOptions) -> str:
     nodes: Sequence[str] = options.nodes
     if len(nodes) != job.num_hosts:
         raise ConfigError(
-            f"--nodes has {len(nodes)} names and --hosts {job.num_hosts} hosts: give one name for "
-            "each host"
+            f"--nodes has {count(len(nodes), 'name')} and --hosts {count(job.num_hosts, 'host')}: "
+            "give one name for each host"
         )
     launcher = job.torchrun(
         rank_0="$((rank == 0))", endpoint=shlex.quote(nodes[0]), host='"$node"', run_id='"$run"'
     )
-    before = [f"cd {shlex.quote(options.folder)}", *([options.setup] if options.setup else [])]
+    before = [f"cd {shell_path(options.folder)}", *([options.setup] if options.setup else [])]
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -61,9 +62,12 @@ def ssh_script(job: Job, options: SshOptions) -> str:
             "connections=()",
             'for rank in "${!nodes[@]}"; do',
             '  call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")',
+            "  # base64: whatever the login shell is, it hands the text to bash unchanged.",
+            '  text=$(printf "set -e\\n%s\\n%s" "$(declare -f start)" "$call" |',
+            '    base64 | tr -d "\\n")',
             "  # -tt: with a terminal, the end of the connection reaches the node's processes.",
             '  ssh -tt -o BatchMode=yes "${nodes[rank]}" \\',
-            '    "bash -c $(printf "%q" "set -e; $(declare -f start); $call")" </dev/null &',
+            '    "echo $text | base64 -d | bash" </dev/null &',
             "  connections+=($!)",
             "done",
             "",
