@@ -41,8 +41,9 @@ class ReplicaRestarts:
     """Restarts what is lost while its ``async with`` is open.
 
     Args:
-        start: makes the processes of the replica that takes the place of the first name's, under
-            the second name. It waits for the replica's host where that is gone.
+        start: makes the processes of a replica under the second name, in the place of the one of
+            the first name, which was lost or did not start. It waits for the host where that is
+            gone.
         max_restarts: of one replica, in a row.
         say: gets a line for a person.
     """
@@ -111,17 +112,19 @@ class ReplicaRestarts:
 
     async def _started(self, lost: Replica, first: str) -> Replica | None:
         await _close(lost)
+        last = lost.name  # that was lost, or did not start
         while True:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                return await self._start(lost.name, name)
+                return await self._start(last, name)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:
                     self._say(f"{first} is given up: {error}")
                     return None
                 self._say(f"{name} did not start, which is tried again: {error}")
+                last = name
             await asyncio.sleep(_DELAY_S)
 
     def _may_restart(self, name: str) -> bool:

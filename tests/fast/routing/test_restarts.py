@@ -25,8 +25,10 @@ class Machine:
         self.can_start = asyncio.Event()
         self.can_start.set()
         self.num_broken = 0
+        self.starts: list[tuple[str, str]] = []  # in whose place, and the name
 
     async def start(self, lost: str, name: str) -> GatedReplica:
+        self.starts.append((lost, name))
         await self.can_start.wait()
         if self.num_broken:
             self.num_broken -= 1
@@ -180,6 +182,7 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up():
             machine.kill("replica0")
             await asyncio.sleep(60.0)
             assert "replica0-3" in machine.replicas
+            assert machine.starts == [("replica0", "replica0-2"), ("replica0-2", "replica0-3")]
             machine.num_broken = 100
             machine.kill("replica1")
             await asyncio.sleep(600.0)
