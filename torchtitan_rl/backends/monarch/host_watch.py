@@ -19,9 +19,9 @@ from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
-from torchtitan_rl.observability.clock_offset import ClockOffset, RoundTrip, estimate_offset
+from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
-from torchtitan_rl.observability.trace import write_clocks
+from torchtitan_rl.observability.trace import clocks_of_files, write_clocks
 from torchtitan_rl.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class HostWatch:
         self._files = {
             host.index: [_Files(host.index, *one) for one in folders] for host in hosts.far()
         }
-        self._clocks: dict[str, ClockOffset] = {}
+        self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
         self._tasks: list[asyncio.Task[None]] = []
 
