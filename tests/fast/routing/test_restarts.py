@@ -192,6 +192,26 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up():
     run_virtually(play())
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_of_a_replica_that_was_lost_with_its_host_only_the_new_one_is_said(is_alone: bool):
+    async def play():
+        machine = Machine("replica0", "replica1")
+
+        async def answer(name: str) -> bool:
+            await asyncio.sleep(4.0)
+            return is_alone
+
+        async with machine.restarting(is_alone=answer):
+            machine.kill("replica0")
+            await settle()
+            assert machine.said == []
+            await asyncio.sleep(5.0)
+        lost = ["replica0 is lost and is started again: replica0 was killed"]
+        assert machine.said == [*lost * is_alone, "replica0-2 takes the place of replica0"]
+
+    run_virtually(play())
+
+
 def test_a_reserved_replica_is_replaced_by_a_reserved_one():
     async def play():
         machine = Machine("replica0", "replica1", reserved=["replica1"])

@@ -22,7 +22,7 @@ from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
 from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
 from torchtitan_rl.observability.trace import clocks_of_files, write_clocks
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,27 @@ class HostWatch:
             self._asking[index].append(answered)
             await answered
 
+    async def answers(self, index: int) -> bool:
+        """False once the host is lost; else True, after two answers: the first one may have been on
+        its way when something there was lost. At once for this machine."""
+        if index not in self._files:
+            return True
+        host = self._hosts[index]
+
+        async def two_answers() -> None:
+            await self.wait_until_there(index)
+            await self.wait_until_there(index)
+
+        await first_of(two_answers(), host.lost.wait())
+        return not host.lost.is_set()
+
     def is_far(self, index: int) -> bool:
         """Whether it is another machine."""
         return index in self._files
+
+    def is_lost(self, index: int) -> bool:
+        """Whether it has been lost, and is not back."""
+        return index in self._files and self._hosts[index].lost.is_set()
 
     async def bring_now(self, index: int) -> None:
         """Bring what is new in the files of a host that is not lost."""
