@@ -67,10 +67,9 @@ def test_an_attempt_that_fails_is_said_and_others_follow() -> None:
 
 
 def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
-    agent = cast(Any, "there")
-    host = Host(index=0, name="there", ip="127.0.0.77", mesh=cast(Any, None), agent=agent)
-
     async def play(num_beats: int) -> bool:
+        agent = cast(Any, "there")
+        host = Host(index=0, name="there", ip="127.0.0.77", mesh=cast(Any, None), agent=agent)
         hosts = Hosts([host], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
         watch = HostWatch(
             hosts, log_dir=Path(), trace_dir=None, say=print, on_lost=lambda index, cause: None

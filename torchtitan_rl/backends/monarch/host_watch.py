@@ -107,7 +107,11 @@ class HostWatch:
             await self.wait_until_there(index)
             await self.wait_until_there(index)
 
-        await first_of(two_answers(), host.lost.wait())
+        async def loss() -> None:
+            while not host.lost.is_set():
+                await asyncio.sleep(BEAT_S)
+
+        await first_of(two_answers(), loss())
         return not host.lost.is_set()
 
     def is_far(self, index: int) -> bool:
