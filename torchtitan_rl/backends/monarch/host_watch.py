@@ -64,6 +64,7 @@ class HostWatch:
         }
         self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
+        self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # and not back
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostWatch:
@@ -101,18 +102,13 @@ class HostWatch:
         its way when something there was lost. At once for this machine."""
         if index not in self._files:
             return True
-        host = self._hosts[index]
 
         async def two_answers() -> None:
             await self.wait_until_there(index)
             await self.wait_until_there(index)
 
-        async def loss() -> None:
-            while not host.lost.is_set():
-                await asyncio.sleep(BEAT_S)
-
-        await first_of(two_answers(), loss())
-        return not host.lost.is_set()
+        await first_of(two_answers(), self._lost[index].wait())
+        return not self.is_lost(index)
 
     def is_far(self, index: int) -> bool:
         """Whether it is another machine."""
@@ -120,7 +116,7 @@ class HostWatch:
 
     def is_lost(self, index: int) -> bool:
         """Whether it has been lost, and is not back."""
-        return index in self._files and self._hosts[index].lost.is_set()
+        return index in self._lost and self._lost[index].is_set()
 
     async def bring_now(self, index: int) -> None:
         """Bring what is new in the files of a host that is not lost."""
@@ -132,13 +128,14 @@ class HostWatch:
     async def _watch(self, host: Host) -> None:
         while True:
             cause = await self._beat_until_lost(host)
-            self._hosts.lose(host)
+            self._note_loss(host)
             self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
             self._on_lost(host.index, cause)
             back = await self._look_for(host.index)
             if back is None:
                 return
             host = back
+            self._lost[host.index].clear()
             self._say(f"{host_name(host.index)} is back, at {host.address}")
 
     async def _beat_until_lost(self, host: Host) -> str:
@@ -162,6 +159,10 @@ class HostWatch:
                 return f"no answer for {silent_s:.0f} s"
             if beat is None:
                 await asyncio.sleep(BEAT_S)
+
+    def _note_loss(self, host: Host) -> None:
+        self._hosts.lose(host)
+        self._lost[host.index].set()
 
     def _note_answer(self, index: int) -> None:
         asking, self._asking[index] = self._asking[index], []
