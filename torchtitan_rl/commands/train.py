@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.losses import Losses
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals, end_within
-from torchtitan_rl.config.checks.launch import start_errors
+from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
@@ -64,6 +65,8 @@ def main(config_file: str, options: Sequence[str]) -> int:
     is_dry = "--dry-run" in options
     if not is_dry and (errors := start_errors(config.launch)):
         raise ConfigError(errors)
+    for line in unused_options(config.launch):
+        print(f"warning: {line}", file=sys.stderr)
     with attachment(config) as attached:
         prepared = attached.prepare()
         if is_dry:
