@@ -86,12 +86,17 @@ class OutputError(TorchtitanRLError):
 
 class RunTakenOverError(OutputError):
     """Another process has taken over the run's folder, because this one did not move for a while
-    (it was stopped, or its storage was out of reach); nothing more is written."""
+    (it was stopped, or its storage was out of reach); nothing more is written. Or its lease was
+    removed, so that another one may: ``successor`` is empty."""
 
     def __init__(self, run_dir: Path, successor: str) -> None:
         super().__init__(
             f"{successor} has taken over {run_dir}, because this process did not answer for a "
             "while; nothing more is written there"
+            if successor
+            else f"the entry of this process in {run_dir}/run.lease was removed, so another "
+            "process may own the folder; nothing more is written there. If none runs there, "
+            "resume the run"
         )
         self.successor = successor
 

@@ -81,7 +81,7 @@ def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers
     assert wedged.exists()
     said = run.log.read_text()
     assert "Traceback" not in said
-    assert "is lost; the others continue" in said
+    assert "is lost and is started again" in said
     require_audit(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -38,4 +38,6 @@ def test_a_controller_that_was_taken_over_ends_without_another_checkpoint(tmp_pa
     said = run.log.read_text()
     cause = rf"process {os.getpid()} on \S+ has taken over \S+/run, because"
     assert re.search(rf"^error: RunTakenOverError: {cause}", said, re.M), said[-3000:]
+    assert "--checkpoint.resume" not in said
+    assert not (run_dir / "trace.json").exists()
     assert run.left_behind() == []

@@ -8,6 +8,7 @@ there is no run to audit; 128 + n: ended by signal n.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Monarch's own log, /tmp/USER/monarch_log.log, has no limit: it gets errors alone.
+    os.environ.setdefault("MONARCH_FILE_LOG", "error")
     if words and not words[0].startswith("-"):
         remove_leftovers()  # shared memory of runs that were killed
     return exit_code_of(lambda: _run(words))

@@ -73,6 +73,7 @@ class Losses:
             self._start,
             max_restarts=0 if self._plan.is_shared else self._max_restarts,
             say=self._say,
+            is_alone=self._is_alone,
             reserved=reserved,
         )
         async with restarts:
@@ -93,18 +94,27 @@ class Losses:
     async def _start(self, lost: str, name: str) -> Replica:
         """Start ``name`` in the place of ``lost``, once its host answers."""
         assert self._run is not None
-        first = first_name(lost)
-        (host,) = (group.host for group in self._plan.replicas if group.name == first)
+        first, host = first_name(lost), self._host_of(lost)
         await self._show_last_lines(lost, host)
         if self._watch is not None:
             await self._watch.wait_until_there(host)
         processes, _ = self._run
         return await processes.restart(first, name)
 
+    async def _is_alone(self, name: str) -> bool:
+        return self._watch is None or await self._watch.answers(self._host_of(name))
+
+    def _host_of(self, replica: str) -> int:
+        names = {group.name: group.host for group in self._plan.replicas}
+        return names[first_name(replica)]
+
     async def _show_last_lines(self, name: str, host: int) -> None:
-        """What the processes of a group printed last, by host and rank."""
+        """What the processes of a group printed last, by host and rank; nothing where their host is
+        lost, which is the cause."""
         where = ""
         if self._watch is not None and self._watch.is_far(host):
+            if self._watch.is_lost(host):
+                return
             await self._watch.bring_now(host)
             where = f"{host_name(host)}/"
         for path in sorted(self._log_dir.glob(f"{where.replace('/', '-')}{name}-rank*.log")):

@@ -75,15 +75,20 @@ def after_last_message(exit_code: int) -> None:
         signal.signal(number, lambda *_: os._exit(exit_code))
 
 
+def end_within(within_s: float, exit_code: int) -> None:
+    """Where this process has not ended by itself in that time, it ends at once."""
+    threading.Thread(target=_exit_later, args=(within_s, exit_code), daemon=True).start()
+
+
 def _end(number: int, frame: Any) -> NoReturn:
     """Leave by an exception, so that temporary files are removed; what it
     interrupts has ``_UNWIND_S`` seconds, and cannot print a traceback."""
     print("stopped", file=sys.stderr)
     sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    threading.Thread(target=_exit_later, args=(128 + number,), daemon=True).start()
+    end_within(_UNWIND_S, 128 + number)
     raise SystemExit(128 + number)
 
 
-def _exit_later(exit_code: int) -> None:
-    threading.Event().wait(_UNWIND_S)
+def _exit_later(within_s: float, exit_code: int) -> None:
+    threading.Event().wait(within_s)
     os._exit(exit_code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,14 +24,14 @@ from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.losses import Losses
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
-from torchtitan_rl.commands.signals import StopSignals
-from torchtitan_rl.config.checks.launch import start_errors
+from torchtitan_rl.commands.signals import StopSignals, end_within
+from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, RunTakenOverError
 from torchtitan_rl.launch.node import RESUME_COMMAND
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
     from torchtitan_rl.backends.monarch.run import RunProcesses
 
+_TAKEN_OVER_S = 5.0  # for processes to end; then they are left to end without their controller
+
 
 def main(config_file: str, options: Sequence[str]) -> int:
     """``torchtitan-rl train CONFIG_FILE OPTIONS``; returns the exit code.
@@ -62,6 +65,8 @@ def main(config_file: str, options: Sequence[str]) -> int:
     is_dry = "--dry-run" in options
     if not is_dry and (errors := start_errors(config.launch)):
         raise ConfigError(errors)
+    for line in unused_options(config.launch):
+        print(f"warning: {line}", file=sys.stderr)
     with attachment(config) as attached:
         prepared = attached.prepare()
         if is_dry:
@@ -124,6 +129,8 @@ async def _run(run: _Run, signals: StopSignals) -> int:
         if not signals.received:
             raise
         exit_code, ending = signals.exit_code, f"stopped by {signals.name}"
+    except RunTakenOverError:  # `_train` has said so
+        return 1  # and neither writes there nor advises to resume what goes on elsewhere
     except Exception as error:
         exit_code, ending = print_error(error), "failed"
     if recorder is not None:
@@ -177,9 +184,13 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
 
         signals.stop_cleanly = stop_cleanly
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
-        await (training if endpoint is None else endpoint.background(training))
-        if config.checkpoint.export_hf:
-            await _export(run, processes, recorder)
+        try:
+            await (training if endpoint is None else endpoint.background(training))
+            if config.checkpoint.export_hf:
+                await _export(run, processes, recorder)
+        except RunTakenOverError as error:
+            end_within(_TAKEN_OVER_S, print_error(error))
+            raise
 
 
 async def _export(run: _Run, processes: RunProcesses, recorder: RunRecorder) -> None:

@@ -25,6 +25,7 @@ from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_probl
 from torchtitan_rl.config.checks.resume import CONTENTS, TASK, run_identity
 from torchtitan_rl.config.checks.rules import Bounds
 from torchtitan_rl.config.eval_models import EvalModel, find_models
+from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import plan_serving
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.prepare import PreparedRun
@@ -127,6 +128,11 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
     Raises:
         ConfigError: with all errors.
     """
+    if has_hosts(config.launch):
+        raise ConfigError(
+            "launch.attach, launch.hosts: only `train` uses several hosts; start this on each "
+            "machine, with a part of the models or problems and an --output of its own"
+        )
     machine, keys = machine_facts(), Keys.of()
     wrong = field_errors(config)
     if {"policy", "policy.checkpoint", "task"} & wrong.keys():

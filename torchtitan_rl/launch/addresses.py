@@ -104,6 +104,8 @@ def address_errors(
             f"and give tls:// and {_next_to(field, 'keys')}, or, where no one else is in the "
             f"network, {_next_to(field, 'allow_plain_tcp')}"
         )
+    elif address.scheme == "tcp" and keys is not None:
+        fix = f"tcp:// does not use {_next_to(field, 'keys')}; give tls://, or no keys"
     return [f"{field} is {text!r}: {fix}"] if fix else []
 
 

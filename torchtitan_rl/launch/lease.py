@@ -97,7 +97,7 @@ class Ownership:
     def __init__(self, number: int, token: str, times: LeaseTimes) -> None:
         self.number = number
         self.is_lost = False
-        self.successor = ""  # who has taken over, once it is lost
+        self.successor = ""  # who has taken over, once it is lost; empty: the entry was removed
         self._token = token
         self._valid_s = times.valid_s
         self._valid_until_s = float("-inf")
@@ -106,7 +106,8 @@ class Ownership:
         """``newest`` was read after ``began_s``."""
         if newest is None or (newest.number, newest.token) != (self.number, self._token):
             self.is_lost = True
-            self.successor = "another process" if newest is None else newest.process
+            was_removed = newest is None or newest.number < self.number
+            self.successor = "" if was_removed or newest is None else newest.process
         else:
             self._valid_until_s = began_s + self._valid_s
 

@@ -96,7 +96,7 @@ class Lease:
         try:
             self.check()
         except RunTakenOverError as error:
-            raise RunInUseError(error.successor) from error
+            raise RunInUseError(error.successor or "another process") from error
         self._remove_older()
 
     def check(self) -> None:

@@ -205,7 +205,7 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
                 ahead_us = 0.0
                 for event in _events(path):
                     if event.get("name") == _HOST_EVENT:
-                        ahead_us = _ahead_us(clocks, event)
+                        ahead_us = _ahead_us(clocks, event, path.name)
                     elif "ts" in event:
                         event["ts"] -= ahead_us
                     event["pid"] = pid
@@ -227,7 +227,8 @@ def host_label() -> str:
 
 
 def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
-    """Note how far the clocks of other hosts, by name, are ahead.
+    """Note how far the clocks of other hosts are ahead, by their names; for files of earlier lives
+    by the files' names, see `clocks_of_files`.
 
     Raises:
         OSError: it cannot be written.
@@ -248,8 +249,21 @@ def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
         return {}
 
 
-def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any]) -> float:
-    offset = clocks.get(str(event.get("args", {}).get("labels")))
+def clocks_of_files(trace_dir: Path) -> dict[str, ClockOffset]:
+    """The clocks of all files that are there, by file name: in a later life of the run, another
+    machine may have the name of their host."""
+    clocks = read_clocks(trace_dir)
+    found = {}
+    for path in trace_dir.glob("*.jsonl"):
+        offset = clocks.get(path.name) or clocks.get(path.name.partition("-")[0])
+        if offset is not None:
+            found[path.name] = offset
+    return found
+
+
+def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any], file_name: str) -> float:
+    label = str(event.get("args", {}).get("labels"))
+    offset = clocks.get(file_name) or clocks.get(label)
     return 0.0 if offset is None else offset.ahead_ns / 1e3
 
 

@@ -45,7 +45,6 @@ class WeightFeed:
         self._queue: asyncio.Queue[FinishedStep] = asyncio.Queue()
         self._num_open = 1  # queued and running steps, and the evaluation before the first
         self._has_failed = False
-        self._lost_replicas: set[str] = set()
         self._needed: dict[int, FinishedStep] = {}  # by version: the last step that needs it
         self._initial: FinishedStep | None = None  # of a resumed run
         self._newest: FinishedStep | None = None  # the newest with a handle, until its sync begins
@@ -146,8 +145,5 @@ class WeightFeed:
                     order=self._config.order,
                     lag_timeout_s=lag_timeout_s,
                 )
-        for name in sorted(set(report.lost) - self._lost_replicas):
-            self._state.recorder.say(f"{name} is lost; the others continue")
-        self._lost_replicas.update(report.lost)
         self._state.notify()
         return report

@@ -41,10 +41,13 @@ class ReplicaRestarts:
     """Restarts what is lost while its ``async with`` is open.
 
     Args:
-        start: makes the processes of the replica that takes the place of the first name's, under
-            the second name. It waits for the replica's host where that is gone.
+        start: makes the processes of a replica under the second name, in the place of the one of
+            the first name, which was lost or did not start. It waits for the host where that is
+            gone.
         max_restarts: of one replica, in a row.
         say: gets a line for a person.
+        is_alone: whether the replica of this name was lost alone, and not with its host, of which
+            others say that it is lost.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class ReplicaRestarts:
         *,
         max_restarts: int,
         say: Callable[[str], None],
+        is_alone: Callable[[str], Awaitable[bool]] | None = None,
         reserved: Collection[str] = (),
     ) -> None:
         self._router = router
         self._start = start
         self._max_restarts = max_restarts
         self._say = say
+        self._is_alone = is_alone
         self._reserved = frozenset(reserved)
         self._begun_s: dict[str, float] = {}  # by name: when it joined
         self._num_quick: dict[str, int] = {}  # by first name: restarts in a row
@@ -76,7 +81,10 @@ class ReplicaRestarts:
         await cancel_all(self._tasks)
 
     def _on_dead(self, lost: Replica, cause: str) -> None:
-        if self._is_closed or self._max_restarts == 0:
+        if self._is_closed:
+            return
+        if self._max_restarts == 0:
+            self._say(f"{lost.name} is lost; the others continue: {cause}")
             return
         if not self._may_restart(lost.name):
             self._say(
@@ -84,12 +92,11 @@ class ReplicaRestarts:
                 f"restarts in a row: {cause}"
             )
             return
-        self._say(f"{lost.name} is lost and is started again: {cause}")
         expectation = ExitStack()
         expectation.enter_context(self._router.expecting())
         timer = asyncio.get_running_loop().call_later(EXPECTED_S, expectation.close)
         expectation.callback(timer.cancel)
-        work = self._replace(lost, expectation)
+        work = self._replace(lost, cause, expectation)
         task = asyncio.create_task(work, name=f"restart of {lost.name}")
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
@@ -99,9 +106,11 @@ class ReplicaRestarts:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._say(f"{task.get_name()} failed: {error!r}")
 
-    async def _replace(self, lost: Replica, expectation: ExitStack) -> None:
+    async def _replace(self, lost: Replica, cause: str, expectation: ExitStack) -> None:
         first = first_name(lost.name)
         with expectation:
+            if self._is_alone is None or await self._is_alone(lost.name):
+                self._say(f"{lost.name} is lost and is started again: {cause}")
             replica = await self._started(lost, first)
             if replica is None:
                 return
@@ -111,17 +120,19 @@ class ReplicaRestarts:
 
     async def _started(self, lost: Replica, first: str) -> Replica | None:
         await _close(lost)
+        last = lost.name  # that was lost, or did not start
         while True:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                return await self._start(lost.name, name)
+                return await self._start(last, name)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:
                     self._say(f"{first} is given up: {error}")
                     return None
                 self._say(f"{name} did not start, which is tried again: {error}")
+                last = name
             await asyncio.sleep(_DELAY_S)
 
     def _may_restart(self, name: str) -> bool:

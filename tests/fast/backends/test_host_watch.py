@@ -66,6 +66,29 @@ def test_an_attempt_that_fails_is_said_and_others_follow() -> None:
     assert said == [f"host0 listens again, and {failed}"] * 2
 
 
+def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
+    async def play(num_beats: int) -> bool:
+        agent = cast(Any, "there")
+        host = Host(index=0, name="there", ip="127.0.0.77", mesh=cast(Any, None), agent=agent)
+        hosts = Hosts([host], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
+        watch = HostWatch(
+            hosts, log_dir=Path(), trace_dir=None, say=print, on_lost=lambda index, cause: None
+        )
+        asking = asyncio.create_task(watch.answers(0))
+        for _ in range(num_beats):
+            await asyncio.sleep(1.0)
+            assert not asking.done()
+            watch._note_answer(0)
+        await asyncio.sleep(1.0)
+        if not asking.done():
+            watch._note_loss(host)
+        assert watch.is_lost(0) is not await asking
+        return await asking
+
+    assert run_virtually(play(2))
+    assert not run_virtually(play(1))
+
+
 def test_a_lost_host_is_not_attached_at_once_where_it_was_lost() -> None:
     with socket.create_server(("127.0.0.77", 0)) as server:
         address = f"tcp://127.0.0.77:{server.getsockname()[1]}"

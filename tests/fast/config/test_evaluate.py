@@ -19,8 +19,10 @@ from torchtitan_rl.config.evaluate import (
     EvalConfig,
     PreparedEvaluation,
     prepare_evaluation,
+    prepare_generation,
     write_identity,
 )
+from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.configs import alphabet_sort_tiny, calculator_agent_tiny
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.errors import ConfigError
@@ -158,6 +160,12 @@ def test_agents_get_an_endpoint(tmp_path: Path) -> None:
 def test_wrong_options_are_named(tmp_path: Path, options: dict[str, object], message: str) -> None:
     (error,) = errors(tmp_path, **options)
     assert error.startswith(message)
+
+
+def test_hosts_are_refused_and_not_ignored(tmp_path: Path) -> None:
+    for launch in (LaunchConfig(attach=("local",)), LaunchConfig(hosts="2x0")):
+        with pytest.raises(ConfigError, match="only `train` uses several hosts"):
+            prepare_generation(replace(CONFIG, launch=launch), num_rollouts=2)
 
 
 def test_each_model_must_fit_the_replicas(tmp_path: Path) -> None:

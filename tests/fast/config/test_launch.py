@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.config.checks.launch import host_errors, launch_errors, start_errors
+from torchtitan_rl.config.checks.launch import (
+    host_errors,
+    launch_errors,
+    start_errors,
+    unused_options,
+)
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
@@ -69,6 +74,19 @@ def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start()
     assert launch_errors(config)[0].startswith("pin_cores is True")
     assert start_errors(LaunchConfig(hosts="2x8"))[0].startswith("launch.hosts is '2x8'")
     assert start_errors(LaunchConfig(attach=NEAR)) == []
+
+
+def test_options_for_workers_are_said_to_be_unused_where_there_are_none() -> None:
+    keys, port = unused_options(LaunchConfig(keys=Path("k"), port=26600))
+    assert keys.startswith("launch.keys is 'k' and is not used: the run is on this machine alone")
+    assert port.startswith("launch.port is '26600'")
+    assert unused_options(LaunchConfig(port=26600, attach=NEAR)) == []
+
+
+def test_keys_that_tcp_would_not_use_are_refused() -> None:
+    config = LaunchConfig(attach=NEAR, keys=Path("k"))
+    (error,) = launch_errors(replace(TINY, launch=config))
+    assert "tcp:// does not use launch.keys; give tls://, or no keys" in error
 
 
 def cpu_host(cores: int = 64, memory_bytes: int = 1 << 40) -> HostFacts:

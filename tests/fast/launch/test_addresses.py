@@ -85,7 +85,7 @@ def test_plain_tcp_is_allowed_on_loopback(host: str) -> None:
 def test_plain_tcp_elsewhere_is_refused_unless_said_by_name(host: str) -> None:
     assert "launch.allow_plain_tcp" in error_of(f"tcp://{host}:1")
     assert "--allow-plain-tcp" in error_of(f"tcp://{host}:1", field="--address")
-    assert error_of(f"tcp://{host}:1", plain=True) == ""
+    assert error_of(f"tcp://{host}:1", keys=None, plain=True) == ""
 
 
 def test_machines_use_one_kind_of_address_and_each_only_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,17 @@ def test_a_stopped_owner_that_no_one_takes_over_continues(tmp_path: Path) -> Non
         first.send_signal(signal.SIGCONT)
         while journal.stat().st_size == size:
             assert first.poll() is None
+
+
+def test_an_owner_whose_lease_was_removed_by_hand_ends_and_says_so(tmp_path: Path) -> None:
+    """To write it again is not safe: who finds no entry owns the folder at once."""
+    lease = Lease(tmp_path, SHORT)
+    lease.acquire(has_kernel_lock=False)
+    shutil.rmtree(tmp_path / LEASE_FOLDER)
+    with pytest.raises(RunTakenOverError, match=r"run\.lease was removed"):
+        asyncio.run(lease.wait_until_lost())
+    lease.release()
+    assert not (tmp_path / LEASE_FOLDER).exists()
 
 
 def test_a_loss_ends_the_wait_for_it(tmp_path: Path) -> None:

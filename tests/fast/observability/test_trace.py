@@ -11,6 +11,7 @@ from torchtitan_rl.observability.trace import (
     CLOCKS,
     KEPT_FILES,
     Tracer,
+    clocks_of_files,
     merge_traces,
     read_clocks,
     write_clocks,
@@ -181,6 +182,22 @@ def test_processes_of_a_host_whose_clock_is_ahead_lie_where_they_belong(tmp_path
     events = spans(merged_events(traces))
     assert events["answer"]["ts"] == pytest.approx(events["ask"]["ts"] - 5e6, abs=1e4)
     assert read_clocks(traces)["host1"].error_ns == 1000
+
+
+def test_files_of_an_earlier_life_keep_the_clock_of_the_machine_that_wrote_them(
+    tmp_path: Path,
+) -> None:
+    traces, now_ns = tmp_path / "traces", time.perf_counter_ns()
+    Tracer(traces, "controller").complete("ask", now_ns, now_ns + 1000)
+    Tracer(traces, "replica0", host="host1").complete("before", now_ns, now_ns + 1000)
+    write_clocks(traces, {"host1": ClockOffset(ahead_ns=5_000_000_000, error_ns=1000)})
+    for ahead_ns in (7, 9):  # of two more lives
+        clocks = clocks_of_files(traces)
+        write_clocks(traces, clocks | {"host1": ClockOffset(ahead_ns=ahead_ns, error_ns=1)})
+    Tracer(traces, "replica0", host="host1").complete("after", now_ns, now_ns + 1000)
+    events = spans(merged_events(traces))
+    assert events["before"]["ts"] == pytest.approx(events["ask"]["ts"] - 5e6, abs=1e4)
+    assert events["after"]["ts"] == pytest.approx(events["ask"]["ts"], abs=1e4)
 
 
 def test_clocks_that_cannot_be_read_move_nothing(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ class Machine:
         self.can_start = asyncio.Event()
         self.can_start.set()
         self.num_broken = 0
+        self.starts: list[tuple[str, str]] = []  # in whose place, and the name
 
     async def start(self, lost: str, name: str) -> GatedReplica:
+        self.starts.append((lost, name))
         await self.can_start.wait()
         if self.num_broken:
             self.num_broken -= 1
@@ -180,11 +182,32 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up():
             machine.kill("replica0")
             await asyncio.sleep(60.0)
             assert "replica0-3" in machine.replicas
+            assert machine.starts == [("replica0", "replica0-2"), ("replica0-2", "replica0-3")]
             machine.num_broken = 100
             machine.kill("replica1")
             await asyncio.sleep(600.0)
             assert machine.num_broken == 98
             assert machine.said[-1] == "replica1 is given up: replica1-3 does not start"
+
+    run_virtually(play())
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_of_a_replica_that_was_lost_with_its_host_only_the_new_one_is_said(is_alone: bool):
+    async def play():
+        machine = Machine("replica0", "replica1")
+
+        async def answer(name: str) -> bool:
+            await asyncio.sleep(4.0)
+            return is_alone
+
+        async with machine.restarting(is_alone=answer):
+            machine.kill("replica0")
+            await settle()
+            assert machine.said == []
+            await asyncio.sleep(5.0)
+        lost = ["replica0 is lost and is started again: replica0 was killed"]
+        assert machine.said == [*lost * is_alone, "replica0-2 takes the place of replica0"]
 
     run_virtually(play())
 

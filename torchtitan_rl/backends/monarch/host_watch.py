@@ -19,10 +19,10 @@ from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
-from torchtitan_rl.observability.clock_offset import ClockOffset, RoundTrip, estimate_offset
+from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
-from torchtitan_rl.observability.trace import write_clocks
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.observability.trace import clocks_of_files, write_clocks
+from torchtitan_rl.tasks import cancel_all, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,9 @@ class HostWatch:
         self._files = {
             host.index: [_Files(host.index, *one) for one in folders] for host in hosts.far()
         }
-        self._clocks: dict[str, ClockOffset] = {}
+        self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
+        self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # and not back
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostWatch:
@@ -96,9 +97,26 @@ class HostWatch:
             self._asking[index].append(answered)
             await answered
 
+    async def answers(self, index: int) -> bool:
+        """False once the host is lost; else True, after two answers: the first one may have been on
+        its way when something there was lost. At once for this machine."""
+        if index not in self._files:
+            return True
+
+        async def two_answers() -> None:
+            await self.wait_until_there(index)
+            await self.wait_until_there(index)
+
+        await first_of(two_answers(), self._lost[index].wait())
+        return not self.is_lost(index)
+
     def is_far(self, index: int) -> bool:
         """Whether it is another machine."""
         return index in self._files
+
+    def is_lost(self, index: int) -> bool:
+        """Whether it has been lost, and is not back."""
+        return index in self._lost and self._lost[index].is_set()
 
     async def bring_now(self, index: int) -> None:
         """Bring what is new in the files of a host that is not lost."""
@@ -110,13 +128,14 @@ class HostWatch:
     async def _watch(self, host: Host) -> None:
         while True:
             cause = await self._beat_until_lost(host)
-            self._hosts.lose(host)
+            self._note_loss(host)
             self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
             self._on_lost(host.index, cause)
             back = await self._look_for(host.index)
             if back is None:
                 return
             host = back
+            self._lost[host.index].clear()
             self._say(f"{host_name(host.index)} is back, at {host.address}")
 
     async def _beat_until_lost(self, host: Host) -> str:
@@ -140,6 +159,10 @@ class HostWatch:
                 return f"no answer for {silent_s:.0f} s"
             if beat is None:
                 await asyncio.sleep(BEAT_S)
+
+    def _note_loss(self, host: Host) -> None:
+        self._hosts.lose(host)
+        self._lost[host.index].set()
 
     def _note_answer(self, index: int) -> None:
         asking, self._asking[index] = self._asking[index], []

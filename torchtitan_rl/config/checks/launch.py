@@ -15,7 +15,7 @@ from torchtitan_rl.config.checks.machine import (
 from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.host_plan import threads_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, count, device_of, host_name, made_up_hosts
-from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.launch import LaunchConfig, has_hosts
 from torchtitan_rl.config.placement import NoRoomError, Placement, place
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
@@ -33,6 +33,19 @@ def launch_errors(config: RunConfig) -> list[str]:
             "launch.hosts, give --no-pin-cores"
         )
     return errors
+
+
+def unused_options(launch: LaunchConfig) -> list[str]:
+    """What a start does not use. No errors: torchrun's command is the same for one node."""
+    if has_hosts(launch):
+        return []
+    given = {"keys": launch.keys, "port": launch.port, "interface": launch.interface}
+    return [
+        f"launch.{name} is {str(value)!r} and is not used: the run is on this machine alone; for "
+        "several give launch.attach, or start it by torchrun"
+        for name, value in given.items()
+        if value
+    ]
 
 
 def start_errors(launch: LaunchConfig) -> list[str]:
