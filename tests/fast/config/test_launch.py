@@ -64,6 +64,15 @@ def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message:
     assert "give" in errors[0] or "make" in errors[0]
 
 
+def test_a_colocated_run_has_a_host_in_common() -> None:
+    config = replace(TINY, placement="colocated")
+    apart = LaunchConfig(attach=NEAR, generator_hosts=(0,), trainer_hosts=(1,))
+    (error,) = launch_errors(replace(config, launch=apart))
+    assert error.startswith("placement is colocated: launch.trainer_hosts (1,) and")
+    common = replace(apart, generator_hosts=(0, 1))
+    assert launch_errors(replace(config, launch=common)) == []
+
+
 def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:
     config = replace(TINY, pin_cores=True, launch=LaunchConfig(attach=NEAR))
     assert launch_errors(config)[0].startswith("pin_cores is True")

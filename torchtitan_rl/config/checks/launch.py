@@ -27,6 +27,12 @@ def launch_errors(config: RunConfig) -> list[str]:
     errors = _host_list_errors(launch)
     if not errors:
         errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
+    chosen, generating = launch.trainer_hosts, launch.generator_hosts
+    if config.placement == "colocated" and chosen and generating and not {*chosen} & {*generating}:
+        errors.append(
+            f"placement is colocated: launch.trainer_hosts {chosen} and launch.generator_hosts "
+            f"{generating} have no host in common; give one of the two, or placement separate"
+        )
     if config.pin_cores and (launch.attach or launch.hosts):
         errors.append(
             "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
