@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.launch import plain_text_between
+from torchtitan_rl.config.checks.launch import host_notes
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     find_weight_room,
@@ -154,8 +154,7 @@ def prepare_run(
     if errors or policy_dir is None:
         raise ConfigError(errors)
     plan = _plan(config, policy_dir, policy, machine, ask_hosts)
-    if plan.trainer and (far := plain_text_between(plan.hosts, plan.trainer.rank_hosts)):
-        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
+    notes += host_notes(config, plan)
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,

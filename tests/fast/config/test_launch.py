@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.config.checks.launch import host_errors, launch_errors, start_errors
+from torchtitan_rl.config.checks.launch import (
+    host_errors,
+    host_notes,
+    launch_errors,
+    start_errors,
+)
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.hf_model import read_policy_facts
+from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
 from torchtitan_rl.config.installed import code_digest, differences, installed
 from torchtitan_rl.config.launch import LaunchConfig
@@ -116,6 +122,30 @@ def test_gradients_leave_a_machine_in_plain_text_only_where_that_is_allowed() ->
     assert host_errors(allowed, None, far) == []
     together = replace(config, launch=LaunchConfig(trainer_hosts=(1,)))
     assert host_errors(together, None, far) == []
+    assert host_notes(config, plan_on_hosts(config, near)) == []
+    (note,) = host_notes(allowed, plan_on_hosts(allowed, far))
+    assert note.startswith("trainer ranks on host0, host1 exchange gradients unencrypted")
+
+
+def test_a_dry_run_says_that_a_start_between_machines_will_be_refused() -> None:
+    trainer = replace(TINY.trainer, data_parallel_shard=8)
+    config = replace(TINY, trainer=trainer, launch=LaunchConfig(hosts="3x4"))
+    hosts = made_up_hosts("3x4")
+    assert host_errors(config, None, hosts) == []
+    (note,) = host_notes(config, plan_on_hosts(config, hosts))
+    assert note.startswith("a start on several machines is refused: launch.allow_plain_tcp is Fal")
+    allowed = replace(config, launch=replace(config.launch, allow_plain_tcp=True))
+    (note,) = host_notes(allowed, plan_on_hosts(allowed, hosts))
+    assert note.startswith("trainer ranks on host1, host2 exchange gradients unencrypted")
+
+
+def test_a_dry_run_says_which_of_the_chosen_hosts_are_not_used() -> None:
+    launch = LaunchConfig(hosts="4x4", generator_hosts=(0, 1), trainer_hosts=(2, 3))
+    config = replace(TINY, generator=replace(TINY.generator, replicas=1), launch=launch)
+    assert host_notes(config, plan_on_hosts(config, made_up_hosts("4x4"))) == [
+        "launch.generator_hosts is (0, 1): no replica is on host1",
+        "launch.trainer_hosts is (2, 3): no trainer rank is on host3",
+    ]
 
 
 def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_they_have(
