@@ -169,6 +169,23 @@ def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_the
     assert len(asked) == 1
 
 
+def test_a_dry_run_on_hosts_that_are_not_there_needs_no_policy_here(tmp_path: Path) -> None:
+    absent = str(tmp_path / "checkpoints" / "policy")
+    config = replace(TINY, policy=replace(TINY.policy, checkpoint=absent), output_dir=tmp_path)
+    dry = replace(config, launch=LaunchConfig(hosts="2x8"))
+    assert (
+        prepare_run(dry, MACHINE)
+        .notes[-1]
+        .startswith(f"policy.checkpoint is {absent!r}: it is not on this machine")
+    )
+    with pytest.raises(ConfigError, match="there is no config"):
+        prepare_run(config, MACHINE)
+    for wrong in (str(tmp_path), "package:none"):
+        policy = replace(TINY.policy, checkpoint=wrong)
+        with pytest.raises(ConfigError, match="give"):
+            prepare_run(replace(dry, policy=policy), MACHINE)
+
+
 def test_what_differs_is_named_with_both_values() -> None:
     here = installed()
     assert differences(here, dict(here)) == []
