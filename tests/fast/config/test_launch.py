@@ -58,7 +58,11 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
         ({"address": OWN}, "launch.address is 'tls://10.0.0.1:26600': only workers use it"),
         ({"hosts": "4"}, "launch.hosts is '4': give NUMBERxDEVICES"),
         ({"hosts": "3x8", "attach": NEAR}, "launch.hosts is '3x8': launch.attach has 2 hosts"),
-        ({"hosts": "2x8", "trainer_hosts": (2,)}, "launch.trainer_hosts is (2,): hosts are coun"),
+        ({"hosts": "2x8", "trainer_hosts": (2,)}, "launch.trainer_hosts is (2,): the run has 2 "),
+        (
+            {"hosts": "1x8", "trainer_hosts": (1,)},
+            "launch.trainer_hosts is (1,): the run has 1 host,",
+        ),
         ({"attach": NEAR, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
         ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
     ],

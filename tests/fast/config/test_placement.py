@@ -220,9 +220,9 @@ def test_a_plan_says_what_is_on_each_host() -> None:
         "host0: tls://a:1, 64 cores",
         "  replica0: 1 process on cpu, 1 thread each",
         "host1: tls://b:1, 64 cores",
-        "  trainer ranks 0 to 0: 1 process on cpu, 2 threads each",
+        "  trainer rank 0: 1 process on cpu, 2 threads each",
         "host2: tls://c:1, 64 cores",
-        "  trainer ranks 1 to 1: 1 process on cpu, 2 threads each",
+        "  trainer rank 1: 1 process on cpu, 2 threads each",
         "host3: tls://d:1, 64 cores",
         "  replica1: 1 process on cpu, 1 thread each",
     ]

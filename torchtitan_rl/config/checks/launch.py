@@ -172,7 +172,8 @@ def _chosen_host_errors(launch: LaunchConfig) -> list[str]:
         if chosen and not number:
             fix = "the run is on this machine alone; give launch.attach"
         elif any(host >= number for host in chosen):
-            fix = f"hosts are counted from 0, and there are {number}; give less than {number}"
+            hosts = count(number, "host")
+            fix = f"the run has {hosts}, counted from 0; give less than {number}"
         elif len(set(chosen)) < len(chosen):
             fix = "give each host once"
         if fix:
