@@ -5,11 +5,12 @@
 * The trainer's ranks are together: on one host if one has room for all of them, else on as few as
   possible, each filled before the next.
 * Trainer and replicas are on different hosts while there is room: the trainer on the last ones, the
-  replicas on the first. On CUDA each rank has a device of its own; in a colocated run, trainer and
-  replicas have the same ones, so each is first of all on the hosts that are chosen for the other.
-* Replicas are spread evenly over the hosts that are chosen for them. A CPU has room for any number
-  of processes (`checks/launch.py` limits their threads), so there replicas are spread over any
-  hosts, and so is a trainer over those that are chosen for it.
+  replicas on the first, or spread evenly over those that are chosen for them. On CUDA each rank has
+  a device of its own.
+* In a colocated run trainer and replicas have the same devices: each fills the hosts of the other
+  first.
+* A CPU has room for any number of processes (`checks/launch.py` limits their threads), so replicas
+  are spread evenly, and so is a trainer over the hosts that are chosen for it.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def _replica_hosts(
     replicas, ranks = config.generator.replicas, config.generator.tensor_parallel
     launch, are_shared = config.launch, config.placement == "colocated"
     allowed = launch.generator_hosts or tuple(range(num_hosts))
-    if are_shared and not launch.generator_hosts:
+    if are_shared:
+        if devices is None and not launch.generator_hosts:
+            allowed = launch.trainer_hosts or allowed
         allowed = tuple(sorted(allowed, key=lambda host: host not in trainer_hosts))
-        if devices is None and launch.trainer_hosts:
-            allowed = launch.trainer_hosts
     hosts = [host for host in allowed if not are_apart or host not in trainer_hosts]
     if devices is None:
         rooms = dict.fromkeys(hosts, replicas)
@@ -108,14 +109,15 @@ def _replica_hosts(
         rooms = {host: (devices[host] - taken[host]) // ranks for host in hosts}
     if sum(rooms.values()) < replicas:
         return None
-    if devices is None or launch.generator_hosts:
+    if devices is None or (launch.generator_hosts and not are_shared):
         return _spread(replicas, rooms)
     return tuple(host for host in hosts for _ in range(rooms[host]))[:replicas]
 
 
 def _spread(number: int, rooms: Mapping[int, int]) -> tuple[int, ...]:
-    """The hosts of ``number`` replicas: one on each host, then a second one where there is room,
-    and so on; those of one host are together. ``rooms`` says how many each host takes.
+    """The hosts of ``number`` replicas, or groups of ranks: one on each host, then a second one
+    where there is room, and so on; those of one host are together. ``rooms`` says how many each
+    host takes.
 
     >>> _spread(4, {0: 4, 1: 1})
     (0, 0, 0, 1)
