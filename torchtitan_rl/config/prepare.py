@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.launch import plain_text_between
+from torchtitan_rl.config.checks.launch import host_notes
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     find_weight_room,
@@ -35,7 +35,7 @@ from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
 from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
-from torchtitan_rl.config.policies import find_policy
+from torchtitan_rl.config.policies import find_policy, is_elsewhere
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.run_folder import (
     ResumePoint,
@@ -114,6 +114,7 @@ def prepare_run(
 ) -> PreparedRun:
     """Find, check and plan. ``machine`` replaces the one that this runs on.
 
+    With ``launch.hosts``, the policy may be missing here, as the hosts are: a note says so.
     With ``launch.attach``, ``ask_hosts`` is called once everything else is right; the plan is made
     for what the hosts answer.
 
@@ -132,7 +133,10 @@ def prepare_run(
         try:
             policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
         except ConfigError as error:
-            errors = error.errors
+            if config.launch.hosts and is_elsewhere(config.policy.checkpoint):
+                policy_dir = Path(config.policy.checkpoint)
+            else:
+                errors = error.errors
     errors += find_errors(config, policy, machine, keys)
     sound = with_defaults_for(config, wrong)
     problems: tuple[Problem, ...] = ()
@@ -154,8 +158,12 @@ def prepare_run(
     if errors or policy_dir is None:
         raise ConfigError(errors)
     plan = _plan(config, policy_dir, policy, machine, ask_hosts)
-    if plan.trainer and (far := plain_text_between(plan.hosts, plan.trainer.rank_hosts)):
-        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
+    notes += host_notes(config, plan)
+    if policy is None:
+        notes.append(
+            f"policy.checkpoint is {config.policy.checkpoint!r}: it is not on this machine, so "
+            "whether the run fits it was not checked"
+        )
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,

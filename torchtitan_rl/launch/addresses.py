@@ -20,6 +20,7 @@ from torchtitan_rl.errors import ConfigError
 
 LOCAL = "local"
 _FORM = re.compile(r"(?P<scheme>[^:/]*)://(?:\[(?P<v6>[^\]]*)\]|(?P<host>[^:/\[\]]*)):(?P<port>.*)")
+_NUMBER = re.compile(r"\d+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
 
 
@@ -142,7 +143,7 @@ def _host_error(host: str, *, in_brackets: bool) -> str:
     if ip is None and (
         not all(map(_LABEL.fullmatch, host.split(".")))
         or len(host) > 253
-        or host.rpartition(".")[2].isdigit()  # a wrong IPv4 address is not a name
+        or _NUMBER.fullmatch(host.rpartition(".")[2])  # 0x0 is 0.0.0.0 for the system, not a name
     ):
         return f"{host!r} is neither an IP address nor the name of a machine"
     return ""

@@ -65,12 +65,15 @@ class Node:
         rank = _number(environment, "RANK", 0)
         if not 0 <= rank < num_nodes:
             raise ConfigError(f"RANK is {rank}: it must be from 0 to {num_nodes - 1}")
+        port = _number(environment, "MASTER_PORT", 0)
+        if not 0 < port < 1 << 16:
+            raise ConfigError(f"MASTER_PORT is {port}: give 1 to 65535")
         has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
             num_nodes=num_nodes,
             store_host=environment["MASTER_ADDR"],
-            store_port=_number(environment, "MASTER_PORT", 0),
+            store_port=port,
             provides_store=rank == 0 and not has_agent,
             restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
         )

@@ -127,6 +127,8 @@ def test_too_few_cuda_devices_are_reported_with_the_number_needed(config):
     assert message.startswith(
         "generator.replicas is 2: replicas and trainer need 3 CUDA devices, and 2 "
     )
+    (message,) = find_errors(config, POLICY, replace(LAPTOP, cuda_devices=("0",)))
+    assert message.endswith("need 3 CUDA devices, and 1 is visible; give fewer")
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(config):

@@ -10,12 +10,14 @@ import pytest
 
 from torchtitan_rl.config.checks.launch import (
     host_errors,
+    host_notes,
     launch_errors,
     start_errors,
     unused_options,
 )
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.hf_model import read_policy_facts
+from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
 from torchtitan_rl.config.installed import code_digest, differences, installed
 from torchtitan_rl.config.launch import LaunchConfig
@@ -57,7 +59,11 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
         ({"address": OWN}, "launch.address is 'tls://10.0.0.1:26600': only workers use it"),
         ({"hosts": "4"}, "launch.hosts is '4': give NUMBERxDEVICES"),
         ({"hosts": "3x8", "attach": NEAR}, "launch.hosts is '3x8': launch.attach has 2 hosts"),
-        ({"hosts": "2x8", "trainer_hosts": (2,)}, "launch.trainer_hosts is (2,): hosts are coun"),
+        ({"hosts": "2x8", "trainer_hosts": (2,)}, "launch.trainer_hosts is (2,): the run has 2 "),
+        (
+            {"hosts": "1x8", "trainer_hosts": (1,)},
+            "launch.trainer_hosts is (1,): the run has 1 host,",
+        ),
         ({"attach": NEAR, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
         ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
     ],
@@ -67,6 +73,15 @@ def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message:
     assert errors
     assert errors[0].startswith(message), errors
     assert "give" in errors[0] or "make" in errors[0]
+
+
+def test_a_colocated_run_has_a_host_in_common() -> None:
+    config = replace(TINY, placement="colocated")
+    apart = LaunchConfig(attach=NEAR, generator_hosts=(0,), trainer_hosts=(1,))
+    (error,) = launch_errors(replace(config, launch=apart))
+    assert error.startswith("placement is colocated: launch.trainer_hosts (1,) and")
+    common = replace(apart, generator_hosts=(0, 1))
+    assert launch_errors(replace(config, launch=common)) == []
 
 
 def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:
@@ -125,6 +140,30 @@ def test_gradients_leave_a_machine_in_plain_text_only_where_that_is_allowed() ->
     assert host_errors(allowed, None, far) == []
     together = replace(config, launch=LaunchConfig(trainer_hosts=(1,)))
     assert host_errors(together, None, far) == []
+    assert host_notes(config, plan_on_hosts(config, near)) == []
+    (note,) = host_notes(allowed, plan_on_hosts(allowed, far))
+    assert note.startswith("trainer ranks on host0, host1 exchange gradients unencrypted")
+
+
+def test_a_dry_run_says_that_a_start_between_machines_will_be_refused() -> None:
+    trainer = replace(TINY.trainer, data_parallel_shard=8)
+    config = replace(TINY, trainer=trainer, launch=LaunchConfig(hosts="3x4"))
+    hosts = made_up_hosts("3x4")
+    assert host_errors(config, None, hosts) == []
+    (note,) = host_notes(config, plan_on_hosts(config, hosts))
+    assert note.startswith("a start on several machines is refused: launch.allow_plain_tcp is Fal")
+    allowed = replace(config, launch=replace(config.launch, allow_plain_tcp=True))
+    (note,) = host_notes(allowed, plan_on_hosts(allowed, hosts))
+    assert note.startswith("trainer ranks on host1, host2 exchange gradients unencrypted")
+
+
+def test_a_dry_run_says_which_of_the_chosen_hosts_are_not_used() -> None:
+    launch = LaunchConfig(hosts="4x4", generator_hosts=(0, 1), trainer_hosts=(2, 3))
+    config = replace(TINY, generator=replace(TINY.generator, replicas=1), launch=launch)
+    assert host_notes(config, plan_on_hosts(config, made_up_hosts("4x4"))) == [
+        "launch.generator_hosts is (0, 1): no replica is on host1",
+        "launch.trainer_hosts is (2, 3): no trainer rank is on host3",
+    ]
 
 
 def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_they_have(
@@ -146,6 +185,23 @@ def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_the
     dry = replace(config, launch=replace(config.launch, hosts="2x8"))
     assert prepare_run(dry, MACHINE, ask_hosts=ask).plan.device == "cuda"
     assert len(asked) == 1
+
+
+def test_a_dry_run_on_hosts_that_are_not_there_needs_no_policy_here(tmp_path: Path) -> None:
+    absent = str(tmp_path / "checkpoints" / "policy")
+    config = replace(TINY, policy=replace(TINY.policy, checkpoint=absent), output_dir=tmp_path)
+    dry = replace(config, launch=LaunchConfig(hosts="2x8"))
+    assert (
+        prepare_run(dry, MACHINE)
+        .notes[-1]
+        .startswith(f"policy.checkpoint is {absent!r}: it is not on this machine")
+    )
+    with pytest.raises(ConfigError, match="there is no config"):
+        prepare_run(config, MACHINE)
+    for wrong in (str(tmp_path), "package:none"):
+        policy = replace(TINY.policy, checkpoint=wrong)
+        with pytest.raises(ConfigError, match="give"):
+            prepare_run(replace(dry, policy=policy), MACHINE)
 
 
 def test_what_differs_is_named_with_both_values() -> None:

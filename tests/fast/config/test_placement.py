@@ -19,13 +19,19 @@ from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 
 
 def run_of(
-    replicas: int, tensor_parallel: int, ranks: int, *, placement: Any = "separate", **launch: Any
+    replicas: int,
+    tensor_parallel: int,
+    shards: int,
+    *,
+    trainer_parallel: int = 1,
+    placement: Any = "separate",
+    **launch: Any,
 ) -> RunConfig:
     return replace(
         TINY,
         placement=placement,
         generator=replace(TINY.generator, replicas=replicas, tensor_parallel=tensor_parallel),
-        trainer=replace(TINY.trainer, data_parallel_shard=ranks),
+        trainer=replace(TINY.trainer, data_parallel_shard=shards, tensor_parallel=trainer_parallel),
         launch=LaunchConfig(**launch),
     )
 
@@ -59,6 +65,9 @@ def hosts_with(*devices: int) -> tuple[HostFacts, ...]:
         (run_of(2, 1, 1, generator_hosts=(1,)), "2x0", [1, 1], [0]),
         (run_of(2, 1, 1, generator_hosts=(0,), trainer_hosts=(0,)), "2x0", [0, 0], [0]),
         (run_of(2, 1, 2, generator_hosts=(1, 0)), "2x4", [0, 0], [1, 1]),
+        (run_of(2, 1, 1, generator_hosts=(0, 1)), "3x2", [0, 1], [2]),
+        (run_of(5, 1, 3, generator_hosts=(0, 1)), "2x4", [0] * 4 + [1], [1] * 3),
+        (run_of(1, 1, 2, trainer_parallel=2, trainer_hosts=(0, 1)), "2x0", [0], [0, 0, 1, 1]),
     ],
 )
 def test_trainer_and_replicas_are_apart_while_there_is_room_and_where_they_are_told_to_be(
@@ -67,6 +76,45 @@ def test_trainer_and_replicas_are_apart_while_there_is_room_and_where_they_are_t
     assert place(config, made_up_hosts(hosts)) == Placement(
         replica_hosts=tuple(replica_hosts), trainer_hosts=tuple(trainer_hosts)
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hosts", "replica_hosts", "trainer_hosts"),
+    [
+        ({"generator_hosts": (1,)}, "2x4", [1] * 4, [1] * 4),
+        ({"trainer_hosts": (1,)}, "2x4", [1] * 4, [1] * 4),
+        ({"trainer_hosts": (1,)}, "3x2", None, None),
+        ({"trainer_hosts": (1, 2)}, "3x2", [1, 1, 2, 2], [1, 1, 2, 2]),
+        ({"generator_hosts": (1, 2), "trainer_hosts": (2, 0)}, "3x2", [2, 2, 1, 1], [2, 2, 0, 0]),
+        ({"generator_hosts": (0, 1)}, "2x4", [0] * 4, [0] * 4),
+        ({"generator_hosts": (1,)}, "2x0", [1] * 4, [1] * 4),
+        ({"trainer_hosts": (1,)}, "2x0", [1] * 4, [1] * 4),
+        ({}, "2x0", [0, 0, 1, 1], [0] * 4),
+    ],
+)
+def test_a_colocated_run_is_together_on_the_hosts_chosen_for_either_part(
+    chosen: dict[str, Any], hosts: str, replica_hosts: list[int] | None, trainer_hosts: list[int]
+) -> None:
+    config = run_of(4, 1, 4, placement="colocated", **chosen)
+    if replica_hosts is None:
+        with pytest.raises(NoRoomError, match="the host, with 2 CUDA devices, has no room"):
+            place(config, made_up_hosts(hosts))
+        return
+    assert place(config, made_up_hosts(hosts)) == Placement(
+        replica_hosts=tuple(replica_hosts), trainer_hosts=tuple(trainer_hosts)
+    )
+
+
+def test_colocated_replicas_are_first_of_all_where_the_trainer_is() -> None:
+    found = place(run_of(4, 1, 4, placement="colocated"), hosts_with(2, 4))
+    assert found == Placement(replica_hosts=(1,) * 4, trainer_hosts=(1,) * 4)
+
+
+@pytest.mark.parametrize("devices", [(3, 3), (5, 2), (0, 1, 2, 3)])
+def test_tensor_parallel_trainer_ranks_are_on_one_host(devices: tuple[int, ...]) -> None:
+    ranks = place(run_of(1, 1, 2, trainer_parallel=2), hosts_with(*devices)).trainer_hosts
+    assert len(ranks) == 4
+    assert ranks[::2] == ranks[1::2]
 
 
 def test_a_trainer_makes_room_for_a_replica_that_needs_a_whole_host() -> None:
@@ -79,9 +127,15 @@ def test_a_trainer_makes_room_for_a_replica_that_needs_a_whole_host() -> None:
     [
         (run_of(1, 16, 1), "2x8", "generator.tensor_parallel is 16: the ranks of a replica"),
         (run_of(3, 8, 8), "2x8", "generator.replicas is 3: the hosts, with 8+8 CUDA devices"),
-        (run_of(1, 1, 80), "2x8", "trainer.data_parallel_shard is 80: the trainer's 80 ranks"),
-        (run_of(1, 1, 9, trainer_hosts=(1,)), "2x8", "launch.trainer_hosts is (1,): the trainer"),
+        (run_of(1, 1, 80), "2x8", "trainer.data_parallel_shard is 80: the hosts, with 8+8"),
+        (
+            run_of(1, 1, 9, trainer_hosts=(1,)),
+            "2x8",
+            "launch.trainer_hosts is (1,): the host, with 8",
+        ),
         (run_of(9, 1, 1, generator_hosts=(0,)), "2x8", "launch.generator_hosts is (0,): these"),
+        (run_of(1, 1, 1, trainer_parallel=9), "2x8", "trainer.tensor_parallel is 9: the ranks of"),
+        (run_of(2, 1, 1), "1x1", "generator.replicas is 2: the host, with 1 CUDA device, has no"),
     ],
 )
 def test_what_does_not_fit_is_said_with_the_field_to_change(
@@ -93,26 +147,47 @@ def test_what_does_not_fit_is_said_with_the_field_to_change(
     assert "give" in str(refusal.value)
 
 
+def test_a_refusal_counts_the_trainer_ranks_that_are_in_the_way() -> None:
+    config = run_of(4, 1, 1, generator_hosts=(0,), trainer_hosts=(0,))
+    with pytest.raises(NoRoomError, match="no room for 4 replicas of 1 CUDA device and 1 trainer"):
+        place(config, hosts_with(4, 4))
+    with pytest.raises(NoRoomError, match="3 replicas of 2 CUDA devices; give more"):
+        place(run_of(3, 2, 1, generator_hosts=(0,), trainer_hosts=(1,)), hosts_with(4, 4))
+    odd = run_of(1, 1, 3, trainer_parallel=2)
+    with pytest.raises(NoRoomError, match="6 ranks, of which 2 must be on one host; give fewer"):
+        place(odd, hosts_with(3, 3))
+
+
 @given(
     devices=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     replicas=st.integers(1, 8),
     tensor_parallel=st.integers(1, 4),
-    ranks=st.integers(1, 12),
+    shards=st.integers(1, 12),
+    trainer_parallel=st.integers(1, 3),
     is_colocated=st.booleans(),
 )
 def test_every_rank_has_a_device_of_its_own_and_replicas_never_span_hosts(
-    devices: list[int], replicas: int, tensor_parallel: int, ranks: int, is_colocated: bool
+    devices: list[int],
+    replicas: int,
+    tensor_parallel: int,
+    shards: int,
+    trainer_parallel: int,
+    is_colocated: bool,
 ) -> None:
-    placement = "colocated" if is_colocated else "separate"
-    config = run_of(replicas, tensor_parallel, ranks, placement=placement)
+    placement: Any = "colocated" if is_colocated else "separate"
+    config = run_of(
+        replicas, tensor_parallel, shards, trainer_parallel=trainer_parallel, placement=placement
+    )
+    ranks = config.trainer.world_size
     hosts = hosts_with(*devices)
     try:
         plan = plan_on_hosts(config, hosts)
     except NoRoomError:
         if is_colocated:
             rooms = sum(number // tensor_parallel for number in devices)
-            assert sum(devices) < ranks or rooms < replicas
-        elif tensor_parallel == 1:
+            groups = sum(number // trainer_parallel for number in devices)
+            assert groups < shards or rooms < replicas
+        elif tensor_parallel == trainer_parallel == 1:
             assert sum(devices) < ranks + replicas
         return
     assert plan.trainer is not None
@@ -123,6 +198,7 @@ def test_every_rank_has_a_device_of_its_own_and_replicas_never_span_hosts(
         (part.host, device) for part in plan.trainer.on_each_host() for device in part.devices
     )
     assert all(not group.rank_hosts for group in plan.replicas)
+    assert all(part.ranks % trainer_parallel == 0 for part in plan.trainer.on_each_host())
     assert sum(part.ranks for part in plan.trainer.on_each_host()) == ranks
     if any(devices):
         assert all(len(group.devices) == group.ranks for group in plan.replicas)
@@ -145,9 +221,9 @@ def test_a_plan_says_what_is_on_each_host() -> None:
         "host0: tls://a:1, 64 cores",
         "  replica0: 1 process on cpu, 1 thread each",
         "host1: tls://b:1, 64 cores",
-        "  trainer ranks 0 to 0: 1 process on cpu, 2 threads each",
+        "  trainer rank 0: 1 process on cpu, 2 threads each",
         "host2: tls://c:1, 64 cores",
-        "  trainer ranks 1 to 1: 1 process on cpu, 2 threads each",
+        "  trainer rank 1: 1 process on cpu, 2 threads each",
         "host3: tls://d:1, 64 cores",
         "  replica1: 1 process on cpu, 1 thread each",
     ]

@@ -43,6 +43,7 @@ def test_rank_0_provides_the_store_where_no_agent_does() -> None:
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many': it must be a whole number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is '': it must be a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999: give 1 to 65535"),
         ({"RANK": "4"}, "RANK is 4: it must be from 0 to 3"),
         ({"MASTER_ADDR": "", "RANK": ""}, "RANK, MASTER_ADDR not set, but WORLD_SIZE is 4"),
     ],

@@ -17,6 +17,7 @@ from torchtitan_rl.config.host_plan import threads_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, count, device_of, host_name, made_up_hosts
 from torchtitan_rl.config.launch import LaunchConfig, has_hosts
 from torchtitan_rl.config.placement import NoRoomError, Placement, place
+from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
 
@@ -27,6 +28,12 @@ def launch_errors(config: RunConfig) -> list[str]:
     errors = _host_list_errors(launch)
     if not errors:
         errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
+    chosen, generating = launch.trainer_hosts, launch.generator_hosts
+    if config.placement == "colocated" and chosen and generating and not {*chosen} & {*generating}:
+        errors.append(
+            f"placement is colocated: launch.trainer_hosts {chosen} and launch.generator_hosts "
+            f"{generating} have no host in common; give one of the two, or placement separate"
+        )
     if config.pin_cores and (launch.attach or launch.hosts):
         errors.append(
             "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
@@ -67,25 +74,57 @@ def host_errors(
     except NoRoomError as error:
         return [str(error)]
     errors = _transport_errors(config, placement)
-    far = plain_text_between(hosts, placement.trainer_hosts)
-    if far and not config.launch.allow_plain_tcp:
-        errors.append(
-            f"launch.allow_plain_tcp is False: {far} would exchange gradients, which gloo and NCCL "
-            "do not encrypt; keep the trainer on one host (launch.trainer_hosts), or, where no one "
-            "else is in the network, allow it"
-        )
+    if all(hosts[host].address for host in placement.trainer_hosts):
+        errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
     if device_of(hosts) == "cuda":
         return errors
     errors += _thread_errors(config, hosts, placement)
     return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
 
 
-def plain_text_between(hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]) -> str:
-    """The trainer ranks whose process groups leave their machine; empty where none do."""
+def host_notes(config: RunConfig, plan: ProcessPlan) -> list[str]:
+    """What a user should know of a plan without errors: chosen hosts that it does not use, and
+    gradients in plain text, or for made-up hosts that a start between machines would be refused."""
+    launch, trainer = config.launch, plan.trainer
+    if trainer is None:
+        return []
+    used = {
+        "generator_hosts": ("replica", {group.host for group in plan.replicas}),
+        "trainer_hosts": ("trainer rank", {part.host for part in trainer.on_each_host()}),
+    }
+    notes = []
+    for name, (part, hosts) in used.items():
+        if unused := [host for host in getattr(launch, name) if host not in hosts]:
+            notes.append(
+                f"launch.{name} is {getattr(launch, name)}: no {part} is on "
+                f"{', '.join(map(host_name, unused))}"
+            )
+    far = _plain_text_between(plan.hosts, trainer.rank_hosts)
+    if far and launch.allow_plain_tcp:
+        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
+    refused = _plain_text_errors(launch, plan.hosts, trainer.rank_hosts)
+    return notes + [f"a start on several machines is refused: {error}" for error in refused]
+
+
+def _plain_text_errors(
+    launch: LaunchConfig, hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]
+) -> list[str]:
+    far = _plain_text_between(hosts, trainer_hosts)
+    if not far or launch.allow_plain_tcp:
+        return []
+    return [
+        f"launch.allow_plain_tcp is False: {far} would exchange gradients, which gloo and NCCL "
+        "do not encrypt; keep the trainer on one host (launch.trainer_hosts), or, where no one "
+        "else is in the network, allow it"
+    ]
+
+
+def _plain_text_between(hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]) -> str:
+    """The trainer ranks whose process groups leave their machine, where the addresses do not say
+    otherwise; empty where none do."""
     spanned = sorted(set(trainer_hosts))
     are_near = all(
-        not hosts[host].address or Address.parse(hosts[host].address).is_loopback
-        for host in spanned
+        hosts[host].address and Address.parse(hosts[host].address).is_loopback for host in spanned
     )
     if len(spanned) < 2 or are_near:
         return ""
@@ -146,7 +185,8 @@ def _chosen_host_errors(launch: LaunchConfig) -> list[str]:
         if chosen and not number:
             fix = "the run is on this machine alone; give launch.attach"
         elif any(host >= number for host in chosen):
-            fix = f"hosts are counted from 0, and there are {number}; give less than {number}"
+            hosts = count(number, "host")
+            fix = f"the run has {hosts}, counted from 0; give less than {number}"
         elif len(set(chosen)) < len(chosen):
             fix = "give each host once"
         if fix:

@@ -105,7 +105,7 @@ def _device_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
     if len(devices) < needed:
         errors.append(
             f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
-            f"{needed} CUDA devices, and {len(devices)} are visible; give fewer"
+            f"{needed} CUDA devices, and {_visible(devices)}; give fewer"
         )
     if devices[0].startswith(MIG):
         errors += [
@@ -115,6 +115,10 @@ def _device_errors(config: RunConfig, machine: MachineFacts) -> list[str]:
             if (ranks := attrgetter(name)(config)) > 1
         ]
     return errors
+
+
+def _visible(devices: tuple[str, ...]) -> str:
+    return "1 is visible" if len(devices) == 1 else f"{len(devices)} are visible"
 
 
 def serving_errors(
@@ -129,7 +133,7 @@ def serving_errors(
     return [
         f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
         f"{generator.tensor_parallel} they need {ranks} CUDA devices, and "
-        f"{len(machine.cuda_devices)} are visible; give fewer"
+        f"{_visible(machine.cuda_devices)}; give fewer"
     ]
 
 
