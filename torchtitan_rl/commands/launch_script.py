@@ -173,7 +173,8 @@ def _shown(value: object) -> str:
 
 def _require_encryption(run: RunConfig, plan: ProcessPlan, common: LaunchScriptOptions) -> None:
     hosts = sorted({*(plan.trainer.rank_hosts if plan.trainer else ())})
-    is_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
+    # The script gives the run one of the two: with keys, not --launch.allow-plain-tcp.
+    is_plain = run.launch.allow_plain_tcp or not common.keys
     if len(hosts) > 1 and not is_plain:
         raise ConfigError(
             f"launch.allow_plain_tcp is False: trainer ranks on {', '.join(map(host_name, hosts))} "

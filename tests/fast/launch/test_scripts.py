@@ -231,6 +231,20 @@ def test_a_compose_file_fits_the_specification(script) -> None:
     assert set(services["controller"]["depends_on"]) == {"host0", "host1"}
 
 
+def test_a_compose_file_keeps_dollar_signs_of_images_and_folders(script) -> None:
+    odd = ("--image", "$X/a:1", "--outputs", "/o$Y", "--keys", "/k$Z")
+    service = yaml.safe_load(script("docker-compose", TINY, "--hosts", "2x0", *odd))["services"]
+    assert service["host0"]["image"] == "$$X/a:1"
+    assert service["host0"]["volumes"] == ["/o$$Y:/outputs", "/k$$Z/host0:/keys:ro"]
+
+
+@pytest.mark.parametrize("further", [(), (PLAIN,)])
+def test_keys_do_not_encrypt_a_trainer_on_several_hosts(further, capsys) -> None:
+    words = ("slurm", GPUS, "--hosts", "4x4", "--keys", "k", *further)
+    assert main(["launch-script", *words, "--", "--trainer.data-parallel-shard", "8"]) == 2
+    assert "trainer ranks on host2, host3 would exchange" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -253,20 +267,6 @@ def test_a_compose_file_fits_the_specification(script) -> None:
         (["slurm", TINY, *HOSTS, "--", "--launch.keys", "k"], "launch.keys is k: the script"),
         (["slurm", TINY, *HOSTS, "--", "--trainer.data-parallel-shard", "0"], "trainer.data_par"),
         (["slurm", TINY, *HOSTS, "--", "--schedule.staleness", "-4"], "schedule.staleness is -4"),
-        (
-            [
-                "slurm",
-                GPUS,
-                "--hosts",
-                "4x4",
-                "--keys",
-                "k",
-                "--",
-                "--trainer.data-parallel-shard",
-                "8",
-            ],
-            "launch.allow_plain_tcp is False: trainer ranks on host2, host3 would exchange",
-        ),
     ],
 )
 def test_what_cannot_be_is_one_line_with_exit_code_2(words, message, capsys) -> None:

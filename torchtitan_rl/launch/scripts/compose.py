@@ -87,18 +87,23 @@ def _address(job: Job, host: str) -> str:
 
 
 def _service(job: Job, options: ComposeOptions, host: str, command: list[str]) -> list[str]:
-    keys = [f"      - {text(f'{job.keys}/{host}:{_KEYS}:ro')}"] if job.keys else []
+    keys = [f"      - {_literal(f'{job.keys}/{host}:{_KEYS}:ro')}"] if job.keys else []
     return [
         f"  {host}:",
-        f"    image: {text(options.image)}",
+        f"    image: {_literal(options.image)}",
         f"    hostname: {host}",
         "    init: true",
-        f"    shm_size: {text(options.shared_memory)}",
+        f"    shm_size: {_literal(options.shared_memory)}",
         "    volumes:",
-        f"      - {text(f'{options.outputs}:/outputs')}",
+        f"      - {_literal(f'{options.outputs}:/outputs')}",
         *keys,
-        f"    command: {text(command).replace('$', '$$')}",  # Compose substitutes $NAME
+        f"    command: {_literal(command)}",
     ]
+
+
+def _literal(value: object) -> str:
+    """Compose substitutes ``$NAME``, and takes ``$$`` for a dollar sign."""
+    return text(value).replace("$", "$$")
 
 
 def _devices(job: Job, index: int) -> list[str]:
