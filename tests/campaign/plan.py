@@ -57,6 +57,8 @@ def draw(seed: int) -> CampaignPlan:
     zero_variance = rng.choice(["train", "train", "skip", "resample"])
     others = random.Random(f"restarts {seed}")
     restarts = 0 if placement == "asleep" else others.choice([0, 0, 1, 2])
+    told_early = staleness == 0 and zero_variance == "skip"
+    adapts = random.Random(f"adapts {seed}").random() < (0.8 if told_early else 0.2)
     return CampaignPlan(
         num_steps=rng.randint(2, 5),
         groups_per_step=rng.randint(1, 3),
@@ -82,6 +84,7 @@ def draw(seed: int) -> CampaignPlan:
         env_delay_s=rng.choice([0.0, 0.5, 2.0]),
         env_kind=rng.choice(["replays", "saved", "forgetful", "tree", "tree", "forgetful tree"]),
         problems=rng.choice([7, 12]),
+        adapts=adapts,
         request_timeout_s=rng.choice([2.0, 8.0]) if hurries else 600.0,
         rollout_timeout_s=rng.choice([2.0, 5.0]) if hurries else 400.0,
         env_timeout_s=rng.choice([0.5, 1.5]) if hurries else 60.0,

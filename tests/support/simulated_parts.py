@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.simulated_faults import Fate, Strike, Undisturbed
 from tests.support.simulated_replica import VOCAB
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.task import Outcome
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
@@ -191,13 +193,37 @@ class SimDataset:
         random.Random(self.epoch).shuffle(order)
         index = order[(self._position - 1) % self._size]
         self.drawn.append(f"e{self.epoch}/p{index}")
-        return Problem(problem_id=f"p{index}", data={"seed": index})
+        return Problem(problem_id=f"p{index}", data={"seed": self._seed(index)})
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._position = state["position"]
+
+    def _seed(self, index: int) -> int:
+        return index
+
+
+class SimCurriculum(SimDataset):
+    """The same order, and problems that depend on all that it was told of the earlier ones."""
+
+    _learned = 0
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        for one in outcomes:
+            told = f"{one.problem.problem_id} {one.problem.data['seed']} {one.solved}"
+            self._learned = zlib.crc32(told.encode(), self._learned)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "learned": self._learned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._learned = state["learned"]
+
+    def _seed(self, index: int) -> int:
+        return index + 100 * (self._learned % 1000)
 
 
 class Memory:

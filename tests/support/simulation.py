@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.simulated_faults import Fate, Undisturbed
-from tests.support.simulated_parts import ENVIRONMENTS, Habits, Memory, SimDataset
+from tests.support.simulated_parts import (
+    ENVIRONMENTS,
+    Habits,
+    Memory,
+    SimCurriculum,
+    SimDataset,
+)
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
@@ -58,6 +64,7 @@ class Plan(Habits):
     mode: str = "hot_swap"
     env_kind: str = "replays"
     problems: int = 7
+    adapts: bool = False  # the dataset, to what came of its problems
     token_s: float = 0.1
     max_tokens: int = 12
     checkpoint_s: float = 0.0  # writing one
@@ -108,7 +115,7 @@ class Simulation:
         )
         self.recorder = recorder or Memory()
         self.answered: list[Completion] = []  # by the environments: finished turns
-        self.dataset = SimDataset(plan.problems, fate)
+        self.dataset = (SimCurriculum if plan.adapts else SimDataset)(plan.problems, fate)
         self.config = run_config(plan)
         self.rollouter = Rollouter(
             generate=self.router.generate,
