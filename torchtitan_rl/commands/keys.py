@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_rl.config.hosts import count
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 
@@ -29,7 +30,9 @@ class KeysConfig:
     output: Path = Path("keys")
     """The folder to write. It has one subfolder for each machine, to be copied there."""
     days: int = 90
-    """How long the keys are valid."""
+    """How long the keys are valid; with ``--add``, no longer than the authority that is there."""
+    quiet: bool = False
+    """Print nothing."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -43,14 +46,15 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError("--hosts: give the machines of a run, or --add for more of one")
     if not 2 <= options.days <= _MAX_DAYS:
         raise ConfigError(f"--days is {options.days}: give 2 to {_MAX_DAYS}")
-    from torchtitan_rl.launch.key_folder import AUTHORITY_KEY, add, create
+    from torchtitan_rl.launch.key_folder import AUTHORITY_KEY, add, create, valid_until
 
     make = add if options.add else create
     folders = make(options.output, options.add or options.hosts, days=options.days)
     hosts = [host.split(",")[0] for host in options.add or options.hosts]
-    print(
-        f"keys for {len(folders)} machines are in {options.output}, valid for {options.days} days"
-    )
+    if options.quiet:
+        return 0
+    until = f"valid until {valid_until(folders[0]):%Y-%m-%d}"
+    print(f"keys for {count(len(folders), 'machine')} are in {options.output}, {until}")
     print("Copy each machine its own folder, over a connection that you trust:")
     for host, folder in zip(hosts, folders, strict=True):
         print(f"  scp -r {folder} {_scp_host(host)}:torchtitan-rl-keys")

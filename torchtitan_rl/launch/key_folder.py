@@ -70,6 +70,12 @@ def add(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
         ) from error
 
 
+def valid_until(folder: Path) -> datetime:
+    """The end of a host's certificate."""
+    certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    return certificate.not_valid_after_utc
+
+
 def _parse(option: str, hosts: Sequence[str]) -> list[list[str]]:
     """The names of each host, which must be addresses without scheme and port."""
     parsed: list[list[str]] = []
