@@ -35,9 +35,11 @@ start() {
 connections=()
 for rank in "${!nodes[@]}"; do
   call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")
+  text=$(printf "%s\n" "set -e" "$(declare -f start)" "$call")
   # -tt: with a terminal, the end of the connection reaches the node's processes.
+  # Any login shell gives the text, in base64, to bash.
   ssh -tt -o BatchMode=yes "${nodes[rank]}" \
-    "bash -c $(printf "%q" "set -e; $(declare -f start); $call")" </dev/null &
+    "echo $(base64 <<<"$text" | tr -d "\n") | base64 -d | bash" </dev/null &
   connections+=($!)
 done
 

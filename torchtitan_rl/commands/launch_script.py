@@ -7,18 +7,21 @@ Exit codes: 0 it was printed; 2 the run does not fit the hosts, or an option is 
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import tyro
 
+from torchtitan_rl.config.checks.fields import field_errors
+from torchtitan_rl.config.checks.launch import launch_errors
 from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import made_up_hosts
+from torchtitan_rl.config.hosts import host_name, made_up_hosts
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.placement import NoRoomError
@@ -39,6 +42,15 @@ usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options
 KIND is one of {", ".join(_KINDS)}.
 """
 _CONTROLLER_CPUS = 2
+_NOT_NAME = re.compile(r"[^a-z0-9-]+")
+_BOUNDS = {"cpus": (0, 4096), "max_restarts": (0, 10_000), "port": (1, 65535)}
+_OF_THE_SCRIPT = {
+    "attach": "leave it out",
+    "address": "leave it out",
+    "interface": "leave it out",
+    "hosts": "give --hosts",
+    "keys": "give --keys",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +62,11 @@ class LaunchScriptOptions:
     name: str = ""
     """Of the job; empty: that of CONFIG."""
     keys: str = ""
-    """Use TLS, with a folder of ``torchtitan-rl keys``. Empty: plain TCP, for networks in which no
-    one else is."""
+    """Use TLS, with a folder of ``torchtitan-rl keys``."""
+    allow_plain_tcp: bool = False
+    """Without keys: what the hosts send to each other is neither encrypted nor authenticated, for
+    networks in which no one else is. With keys: this holds for the trainer's ranks on several hosts
+    alone, which TLS does not cover."""
     cpus: int = 0
     """Cores of each host; 0: as many as the plan has threads there, and 2."""
     max_restarts: int = 3
@@ -74,6 +89,9 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is wrong, or the run does not fit the hosts.
     """
+    for word in words:
+        if any("\ud800" <= one <= "\udfff" for one in word):
+            raise ConfigError(f"{word!r}: it is not UTF-8 text")
     own = list(words)
     run_options: list[str] = []
     if "--" in own:
@@ -113,20 +131,62 @@ def _script(
 
 def _job(config: str, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
     run = load_config(Path(config), run_options)
+    _check(run, common)
     plan = _plan(run, common.hosts)
+    may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
+    _check_encryption(plan, common, may_be_plain=may_be_plain)
     return Job(
         command=command,
         config=config,
         options=tuple(run_options),
-        name=common.name or Path(config).stem.replace("_", "-").lower(),
+        name=common.name or _NOT_NAME.sub("-", Path(config).stem.lower()).strip("-") or "run",
         num_hosts=len(plan.hosts),
         devices=len(plan.hosts[0].cuda_devices),
         cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,
         plan=tuple(plan.describe().splitlines()),
         keys=common.keys,
+        allow_plain_tcp=may_be_plain and not run.launch.allow_plain_tcp,
         max_restarts=common.max_restarts,
         port=common.port,
     )
+
+
+def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
+    """
+    Raises:
+        ConfigError: an option of the script or of the run is wrong, or they contradict.
+    """
+    for name, (least, most) in _BOUNDS.items():
+        if not least <= (value := getattr(common, name)) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} to {most}")
+    try:
+        made_up_hosts(common.hosts)
+    except ValueError as error:
+        raise ConfigError(f"--hosts is {common.hosts!r}: {error}") from error
+    for name, fix in _OF_THE_SCRIPT.items():
+        if value := getattr(run.launch, name):
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"launch.{name} is {shown}: the script has its own; {fix}")
+    on_hosts = replace(run, launch=replace(run.launch, hosts=common.hosts))
+    if errors := list(field_errors(run).values()) or launch_errors(on_hosts):
+        raise ConfigError(errors)
+
+
+def _check_encryption(
+    plan: ProcessPlan, common: LaunchScriptOptions, *, may_be_plain: bool
+) -> None:
+    if not common.keys and not may_be_plain:
+        raise ConfigError(
+            "--keys: give a folder of `torchtitan-rl keys`, or, where no one else is in the "
+            "network, --allow-plain-tcp"
+        )
+    spanned = sorted({part.host for part in plan.trainer.on_each_host()} if plan.trainer else ())
+    if len(spanned) > 1 and not may_be_plain:
+        raise ConfigError(
+            f"--allow-plain-tcp: trainer ranks on {', '.join(map(host_name, spanned))} would "
+            "exchange gradients, which gloo and NCCL do not encrypt; keep the trainer on one host "
+            "(launch.trainer_hosts), or, where no one else is in the network, give it"
+        )
 
 
 def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
@@ -134,8 +194,6 @@ def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
         return plan_on_hosts(run, made_up_hosts(hosts))
     except NoRoomError as error:
         raise ConfigError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"--hosts is {hosts!r}: {error}") from error
 
 
 def _num_threads(plan: ProcessPlan) -> int:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from torchtitan_rl.config.hosts import count
+
+# What a YAML file may not have as it is, or takes as the end of a line.
+_UNPRINTABLE = re.compile(
+    "[^\t\n -~\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,8 @@ class Job:
     """Which process is where, as lines."""
     keys: str = ""
     """The folder of ``torchtitan-rl keys``; empty: plain TCP."""
+    allow_plain_tcp: bool = False
+    """Add ``--launch.allow-plain-tcp`` to the options of the run."""
     max_restarts: int = 3
     port: int = 29500
     grace_s: int = 180
@@ -34,16 +44,18 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        devices = f"{self.devices} CUDA devices" if self.devices else "no CUDA device"
-        return f"{self.num_hosts} hosts of {devices} each"
+        devices = count(self.devices, "CUDA device") if self.devices else "no CUDA device"
+        return f"{count(self.num_hosts, 'host')} of {devices} each"
 
     def header(self, kind: str, *usage: str) -> list[str]:
         """The comment that a script begins with."""
         lines = [f"{kind} of a torchtitan-rl run on {self.hosts}, written by", f"  {self.command}"]
         plan = ["The plan (--dry-run prints all of it):", *(f"  {line}" for line in self.plan)]
-        lines = [*lines, *usage, *(plan if self.plan else ())]
-        # An option may have line breaks.
-        return [f"# {part}".rstrip() for line in lines for part in line.splitlines() or [""]]
+        plain = [] if self.keys else _PLAIN
+        lines = [*lines, *usage, *plain, *(plan if self.plan else ())]
+        # An option may have line breaks, and characters that YAML forbids.
+        parts = [part for line in lines for part in line.splitlines() or [""]]
+        return [f"# {_UNPRINTABLE.sub(_escaped, part)}".rstrip() for part in parts]
 
     def with_outputs(self, folder: str) -> Job:
         """The same with its outputs there, where the options say nothing else."""
@@ -52,20 +64,21 @@ class Job:
         return replace(self, options=("--output-dir", folder, *self.options))
 
     def run_options(self) -> tuple[str, ...]:
-        """With those that let the same script continue what it began."""
+        """With those that let the same script continue what it began; without keys."""
         resume = () if "--checkpoint.resume" in self.options else ("--checkpoint.resume",)
-        return (*self.options, *resume, *self.key_options("--launch."))
+        plain = ("--launch.allow-plain-tcp",) if self.allow_plain_tcp else ()
+        return (*self.options, *resume, *plain)
 
-    def key_options(self, prefix: str = "--") -> tuple[str, ...]:
-        if self.keys:
-            return (f"{prefix}keys", self.keys)
-        return (f"{prefix}allow-plain-tcp",)
-
-    def torchrun(self, *, rank_0: str, endpoint: str, host: str, run_id: str) -> list[str]:
+    def torchrun(
+        self, *, rank_0: str, endpoint: str, host: str, run_id: str, keys: str = ""
+    ) -> list[str]:
         """The command of each host, a part of it in each line. The arguments are shell words:
-        ``rank_0`` is 1 on the host of the endpoint and 0 elsewhere, ``host`` is this host's name.
+        ``rank_0`` is 1 on the host of the endpoint and 0 elsewhere, ``host`` is this host's name,
+        ``keys`` the folder of its keys, if any.
         """
         run = shlex.join(self.run_options())
+        if keys:
+            run += f" --launch.keys {keys}"
         return [
             f"torchrun --nnodes={self.num_hosts} --nproc-per-node=1",
             f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{self.port} --rdzv-id={run_id}",
@@ -75,6 +88,11 @@ class Job:
             f"{run} --launch.interface {host}",
         ]
 
+
+_PLAIN = [
+    "What the hosts send to each other is neither encrypted nor authenticated (allow-plain-tcp):",
+    "for networks in which no one else is. `launch-script ... --keys DIR` encrypts it.",
+]
 
 # With torchrun's shared store, an agent that is started again does not find it.
 EXPORT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back"
@@ -87,6 +105,23 @@ def continued(lines: Sequence[str], indent: str) -> list[str]:
     return [f"{line} \\" for line in joined[:-1]] + joined[-1:]
 
 
+def shell_path(path: str) -> str:
+    """A shell word; ``~`` is the home of whoever runs it."""
+    if path == "~" or path.startswith("~/"):
+        return f"~/{shlex.quote(path[2:])}" if path[2:] else "~"
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
 def text(value: object) -> str:
-    """A YAML scalar or list on one line: JSON is YAML."""
-    return json.dumps(value)
+    """A YAML scalar or list on one line: JSON is YAML, but for some characters."""
+    return _UNPRINTABLE.sub(_escaped, json.dumps(value, ensure_ascii=False))
+
+
+def is_plain(value: str) -> bool:
+    """Whether a YAML file may have these characters as they are."""
+    return not _UNPRINTABLE.search(value)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 
-from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, shell_path
+
+_WORD = re.compile(r"[^\W_-][\w.,:@+=-]*", re.ASCII)
+_TIME = re.compile(r"[0-9]+(-[0-9]+)?(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_MEMORY = re.compile(r"[0-9]+[KMGT]?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +33,30 @@ class SlurmOptions:
 
 def slurm_script(job: Job, options: SlurmOptions) -> str:
     """Each job makes keys of its own, in a subfolder of ``job.keys``: its nodes are not known
-    before."""
-    keys = shlex.quote(job.keys)
+    before.
+
+    Raises:
+        ConfigError: Slurm would not take an option.
+    """
+    _check(job, options)
+    keys = shell_path(job.keys)
     make_keys = [
         "# Keys for the nodes of this job; all nodes must see the folder, and no other user.",
+        f'rm -rf {keys}/"$SLURM_JOB_ID"-*  # of a start that was killed',
         f'KEYS={keys}/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
-        'torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS"',
         "export KEYS",
+        "trap 'rm -rf \"$KEYS\"' EXIT",
+        "trap : TERM  # the end of srun comes first",
+        'torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" --quiet',
         "",
     ]
-    launcher = replace(job, keys="").torchrun(
+    launcher = job.torchrun(
         rank_0="$((SLURM_NODEID == 0))",
         endpoint="$RANK_0",
         host='"$SLURMD_NODENAME"',
         run_id="$SLURM_JOB_ID",
+        keys='"$KEYS"' if job.keys else "",
     )
-    if job.keys:
-        # The last one is ours; the run's own options may have it, too.
-        before, _, after = launcher[-1].rpartition("--launch.allow-plain-tcp")
-        launcher[-1] = f'{before}--launch.keys "$KEYS"{after}'
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -57,7 +67,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
             ),
             *_directives(job, options),
             "set -euo pipefail",
-            *([f"cd {shlex.quote(options.folder)}"] if options.folder else []),
+            *([f"cd {shell_path(options.folder)}"] if options.folder else []),
             *([options.setup] if options.setup else []),
             "",
             'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -75,6 +85,19 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
             "",
         ]
     )
+
+
+def _check(job: Job, options: SlurmOptions) -> None:
+    words = {"name": job.name, "partition": options.partition, "account": options.account}
+    for name, value in words.items():
+        if value and not _WORD.fullmatch(value):
+            raise ConfigError(
+                f"--{name} is {value!r}: give one word of letters, digits and hyphens"
+            )
+    if options.memory and not _MEMORY.fullmatch(options.memory):
+        raise ConfigError(f"--memory is {options.memory!r}: give a number such as 512G")
+    if not _TIME.fullmatch(options.time):
+        raise ConfigError(f"--time is {options.time!r}: give HOURS:MINUTES:SECONDS or DAYS-HOURS")
 
 
 def _directives(job: Job, options: SlurmOptions) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, shell_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ def ssh_script(job: Job, options: SshOptions) -> str:
     """Each node gets SIGHUP when its connection ends, which stops the run as SIGTERM does.
 
     Raises:
-        ConfigError: the nodes are not as many as the hosts.
+        ConfigError: the nodes are not as many as the hosts, or one is no host.
     """
     nodes: Sequence[str] = options.nodes
     if len(nodes) != job.num_hosts:
@@ -34,10 +35,19 @@ def ssh_script(job: Job, options: SshOptions) -> str:
             f"--nodes has {len(nodes)} names and --hosts {job.num_hosts} hosts: give one name for "
             "each host"
         )
+    for node in nodes:
+        try:
+            Address.parse(f"tls://[{node}]:1" if ":" in node else f"tls://{node}:1")
+        except ConfigError as error:
+            raise ConfigError(f"--nodes is {node!r}: {error}") from error
     launcher = job.torchrun(
-        rank_0="$((rank == 0))", endpoint=shlex.quote(nodes[0]), host='"$node"', run_id='"$run"'
+        rank_0="$((rank == 0))",
+        endpoint=shlex.quote(nodes[0]),
+        host='"$node"',
+        run_id='"$run"',
+        keys=shell_path(job.keys) if job.keys else "",
     )
-    before = [f"cd {shlex.quote(options.folder)}", *([options.setup] if options.setup else [])]
+    before = [f"cd {shell_path(options.folder)}", *([options.setup] if options.setup else [])]
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -61,9 +71,11 @@ def ssh_script(job: Job, options: SshOptions) -> str:
             "connections=()",
             'for rank in "${!nodes[@]}"; do',
             '  call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")',
+            '  text=$(printf "%s\\n" "set -e" "$(declare -f start)" "$call")',
             "  # -tt: with a terminal, the end of the connection reaches the node's processes.",
+            "  # Any login shell gives the text, in base64, to bash.",
             '  ssh -tt -o BatchMode=yes "${nodes[rank]}" \\',
-            '    "bash -c $(printf "%q" "set -e; $(declare -f start); $call")" </dev/null &',
+            '    "echo $(base64 <<<"$text" | tr -d "\\n") | base64 -d | bash" </dev/null &',
             "  connections+=($!)",
             "done",
             "",
