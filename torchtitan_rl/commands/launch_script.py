@@ -37,7 +37,8 @@ from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
 _T = TypeVar("_T")
 _KINDS = ("slurm", "kubernetes", "ssh", "docker-compose")
 _USAGE = f"""\
-usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options] [-- options of the run]
+usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options]
+                                   [-- options of the run]
        torchtitan-rl launch-script KIND --help
 KIND is one of {", ".join(_KINDS)}.
 """

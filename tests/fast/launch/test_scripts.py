@@ -141,7 +141,9 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
     assert "exec torchrun" in text  # a shell that waits for it would be what Slurm signals
     programs = {
         "scontrol": SCONTROL,
-        "srun": f'[ "$1" = --cpus-per-task=3 ] && [ -e "$KEYS/made" ] || exit 1\n{SRUN}',
+        # Slurm may signal the script, too, whose keys are needed until srun has ended.
+        "srun": f'kill -TERM $PPID; sleep 0.2; [ -e "$KEYS/made" ] || exit 1\n'
+        f'[ "$1" = --cpus-per-task=3 ] || exit 1\n{SRUN}',
         "torchtitan-rl": 'mkdir -p "${@: -2:1}" && touch "${@: -2:1}/made"',
     }
     text = f"{SLURM_JOB}\n{text}"
