@@ -4,10 +4,12 @@ by shells, and by running the scripts with small stand-ins for srun, ssh and tor
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,47 @@ def test_a_tilde_in_a_folder_is_the_home_of_the_node(script, tmp_path) -> None:
     check_shell(text)
     (call, _) = run_script(f"export HOME={tmp_path}\n{text}", tmp_path, {"ssh": SSH})
     assert call[call.index("--launch.keys") + 1] == f"{tmp_path}/k y"
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_a_folder_may_have_any_name(kind, script, tmp_path) -> None:
+    folder = tmp_path / """it's "a" $HOME ${X} $(echo x) `x` ~ * \\ # \t gr\u00fc\u00df\nend"""
+    folder.mkdir()
+    folders = ["--folder", str(folder), "--keys", f"{folder}/keys"]
+    here = ["--setup", 'printf %s "$PWD" > here']
+    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
+    text = script(kind, TINY, "--hosts", "2x0", *folders, *here, *nodes)
+    programs = {"scontrol": SCONTROL, "srun": SRUN, "ssh": SSH, "torchtitan-rl": "true"}
+    (call, _) = run_script(f"{SLURM_JOB}\n{text}", tmp_path, programs)
+    assert (folder / "here").read_text() == str(folder)
+    keys = call[call.index("--launch.keys") + 1]
+    assert keys == (f"{folder}/keys/7-0" if kind == "slurm" else f"{folder}/keys")
+
+
+def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
+    """As sshd does it: a terminal of its own, which is closed."""
+    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
+    run_script(text, tmp_path, {"ssh": 'printf %s "$5" > sent'})
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        "#!/usr/bin/env bash\ntrap 'echo got HUP > ended; exit' HUP\necho up; sleep 20 & wait\n"
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    terminal, own = pty.openpty()
+    words = ["setsid", "--ctty", "dash", "-c", (tmp_path / "sent").read_text()]
+    shell = subprocess.Popen(
+        words, stdin=own, stdout=own, stderr=own, env=environment, cwd=tmp_path
+    )
+    os.close(own)
+    assert b"up" in os.read(terminal, 100)
+    os.close(terminal)
+    shell.wait(10)
+    ended = tmp_path / "ended"
+    for _ in range(100):
+        if ended.exists() and ended.read_text():
+            break
+        time.sleep(0.05)
+    assert ended.read_text() == "got HUP\n"
 
 
 def test_names_that_yaml_takes_for_something_else_are_names(script) -> None:

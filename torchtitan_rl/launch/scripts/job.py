@@ -106,7 +106,7 @@ def continued(lines: Sequence[str], indent: str) -> list[str]:
 def shell_path(path: str) -> str:
     """A shell word; ``~`` is the home of whoever runs it."""
     if path == "~" or path.startswith("~/"):
-        return f"~/{shlex.quote(path[2:])}" if path[2:] else "~"
+        return f'"$HOME"{shlex.quote(path[1:]) if path[1:] else ""}'
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
