@@ -30,10 +30,12 @@ source .venv/bin/activate
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RANK_0="${nodes[0]}"
 # Keys for the nodes of this job; all nodes must see the folder, and no other user.
+rm -rf /shared/keys/"$SLURM_JOB_ID"-*  # of a start that was killed
 KEYS=/shared/keys/"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" >/dev/null
 export KEYS
 trap 'rm -rf "$KEYS"' EXIT
+trap : TERM  # the end of srun comes first
+torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" --quiet
 
 # torchrun on each node; a launcher starts the processes of its node.
 run() {

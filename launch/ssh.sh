@@ -35,12 +35,11 @@ start() {
 connections=()
 for rank in "${!nodes[@]}"; do
   call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")
-  # base64: whatever the login shell is, it hands the text to bash unchanged.
-  text=$(printf "set -e\n%s\n%s" "$(declare -f start)" "$call" |
-    base64 | tr -d "\n")
+  text=$(printf "%s\n" "set -e" "$(declare -f start)" "$call")
   # -tt: with a terminal, the end of the connection reaches the node's processes.
+  # Any login shell gives the text, in base64, to bash.
   ssh -tt -o BatchMode=yes "${nodes[rank]}" \
-    "echo $text | base64 -d | bash" </dev/null &
+    "echo $(base64 <<<"$text" | tr -d "\n") | base64 -d | bash" </dev/null &
   connections+=($!)
 done
 

@@ -30,7 +30,7 @@ usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file
        torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
        torchtitan-rl worker --address ADDRESS             make this machine a host of runs
        torchtitan-rl keys --hosts HOST... [options]       make TLS keys for a run's machines
-       torchtitan-rl launch-script KIND CONFIG --hosts 4x8    for Slurm, Kubernetes, SSH, Docker
+       torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR  for Slurm, SSH, containers
 """
 
 

@@ -30,7 +30,9 @@ class KeysConfig:
     output: Path = Path("keys")
     """The folder to write. It has one subfolder for each machine, to be copied there."""
     days: int = 90
-    """How long the keys are valid; with ``--add``, at most as long as those that are there."""
+    """How long the keys are valid; with ``--add``, no longer than the authority that is there."""
+    quiet: bool = False
+    """Print nothing."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,8 +51,10 @@ def main(words: Sequence[str]) -> int:
     make = add if options.add else create
     folders = make(options.output, options.add or options.hosts, days=options.days)
     hosts = [host.split(",")[0] for host in options.add or options.hosts]
-    until = valid_until(folders[0])
-    print(f"keys for {count(len(folders), 'machine')} are in {options.output}, valid until {until}")
+    if options.quiet:
+        return 0
+    until = f"valid until {valid_until(folders[0]):%Y-%m-%d}"
+    print(f"keys for {count(len(folders), 'machine')} are in {options.output}, {until}")
     print("Copy each machine its own folder, over a connection that you trust:")
     for host, folder in zip(hosts, folders, strict=True):
         print(f"  scp -r {folder} {_scp_host(host)}:torchtitan-rl-keys")

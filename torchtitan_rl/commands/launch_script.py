@@ -21,7 +21,7 @@ import tyro
 from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.checks.launch import launch_errors
 from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import HostFacts, host_name, made_up_hosts
+from torchtitan_rl.config.hosts import host_name, made_up_hosts
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.placement import NoRoomError
@@ -37,18 +37,20 @@ from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
 _T = TypeVar("_T")
 _KINDS = ("slurm", "kubernetes", "ssh", "docker-compose")
 _USAGE = f"""\
-usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options of the run]
+usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options]
+                                   [-- options of the run]
        torchtitan-rl launch-script KIND --help
 KIND is one of {", ".join(_KINDS)}.
 """
 _CONTROLLER_CPUS = 2
 _NOT_NAME = re.compile(r"[^a-z0-9-]+")
-_RANGES = {"cpus": (0, 4096), "max_restarts": (0, 10_000), "port": (1, 65_535)}
+_BOUNDS = {"cpus": (0, 4096), "max_restarts": (0, 10_000), "port": (1, 65535)}
 _OF_THE_SCRIPT = {
     "attach": "leave it out",
     "address": "leave it out",
+    "interface": "leave it out",
     "hosts": "give --hosts",
-    "keys": "give --keys before the `--`",
+    "keys": "give --keys",
 }
 
 
@@ -63,8 +65,9 @@ class LaunchScriptOptions:
     keys: str = ""
     """Use TLS, with a folder of ``torchtitan-rl keys``."""
     allow_plain_tcp: bool = False
-    """In place of keys, where no one else is in the network: what the hosts send to each other is
-    neither encrypted nor authenticated."""
+    """Without keys: what the hosts send to each other is neither encrypted nor authenticated, for
+    networks in which no one else is. With keys: this holds for the trainer's ranks on several hosts
+    alone, which TLS does not cover."""
     cpus: int = 0
     """Cores of each host; 0: as many as the plan has threads there, and 2."""
     max_restarts: int = 3
@@ -87,6 +90,9 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is wrong, or the run does not fit the hosts.
     """
+    for word in words:
+        if any("\ud800" <= one <= "\udfff" for one in word):
+            raise ConfigError(f"{word!r}: it is not UTF-8 text")
     own = list(words)
     run_options: list[str] = []
     if "--" in own:
@@ -128,7 +134,8 @@ def _job(config: str, common: LaunchScriptOptions, run_options: list[str], comma
     run = load_config(Path(config), run_options)
     _check(run, common)
     plan = _plan(run, common.hosts)
-    _require_encryption(run, plan, common)
+    may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
+    _check_encryption(plan, common, may_be_plain=may_be_plain)
     return Job(
         command=command,
         config=config,
@@ -139,6 +146,7 @@ def _job(config: str, common: LaunchScriptOptions, run_options: list[str], comma
         cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,
         plan=tuple(plan.describe().splitlines()),
         keys=common.keys,
+        allow_plain_tcp=may_be_plain and not run.launch.allow_plain_tcp,
         max_restarts=common.max_restarts,
         port=common.port,
     )
@@ -147,54 +155,46 @@ def _job(config: str, common: LaunchScriptOptions, run_options: list[str], comma
 def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
     """
     Raises:
-        ConfigError: an option of the script or of the run is wrong, or they contradict each other.
+        ConfigError: an option of the script or of the run is wrong, or they contradict.
     """
-    _made_up(common.hosts)
-    for name, (least, most) in _RANGES.items():
+    for name, (least, most) in _BOUNDS.items():
         if not least <= (value := getattr(common, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} to {most}")
+    try:
+        made_up_hosts(common.hosts)
+    except ValueError as error:
+        raise ConfigError(f"--hosts is {common.hosts!r}: {error}") from error
     for name, fix in _OF_THE_SCRIPT.items():
         if value := getattr(run.launch, name):
-            raise ConfigError(f"launch.{name} is {_shown(value)}: the script gives it; {fix}")
-    if not common.keys and not common.allow_plain_tcp:
-        raise ConfigError(
-            "--keys is not set: make keys with `torchtitan-rl keys` and give their folder, or, "
-            "where no one else is in the network, give --allow-plain-tcp"
-        )
-    if wrong := field_errors(run):
-        raise ConfigError(list(wrong.values()))
-    if errors := launch_errors(replace(run, launch=replace(run.launch, hosts=common.hosts))):
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"launch.{name} is {shown}: the script has its own; {fix}")
+    on_hosts = replace(run, launch=replace(run.launch, hosts=common.hosts))
+    if errors := list(field_errors(run).values()) or launch_errors(on_hosts):
         raise ConfigError(errors)
 
 
-def _shown(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _require_encryption(run: RunConfig, plan: ProcessPlan, common: LaunchScriptOptions) -> None:
-    hosts = sorted({*(plan.trainer.rank_hosts if plan.trainer else ())})
-    # The script gives the run one of the two: with keys, not --launch.allow-plain-tcp.
-    is_plain = run.launch.allow_plain_tcp or not common.keys
-    if len(hosts) > 1 and not is_plain:
+def _check_encryption(
+    plan: ProcessPlan, common: LaunchScriptOptions, *, may_be_plain: bool
+) -> None:
+    if not common.keys and not may_be_plain:
         raise ConfigError(
-            f"launch.allow_plain_tcp is False: trainer ranks on {', '.join(map(host_name, hosts))} "
-            "would exchange gradients, which gloo and NCCL do not encrypt; keep the trainer on one "
-            "host, or, where no one else is in the network, end with -- --launch.allow-plain-tcp"
+            "--keys: give a folder of `torchtitan-rl keys`, or, where no one else is in the "
+            "network, --allow-plain-tcp"
+        )
+    spanned = sorted({part.host for part in plan.trainer.on_each_host()} if plan.trainer else ())
+    if len(spanned) > 1 and not may_be_plain:
+        raise ConfigError(
+            f"--allow-plain-tcp: trainer ranks on {', '.join(map(host_name, spanned))} would "
+            "exchange gradients, which gloo and NCCL do not encrypt; keep the trainer on one host "
+            "(launch.trainer_hosts), or, where no one else is in the network, give it"
         )
 
 
 def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
     try:
-        return plan_on_hosts(run, _made_up(hosts))
+        return plan_on_hosts(run, made_up_hosts(hosts))
     except NoRoomError as error:
         raise ConfigError(str(error)) from error
-
-
-def _made_up(hosts: str) -> list[HostFacts]:
-    try:
-        return [*made_up_hosts(hosts)]
-    except ValueError as error:
-        raise ConfigError(f"--hosts is {hosts!r}: {error}") from error
 
 
 def _num_threads(plan: ProcessPlan) -> int:

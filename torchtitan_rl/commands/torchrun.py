@@ -19,6 +19,12 @@ from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.node import Node, resume_options, without_torchrun
 
+_USAGE = """\
+usage: torchrun --nnodes=N --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
+                -m torchtitan_rl.launch CONFIG --launch.keys DIR [options]
+Start it on each of N nodes. CONFIG --help lists the options.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of one launcher; returns the exit code."""
@@ -31,6 +37,9 @@ def _main(words: list[str]) -> int:
     environment = without_torchrun(os.environ)
     os.environ.clear()
     os.environ.update(environment)
+    if words in (["-h"], ["--help"]):
+        print(_USAGE if node.rank == 0 else "", end="")
+        return 0
     if {"-h", "--help"} & set(words):
         return cli(["train", *words]) if node.rank == 0 else 0
     if node.num_nodes == 1:

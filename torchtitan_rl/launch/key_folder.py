@@ -70,10 +70,10 @@ def add(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
         ) from error
 
 
-def valid_until(folder: Path) -> str:
-    """The last moment of a host's certificate, in UTC."""
+def valid_until(folder: Path) -> datetime:
+    """The end of a host's certificate."""
     certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
-    return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+    return certificate.not_valid_after_utc
 
 
 def _parse(option: str, hosts: Sequence[str]) -> list[list[str]]:

@@ -67,6 +67,24 @@ def test_the_output_says_what_to_copy_where(
     assert "worker --address tls://[fd00::2]:26600 --keys torchtitan-rl-keys" in output
 
 
+def test_later_keys_end_with_the_authority_and_the_output_says_when(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "keys"
+    assert main(["keys", "--hosts", "10.0.0.1", "--output", str(folder), "--days", "30"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    end = f"{datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}"
+    assert first == f"keys for 1 machine are in {folder}, valid until {end}"
+    assert main(["keys", "--add", "10.0.0.2", "--output", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_quiet_keys_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "keys")
+    assert main(["keys", "--hosts", "10.0.0.1", "--output", folder, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_keys_are_not_overwritten_and_later_hosts_get_theirs(keys: Path) -> None:
     with pytest.raises(ConfigError, match="exists; give another, or --add"):
         key_folder.create(keys, ["10.0.0.9"], days=30)

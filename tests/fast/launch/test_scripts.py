@@ -4,10 +4,12 @@ by shells, and by running the scripts with small stand-ins for srun, ssh and tor
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,10 @@ import pytest
 import yaml
 
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.launch.scripts.compose import ComposeOptions, compose_file
-from torchtitan_rl.launch.scripts.job import Job
-from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions, kubernetes_manifest
-from torchtitan_rl.launch.scripts.slurm import SlurmOptions, slurm_script
-from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
 
 ROOT = Path(__file__).parents[3]
 GPUS = "alphabet_sort_qwen3_0_6b"
 TINY = "alphabet_sort_tiny"
-PLAIN = "--allow-plain-tcp"
-HOSTS = ("--hosts", "2x0", PLAIN)
 KUBERNETES = "1.37"
 
 # What sbatch takes, of what the scripts may use: name -> form of the value.
@@ -48,9 +43,41 @@ SBATCH = {
 }
 
 
+SSH = 'shift 4\ndash -c "$*"'  # a login shell that knows less than bash
+SCONTROL = 'printf "node0\\nnode1\\n"'
+SRUN = 'shift 2\nfor n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$n "$@"; done'
+SLURM_JOB = "export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node[0-1] SLURM_CPUS_PER_TASK=3"
+
+ODD = (
+    "it's",
+    'say "hi"',
+    "two\nlines",
+    "\n  led by spaces\n\n",
+    "tab\tand\rreturn",
+    "$HOME ${HOME} $5 $$ $(echo x) $$(HOME) $((1)) `echo x`",
+    "$(JOB_COMPLETION_INDEX)",
+    "a $",
+    "~",
+    "~/x",
+    "*",
+    "back\\slash \\n \\",
+    "# no comment",
+    "a: b",
+    "- a",
+    "!{x}",
+    "%x",
+    "gr\u00fc\u00df \u65e5\u672c \U0001f600",
+    "\x1b[1m \x07 \x7f \x85 \u2028 \ufeff",
+    "",
+)
+
+
 @pytest.fixture
 def script(capsys: pytest.CaptureFixture[str]):
     def of(*words: str) -> str:
+        if "--keys" not in words and "--launch.allow-plain-tcp" not in words:
+            place = words.index("--") if "--" in words else len(words)
+            words = (*words[:place], "--allow-plain-tcp", *words[place:])
         assert main(["launch-script", *words]) == 0
         return capsys.readouterr().out
 
@@ -77,13 +104,13 @@ def check_shell(text: str) -> None:
 
 def run_script(text: str, folder: Path, programs: dict[str, str]) -> list[list[str]]:
     """Run it with these programs, scripts of bash; returns what torchrun was called with."""
-    programs["torchrun"] = f'printf "%s\\0" "$@" > {folder}/calls.$$'
+    programs["torchrun"] = f'printf "%s\\0" "$@" > {shlex.quote(str(folder))}/calls.$$'
     for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     subprocess.run(["bash"], input=text, env=environment, text=True, check=True, cwd=folder)
-    calls = [file.read_text().split("\0")[:-1] for file in folder.glob("calls.*")]
+    calls = [file.read_bytes().decode().split("\0")[:-1] for file in folder.glob("calls.*")]
     return sorted(calls, key=lambda call: value(call, "--local-addr"))
 
 
@@ -101,11 +128,11 @@ def test_a_slurm_script_has_directives_that_sbatch_takes(script) -> None:
     assert found["gpus-per-node"] == "4"
     assert found["partition"] == "gpu"
     assert found["mem"] == "512G"
-    assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0", PLAIN))
+    assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0"))
 
 
 def test_a_line_break_in_an_option_stays_in_a_comment(script) -> None:
-    text = script("slurm", "gsm8k_tiny", *HOSTS, "--", "--task.prompt", "{question}\ntouch /tmp/x")
+    text = script("slurm", "gsm8k_tiny", "--hosts", "2x0", "--", "--task.prompt", "a\ntouch x")
     before = text[: text.index("#SBATCH")].splitlines()
     assert all(line.startswith("#") for line in before)
 
@@ -114,14 +141,15 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
     plain = "--launch.allow-plain-tcp"  # the run's own option, which stays
     text = script("slurm", TINY, "--hosts", "2x0", "--keys", str(tmp_path / "k y"), "--", plain)
     assert "exec torchrun" in text  # a shell that waits for it would be what Slurm signals
-    both = 'for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$n "$@"; done'
     programs = {
-        "scontrol": 'printf "node0\\nnode1\\n"',
-        "srun": f'[ "$1" = --cpus-per-task=3 ] || exit 1\nshift 2\n{both}',
-        "torchtitan-rl": 'mkdir -p "${@: -1}"; touch made; echo copy this',
+        "scontrol": SCONTROL,
+        # Slurm may signal the script, too, whose keys are needed until srun has ended.
+        "srun": f'kill -TERM $PPID; sleep 0.2; [ -e "$KEYS/made" ] || exit 1\n'
+        f'[ "$1" = --cpus-per-task=3 ] || exit 1\n{SRUN}',
+        "torchtitan-rl": 'mkdir -p "${@: -2:1}" && touch "${@: -2:1}/made"',
     }
-    job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node[0-1] SLURM_CPUS_PER_TASK=3"
-    text = f"export {job}\n{text}"
+    text = f"{SLURM_JOB}\n{text}"
+    (tmp_path / "k y" / "7-1").mkdir(parents=True)
     calls = run_script(text, tmp_path, programs)
     assert [value(call, "--rdzv-conf") for call in calls] == ["is_host=1", "is_host=0"]
     for number, call in enumerate(calls):
@@ -134,19 +162,18 @@ def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_p
             *("--launch.keys", str(tmp_path / "k y" / "7-0")),
             *("--launch.interface", f"node{number}"),
         ]
-    assert (tmp_path / "made").exists()
-    assert not any((tmp_path / "k y").iterdir())  # keys of a job that has ended
+    assert list((tmp_path / "k y").iterdir()) == []  # what was left of a start that was killed, too
 
 
 def test_each_node_that_ssh_reaches_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
-    nodes = ["--nodes", "10.0.0.1", "node b"]
-    options = [*nodes, PLAIN, "--folder", str(tmp_path), "--setup", "export SOME='a b'"]
+    nodes = ["--nodes", "10.0.0.1", "fd00::2"]
+    options = [*nodes, "--folder", str(tmp_path), "--setup", "export SOME='a b'"]
     text = script("ssh", TINY, "--hosts", "2x0", *options, "--", "--name", "it's a run")
     check_shell(text)
-    calls = run_script(text, tmp_path, {"ssh": 'shift 4\nbash -c "$*"'})
+    calls = run_script(text, tmp_path, {"ssh": SSH})
     assert [value(call, "--rdzv-conf") for call in calls] == ["is_host=1", "is_host=0"]
     assert len({value(call, "--rdzv-id") for call in calls}) == 1
-    for node, call in zip(("10.0.0.1", "node b"), calls, strict=True):
+    for node, call in zip(("10.0.0.1", "fd00::2"), calls, strict=True):
         assert value(call, "--rdzv-endpoint") == "10.0.0.1:29500"
         assert call[call.index("-m") :] == [
             *("-m", "torchtitan_rl.launch", TINY, "--name", "it's a run", "--checkpoint.resume"),
@@ -154,8 +181,150 @@ def test_each_node_that_ssh_reaches_calls_torchrun_with_its_own_name(script, tmp
         ]
 
 
+def kubernetes_expands(text: str, variables: dict[str, str]) -> str:
+    """What a container gets: ``$(NAME)`` of a variable that it has, and ``$$`` as ``$``."""
+
+    def one(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", one, text, flags=re.DOTALL)
+
+
+def compose_expands(value: str) -> str:
+    assert not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", value), "Compose would look for a variable"
+    return value.replace("$$", "$")
+
+
+def words_of_a_pod(text: str, folder: Path) -> list[str]:
+    _, _, pod = pod_of(text)
+    index = {"JOB_COMPLETION_INDEX": "0"}
+    (command,) = (kubernetes_expands(one, index) for one in pod["containers"][0]["args"])
+    return run_script(f"JOB_COMPLETION_INDEX=0 bash -euc {shlex.quote(command)}", folder, {})[0]
+
+
+def words_of_compose(text: str, folder: Path) -> list[str]:
+    compose_spec.PyCompose.from_yaml(text).validate()
+    return [*map(compose_expands, yaml.safe_load(text)["services"]["controller"]["command"])]
+
+
+def words_of_slurm(text: str, folder: Path) -> list[str]:
+    programs = {"scontrol": SCONTROL, "srun": SRUN}
+    assert directives(text)["nodes"] == "2"
+    return run_script(f"{SLURM_JOB}\n{text}", folder, programs)[0]
+
+
+def words_of_ssh(text: str, folder: Path) -> list[str]:
+    return run_script(text, folder, {"ssh": SSH})[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words_of"),
+    [
+        ("slurm", words_of_slurm),
+        ("ssh", words_of_ssh),
+        ("kubernetes", words_of_a_pod),
+        ("docker-compose", words_of_compose),
+    ],
+)
+def test_no_value_of_an_option_changes_its_meaning(kind, words_of, script, tmp_path) -> None:
+    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
+    prompts = [word for odd in ODD for word in ("--task.prompt", odd)]
+    config = tmp_path / "it's a $HOME\nrun.py"
+    config.write_text("from torchtitan_rl.configs.gsm8k_tiny import config\n")
+    text = script(kind, str(config), "--hosts", "2x0", *nodes, "--", *prompts)
+    words = words_of(text, tmp_path)
+    assert str(config) in words
+    place = words.index(prompts[0])
+    assert words[place : place + len(prompts)] == prompts
+
+
+def test_a_tilde_in_a_folder_is_the_home_of_the_node(script, tmp_path) -> None:
+    (tmp_path / "a b").mkdir()
+    folders = ["--folder", "~/a b", "--keys", "~/k y"]
+    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b", *folders)
+    check_shell(text)
+    (call, _) = run_script(f"export HOME={tmp_path}\n{text}", tmp_path, {"ssh": SSH})
+    assert call[call.index("--launch.keys") + 1] == f"{tmp_path}/k y"
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_a_folder_may_have_any_name(kind, script, tmp_path) -> None:
+    folder = tmp_path / """it's "a" $HOME ${X} $(echo x) `x` ~ * \\ # \t gr\u00fc\u00df\nend"""
+    folder.mkdir()
+    folders = ["--folder", str(folder), "--keys", f"{folder}/keys"]
+    here = ["--setup", 'printf %s "$PWD" > here']
+    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
+    text = script(kind, TINY, "--hosts", "2x0", *folders, *here, *nodes)
+    programs = {"scontrol": SCONTROL, "srun": SRUN, "ssh": SSH, "torchtitan-rl": "true"}
+    (call, _) = run_script(f"{SLURM_JOB}\n{text}", tmp_path, programs)
+    assert (folder / "here").read_text() == str(folder)
+    keys = call[call.index("--launch.keys") + 1]
+    assert keys == (f"{folder}/keys/7-0" if kind == "slurm" else f"{folder}/keys")
+
+
+def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
+    """As sshd does it: a terminal of its own, which is closed."""
+    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
+    run_script(text, tmp_path, {"ssh": 'printf %s "$5" > sent'})
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        "#!/usr/bin/env bash\ntrap 'echo got HUP > ended; exit' HUP\necho up; sleep 20 & wait\n"
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    terminal, own = pty.openpty()
+    words = ["setsid", "--ctty", "dash", "-c", (tmp_path / "sent").read_text()]
+    shell = subprocess.Popen(
+        words, stdin=own, stdout=own, stderr=own, env=environment, cwd=tmp_path
+    )
+    os.close(own)
+    assert b"up" in os.read(terminal, 100)
+    os.close(terminal)
+    shell.wait(10)
+    ended = tmp_path / "ended"
+    for _ in range(100):
+        if ended.exists() and ended.read_text():
+            break
+        time.sleep(0.05)
+    assert ended.read_text() == "got HUP\n"
+
+
+def test_names_that_yaml_takes_for_something_else_are_names(script) -> None:
+    service, job, _ = pod_of(script("kubernetes", TINY, "--hosts", "2x0", "--name", "null"))
+    assert service["metadata"]["name"] == job["metadata"]["name"] == "null"
+
+
+def test_a_folder_of_containers_may_have_any_name(script) -> None:
+    folders = ["--outputs", "a:b $X", "--keys", "k:y"]
+    text = script("docker-compose", TINY, "--hosts", "2x0", *folders)
+    compose_spec.PyCompose.from_yaml(text).validate()
+    outputs, keys = yaml.safe_load(text)["services"]["host1"]["volumes"]
+    assert compose_expands(outputs["source"]) == "./a:b $X"
+    assert keys["source"] == "./k:y/host1"
+
+
+def test_the_name_of_a_job_is_made_of_that_of_its_config(script, tmp_path) -> None:
+    config = tmp_path / "My run.1.py"
+    config.write_text("from torchtitan_rl.configs.alphabet_sort_tiny import config\n")
+    assert directives(script("slurm", str(config), "--hosts", "2x0"))["job-name"] == "my-run-1"
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])
+def test_a_script_without_encryption_says_so(kind, script) -> None:
+    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
+    said = "is neither encrypted nor authenticated"
+    assert said in script(kind, TINY, "--hosts", "2x0", *nodes)
+    assert said not in script(kind, TINY, "--hosts", "2x0", *nodes, "--keys", "keys")
+
+
+def test_a_trainer_on_several_hosts_may_send_plain_text_next_to_keys(script) -> None:
+    wide = ["--", "--trainer.data-parallel-shard", "8"]
+    text = script("slurm", GPUS, "--hosts", "4x4", "--keys", "k", "--allow-plain-tcp", *wide)
+    assert '--launch.allow-plain-tcp --launch.keys "$KEYS"' in text
+    assert text.count("--launch.allow-plain-tcp") == 1
+
+
 def test_the_ssh_script_exits_with_the_code_of_a_node_that_failed(script, tmp_path) -> None:
-    text = script("ssh", TINY, "--hosts", "2x0", PLAIN, "--nodes", "a", "b")
+    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
     (tmp_path / "ssh").write_text('#!/usr/bin/env bash\n[ "$4" = a ] || exit 3\n')
     (tmp_path / "ssh").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -171,9 +340,7 @@ def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) -> None:
-    text = script(
-        "kubernetes", GPUS, "--hosts", "2x4", PLAIN, "--name", "sort", "--image", "here/rl:1"
-    )
+    text = script("kubernetes", GPUS, "--hosts", "2x4", "--name", "sort", "--image", "here/rl:1")
     service, job, pod = pod_of(text)
     assert (
         service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
@@ -187,14 +354,16 @@ def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) 
         one["name"] for one in pod["volumes"]
     }
     (command,) = container["args"]
+    command = kubernetes_expands(command, {})
     check_shell(f"#!/usr/bin/env bash\nJOB_COMPLETION_INDEX=0\n{command}")
     assert "--launch.allow-plain-tcp" in command
-    assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0", PLAIN)
+    assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0")
 
 
 def test_each_pod_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
-    _, _, pod = pod_of(script("kubernetes", TINY, "--hosts", "2x0", PLAIN, "--name", "sort"))
+    _, _, pod = pod_of(script("kubernetes", TINY, "--hosts", "2x0", "--name", "sort"))
     (command,) = pod["containers"][0]["args"]
+    command = kubernetes_expands(command, {})
     both = f"for n in 0 1; do JOB_COMPLETION_INDEX=$n bash -euc {shlex.quote(command)}; done"
     calls = run_script(both, tmp_path, {})
     assert [value(call, "--local-addr") for call in calls] == ["sort-0.sort", "sort-1.sort"]
@@ -225,105 +394,65 @@ def test_a_compose_file_fits_the_specification(script) -> None:
     place = command.index("--launch.attach")
     assert command[place + 1 : place + 3] == ["tls://host0:26600", "tls://host1:26600"]
     assert services["host1"]["command"][2:4] == ["--address", "tls://host1:26600"]
-    assert "./keys/host1:/keys:ro" in services["host1"]["volumes"]
+    keys = {"type": "bind", "source": "./keys/host1", "target": "/keys", "read_only": True}
+    assert keys in services["host1"]["volumes"]
     (devices,) = services["host1"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices["device_ids"] == ["4", "5", "6", "7"]
     assert set(services["controller"]["depends_on"]) == {"host0", "host1"}
 
 
-def test_a_compose_file_keeps_dollar_signs_of_images_and_folders(script) -> None:
-    odd = ("--image", "$X/a:1", "--outputs", "/o$Y", "--keys", "/k$Z")
-    service = yaml.safe_load(script("docker-compose", TINY, "--hosts", "2x0", *odd))["services"]
-    assert service["host0"]["image"] == "$$X/a:1"
-    assert service["host0"]["volumes"] == ["/o$$Y:/outputs", "/k$$Z/host0:/keys:ro"]
-
-
-@pytest.mark.parametrize("further", [(), (PLAIN,)])
-def test_keys_do_not_encrypt_a_trainer_on_several_hosts(further, capsys) -> None:
-    words = ("slurm", GPUS, "--hosts", "4x4", "--keys", "k", *further)
-    assert main(["launch-script", *words, "--", "--trainer.data-parallel-shard", "8"]) == 2
-    assert "trainer ranks on host2, host3 would exchange" in capsys.readouterr().err
+PLAIN = ("--hosts", "2x0", "--allow-plain-tcp")
+WIDE = ("--trainer.data-parallel-shard", "8")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["slurm", TINY, "--hosts", "many"], "--hosts is 'many': give NUMBERxDEVICES"),
-        (["slurm", TINY, "--hosts", "2x0"], "--keys is not set: make keys with "),
-        (["slurm", GPUS, "--hosts", "2x1", PLAIN], "generator.replicas is 4: "),
+        (["slurm", GPUS, "--hosts", "2x1"], "generator.replicas is 4: "),
         (["slurm", "no_such", "--hosts", "2x1"], "CONFIG is no_such: there is no such file"),
-        (["ssh", TINY, *HOSTS, "--nodes", "a"], "--nodes has 1 name and --hosts 2 hosts: "),
-        (["kubernetes", TINY, *HOSTS, "--name", "A_b"], "--name is 'A_b': give at most"),
-        (["docker-compose", TINY, *HOSTS, "--name", "My run"], "--name is 'My run': give small"),
-        (["slurm", TINY, *HOSTS, "--name", "my run"], "--name is 'my run': give one word"),
-        (["slurm", TINY, *HOSTS, "--partition", "a b"], "--partition is 'a b': give one word"),
-        (["slurm", TINY, *HOSTS, "--time", "1 hour"], "--time is '1 hour': give HOURS:"),
-        (["slurm", TINY, *HOSTS, "--image", "x"], "Unrecognized options: --image"),
-        (["slurm", TINY, *HOSTS, "--port", "99999"], "--port is 99999: give 1 to 65535"),
-        (["slurm", TINY, *HOSTS, "--cpus", "-3"], "--cpus is -3: give 0 to "),
-        (["slurm", TINY, *HOSTS, "--", "--num-step", "1"], "Unrecognized options: --num"),
-        (["slurm", TINY, *HOSTS, "--", "--launch.trainer-hosts", "5"], "launch.trainer_hosts is "),
-        (["slurm", TINY, *HOSTS, "--", "--launch.attach", "tls://a:1"], "launch.attach is "),
-        (["slurm", TINY, *HOSTS, "--", "--launch.keys", "k"], "launch.keys is k: the script"),
-        (["slurm", TINY, *HOSTS, "--", "--trainer.data-parallel-shard", "0"], "trainer.data_par"),
-        (["slurm", TINY, *HOSTS, "--", "--schedule.staleness", "-4"], "schedule.staleness is -4"),
+        (["ssh", TINY, *PLAIN, "--nodes", "a"], "--nodes has 1 names and --hosts 2"),
+        (["kubernetes", TINY, *PLAIN, "--name", "A_b"], "--name is 'A_b': give at most"),
+        (["slurm", TINY, "--hosts", "2x0", "--image", "x"], "Unrecognized options: --image"),
+        (["slurm", TINY, "--hosts", "2x0", "--", "--num-step", "1"], "Unrecognized options: --num"),
+        (["slurm", TINY, "--hosts", "2x0"], "--keys: give a folder of `torchtitan-rl keys`, or"),
+        (["slurm", TINY, *PLAIN, "--name", "my run"], "--name is 'my run': give one word"),
+        (["slurm", TINY, *PLAIN, "--partition", "a b"], "--partition is 'a b': give one word"),
+        (["slurm", TINY, *PLAIN, "--time", "1 hour"], "--time is '1 hour': give HOURS"),
+        (["slurm", TINY, *PLAIN, "--memory", "lots"], "--memory is 'lots': give a number"),
+        (["ssh", TINY, *PLAIN, "--nodes", "a b", "c"], "--nodes is 'a b': 'a b' is neither"),
+        (["ssh", TINY, *PLAIN, "--nodes", "me@a", "c"], "--nodes is 'me@a': 'me@a' is neither"),
+        (
+            ["docker-compose", TINY, *PLAIN, "--name", "My.Run 1"],
+            "--name is 'My.Run 1': give small",
+        ),
+        (["kubernetes", TINY, *PLAIN, "--memory", "lots"], "--memory is 'lots': give a quantity"),
+        (["slurm", TINY, *PLAIN, "--port", "99999"], "--port is 99999: give 1 to 65535"),
+        (["slurm", TINY, *PLAIN, "--cpus", "-3"], "--cpus is -3: give 0 to 4096"),
+        (["slurm", TINY, *PLAIN, "--max-restarts", "-1"], "--max-restarts is -1: give 0 to"),
+        (
+            ["slurm", TINY, *PLAIN, "--", "--launch.trainer-hosts", "5"],
+            "launch.trainer_hosts is (5",
+        ),
+        (["slurm", TINY, *PLAIN, "--", "--generator.replicas", "0"], "generator.replicas is 0: "),
+        (["slurm", TINY, *PLAIN, "--", "--trainer.data-parallel-shard", "0"], "trainer.data_par"),
+        (["slurm", TINY, *PLAIN, "--", "--schedule.staleness", "-4"], "schedule.staleness is -4: "),
+        (
+            ["slurm", TINY, *PLAIN, "--", "--launch.attach", "tcp://1.2.3.4:5"],
+            "launch.attach is tcp://1.2.3.4:5: the script has its own; leave it out",
+        ),
+        (["slurm", TINY, *PLAIN, "--", "--launch.keys", "k"], "launch.keys is k: the script has"),
+        (
+            ["slurm", GPUS, "--hosts", "4x4", "--keys", "k", "--", *WIDE],
+            "--allow-plain-tcp: trainer ranks on host2, host3 would exchange gradients",
+        ),
+        (["slurm", TINY, *PLAIN, "--", "--name", "\udcff"], "'\\udcff': it is not UTF-8 text"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_exit_code_2(words, message, capsys) -> None:
     assert main(["launch-script", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
-
-
-ODD = (
-    "it's",
-    'say "hi"',
-    "two  words",
-    "a\nb\n\nc",
-    "$HOME ${X} $(pwd) `pwd` $$ $$(X)",
-    "~/x",
-    "\\n\\",
-    "Zürich 東",
-)
-
-
-def test_options_mean_the_same_in_every_script(script, tmp_path) -> None:
-    options = [word for number, odd in enumerate(ODD) for word in (f"--x{number}", odd)]
-    job = Job(
-        command=shlex.join(options),
-        config="my config's.py",
-        options=tuple(options),
-        name="odd",
-        num_hosts=2,
-        devices=0,
-        cpus=2,
-    )
-    slurm = "export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n SLURM_CPUS_PER_TASK=3 SLURM_NODEID=0\n"
-    slurm += f"export SLURMD_NODENAME=n\n{slurm_script(job, SlurmOptions())}"
-    _, _, pod = pod_of(kubernetes_manifest(job, KubernetesOptions()))
-    command = pod["containers"][0]["args"][0].replace("$$", "$")  # as Kubernetes does
-    texts = {
-        "slurm": slurm,
-        "ssh": ssh_script(job, SshOptions(nodes=("a", "b"))),
-        "kubernetes": f"JOB_COMPLETION_INDEX=0 bash -euc {shlex.quote(command)}",
-    }
-    programs = {
-        "scontrol": "echo n",
-        "srun": 'shift 2\n"$@"',
-        "ssh": 'shift 4\nsh -c "$*"',  # a login shell that is not bash
-    }
-    said = ["my config's.py", *options]
-    for kind, text in texts.items():
-        folder = tmp_path / kind
-        folder.mkdir()
-        call = run_script(text, folder, dict(programs))[0]
-        words = [word for word in call if word not in ("--output-dir", "/outputs")]
-        place = words.index("torchtitan_rl.launch") + 1
-        assert words[place : place + len(said)] == said
-    composed = yaml.safe_load(compose_file(job, ComposeOptions()))["services"]["controller"]
-    assert "$" not in "".join(composed["command"]).replace("$$", "")  # which Compose substitutes
-    words = [word.replace("$$", "$") for word in composed["command"]]
-    assert [word for word in words if word not in ("--output-dir", "/outputs")][2:19] == said
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])

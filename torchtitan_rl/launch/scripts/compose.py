@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import Job, text
+from torchtitan_rl.launch.scripts.job import Job, shell_path, text
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _PORT = 26600
@@ -33,8 +33,8 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
     """
     if not _NAME.fullmatch(job.name):
         raise ConfigError(
-            f"--name is {job.name!r}: give small letters, digits, hyphens and underscores, of "
-            "which the first is a letter or digit"
+            f"--name is {job.name!r}: give small letters, digits, hyphens and underscores, "
+            "of which the first is a letter or a digit"
         )
     hosts = [f"host{index}" for index in range(job.num_hosts)]
     lines = [
@@ -48,10 +48,11 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
         f"name: {text(job.name)}",
         "services:",
     ]
+    keys = ["--keys", _KEYS] if job.keys else ["--allow-plain-tcp"]
     for index, host in enumerate(hosts):
         command = ["torchtitan-rl", "worker", "--address", _address(job, host)]
         lines += [
-            *_service(job, options, host, [*command, *_inside(job).key_options()]),
+            *_service(job, options, host, [*command, *keys]),
             "    healthcheck:  # it listens",
             f"      test: {text(['CMD', 'python', '-c', _LISTENS.format(host=host)])}",
             "      interval: 2s",
@@ -60,9 +61,9 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
             *(_devices(job, index) if job.devices else ()),
         ]
     addresses = [_address(job, host) for host in hosts]
-    inside = _inside(job).with_outputs("/outputs")
+    inside = job.with_outputs("/outputs")
     command = ["torchtitan-rl", "train", job.config, *inside.run_options()]
-    command += inside.key_options("--launch.")
+    command += ["--launch.keys", _KEYS] if job.keys else []
     command += ["--launch.attach", *addresses, "--launch.address", _address(job, "controller")]
     lines += [
         *_service(job, options, "controller", command),
@@ -77,9 +78,9 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
 _LISTENS = "import socket; socket.create_connection(('{host}', 26600), 3)"
 
 
-def _inside(job: Job) -> Job:
-    """As the containers see it."""
-    return replace(job, keys=_KEYS if job.keys else "")
+def _text(value: object) -> str:
+    """Compose replaces ``$NAME``, and ``$$`` by ``$``."""
+    return text(value).replace("$", "$$")
 
 
 def _address(job: Job, host: str) -> str:
@@ -87,23 +88,29 @@ def _address(job: Job, host: str) -> str:
 
 
 def _service(job: Job, options: ComposeOptions, host: str, command: list[str]) -> list[str]:
-    keys = [f"      - {_literal(f'{job.keys}/{host}:{_KEYS}:ro')}"] if job.keys else []
+    keys = _mount(f"{job.keys}/{host}", _KEYS, "read_only: true") if job.keys else []
     return [
         f"  {host}:",
-        f"    image: {_literal(options.image)}",
+        f"    image: {_text(options.image)}",
         f"    hostname: {host}",
         "    init: true",
-        f"    shm_size: {_literal(options.shared_memory)}",
+        f"    shm_size: {_text(options.shared_memory)}",
         "    volumes:",
-        f"      - {_literal(f'{options.outputs}:/outputs')}",
+        *_mount(options.outputs, "/outputs", "bind: {create_host_path: true}"),
         *keys,
-        f"    command: {_literal(command)}",
+        f"    command: {_text(command)}",
     ]
 
 
-def _literal(value: object) -> str:
-    """Compose substitutes ``$NAME``, and takes ``$$`` for a dollar sign."""
-    return text(value).replace("$", "$$")
+def _mount(source: str, target: str, how: str) -> list[str]:
+    if not source.startswith((".", "/", "~")):
+        source = f"./{source}"
+    return [
+        "      - type: bind",
+        f"        source: {_text(source)}",
+        f"        target: {target}",
+        f"        {how}",
+    ]
 
 
 def _devices(job: Job, index: int) -> list[str]:
@@ -121,7 +128,5 @@ def _devices(job: Job, index: int) -> list[str]:
 
 
 def _key_usage(job: Job, hosts: list[str]) -> list[str]:
-    return [
-        "Before, make keys:",
-        f"  torchtitan-rl keys --hosts {' '.join(hosts)} controller --output {job.keys}",
-    ]
+    words = f"--hosts {' '.join(hosts)} controller --output {shell_path(job.keys)}"
+    return ["Before, make keys:", f"  torchtitan-rl keys {words}"]

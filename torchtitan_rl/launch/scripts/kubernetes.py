@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, text
+from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, is_plain, shell_path, text
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _KEYS = "/keys"
 _FILES = ("cert.pem", "key.pem", "ca.pem")
 
@@ -32,27 +32,24 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
     """The pod of index 2 is ``NAME-2.NAME`` to the others.
 
     Raises:
-        ConfigError: the name cannot be that of pods.
+        ConfigError: the name cannot be that of pods, or a size is none.
     """
     if not _NAME.fullmatch(job.name):
         raise ConfigError(
             f"--name is {job.name!r}: give at most 52 small letters, digits and hyphens, of which "
             "the first is a letter and the last not a hyphen"
         )
+    for name, size in (("memory", options.memory), ("shared-memory", options.shared_memory)):
+        if not _QUANTITY.fullmatch(size):
+            raise ConfigError(f"--{name} is {size!r}: give a quantity such as 64Gi")
     host = f'"{job.name}-$JOB_COMPLETION_INDEX.{job.name}"'
-    inner = replace(
-        job,
-        config=_literal(job.config),
-        options=tuple(map(_literal, job.options)),
-        keys=_KEYS if job.keys else "",
-    ).with_outputs("/outputs")
-    launcher = inner.torchrun(
+    launcher = job.with_outputs("/outputs").torchrun(
         rank_0="$((JOB_COMPLETION_INDEX == 0))",
         endpoint=f"{job.name}-0.{job.name}",
         host=host,
         run_id=job.name,
+        keys=_KEYS if job.keys else "",
     )
-    # An option may have several lines.
     command = "\n".join([EXPORT, *continued([f"exec {launcher[0]}", *launcher[1:]], "")])
     resources = {"cpu": text(str(job.cpus)), "memory": text(options.memory)}
     devices = {"nvidia.com/gpu": text(str(job.devices))} if job.devices else {}
@@ -68,12 +65,12 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             "apiVersion: v1",
             "kind: Service",
             "metadata:",
-            f"  name: {job.name}",
+            f"  name: {text(job.name)}",
             "spec:",
             "  clusterIP: None  # headless: the name of each pod leads to it",
             "  publishNotReadyAddresses: true",
             "  selector:",
-            f"    app: {job.name}",
+            f"    app: {text(job.name)}",
             "  ports:",
             "    - name: rendezvous",
             f"      port: {job.port}",
@@ -81,7 +78,7 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             "apiVersion: batch/v1",
             "kind: Job",
             "metadata:",
-            f"  name: {job.name}",
+            f"  name: {text(job.name)}",
             "spec:",
             "  completionMode: Indexed",
             f"  completions: {job.num_hosts}",
@@ -90,9 +87,9 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             "  template:",
             "    metadata:",
             "      labels:",
-            f"        app: {job.name}",
+            f"        app: {text(job.name)}",
             "    spec:",
-            f"      subdomain: {job.name}",
+            f"      subdomain: {text(job.name)}",
             "      restartPolicy: Never",
             "      # For a step and its checkpoint, when a pod is stopped.",
             f"      terminationGracePeriodSeconds: {job.grace_s}",
@@ -101,8 +98,7 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
             f"          image: {text(options.image)}",
             '          command: ["bash", "-euc"]',
             "          args:",
-            "            - |",
-            *(f"{' ' * 14}{line}" for line in command.split("\n")),
+            *_argument(command),
             "          resources:",
             "            requests:",
             *(f"              {name}: {value}" for name, value in (resources | devices).items()),
@@ -129,9 +125,12 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
     )
 
 
-def _literal(text: str) -> str:
-    """Kubernetes takes ``$(NAME)`` for a variable, and ``$$`` for a dollar sign."""
-    return text.replace("$", "$$")
+def _argument(command: str) -> list[str]:
+    """One element of a YAML list. Kubernetes replaces ``$(NAME)``, and ``$$`` by ``$``."""
+    command = re.sub(r"\$(?=[$(])", "$$", command)
+    if not is_plain(command):
+        return [f"            - {text(command)}"]
+    return ["            - |", *(f"{' ' * 14}{line}" for line in command.split("\n"))]
 
 
 def pod_names(job: Job) -> list[str]:
@@ -140,7 +139,7 @@ def pod_names(job: Job) -> list[str]:
 
 
 def _key_usage(job: Job) -> list[str]:
-    keys = shlex.quote(job.keys)
+    keys = shell_path(job.keys)
     files = [
         f"--from-file={index}.{file}={keys}/{pod}/{file}"
         for index, pod in enumerate(pod_names(job))
@@ -177,7 +176,7 @@ def _key_volume(job: Job) -> list[str]:
     return [
         "        - name: keys",
         "          secret:",
-        f"            secretName: {job.name}-keys",
+        f"            secretName: {text(f'{job.name}-keys')}",
         "            defaultMode: 0400",
         "            items:",
         *items,

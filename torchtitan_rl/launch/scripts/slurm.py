@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, shell_path
 
-_WORD = r"[^\s\"'#]+"
-_TIME = r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE"
+_WORD = re.compile(r"[^\W_-][\w.,:@+=-]*", re.ASCII)
+_TIME = re.compile(r"[0-9]+(-[0-9]+)?(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_MEMORY = re.compile(r"[0-9]+[KMGT]?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,12 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
     keys = shell_path(job.keys)
     make_keys = [
         "# Keys for the nodes of this job; all nodes must see the folder, and no other user.",
+        f'rm -rf {keys}/"$SLURM_JOB_ID"-*  # of a start that was killed',
         f'KEYS={keys}/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
-        'torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" >/dev/null',
         "export KEYS",
-        """trap 'rm -rf "$KEYS"' EXIT""",
+        "trap 'rm -rf \"$KEYS\"' EXIT",
+        "trap : TERM  # the end of srun comes first",
+        'torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" --quiet',
         "",
     ]
     launcher = job.torchrun(
@@ -85,16 +88,15 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
 
 
 def _check(job: Job, options: SlurmOptions) -> None:
-    given = {
-        "name": job.name,
-        "partition": options.partition,
-        "account": options.account,
-        "memory": options.memory,
-    }
-    for name, value in given.items():
-        if value and not re.fullmatch(_WORD, value):
-            raise ConfigError(f"--{name} is {value!r}: give one word, without quotes")
-    if not re.fullmatch(_TIME, options.time, re.IGNORECASE):
+    words = {"name": job.name, "partition": options.partition, "account": options.account}
+    for name, value in words.items():
+        if value and not _WORD.fullmatch(value):
+            raise ConfigError(
+                f"--{name} is {value!r}: give one word of letters, digits and hyphens"
+            )
+    if options.memory and not _MEMORY.fullmatch(options.memory):
+        raise ConfigError(f"--memory is {options.memory!r}: give a number such as 512G")
+    if not _TIME.fullmatch(options.time):
         raise ConfigError(f"--time is {options.time!r}: give HOURS:MINUTES:SECONDS or DAYS-HOURS")
 
 

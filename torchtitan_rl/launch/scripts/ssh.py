@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl.config.hosts import count
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.scripts.job import EXPORT, Job, continued, shell_path
 
 
@@ -27,16 +27,25 @@ def ssh_script(job: Job, options: SshOptions) -> str:
     """Each node gets SIGHUP when its connection ends, which stops the run as SIGTERM does.
 
     Raises:
-        ConfigError: the nodes are not as many as the hosts.
+        ConfigError: the nodes are not as many as the hosts, or one is no host.
     """
     nodes: Sequence[str] = options.nodes
     if len(nodes) != job.num_hosts:
         raise ConfigError(
-            f"--nodes has {count(len(nodes), 'name')} and --hosts {count(job.num_hosts, 'host')}: "
-            "give one name for each host"
+            f"--nodes has {len(nodes)} names and --hosts {job.num_hosts} hosts: give one name for "
+            "each host"
         )
+    for node in nodes:
+        try:
+            Address.parse(f"tls://[{node}]:1" if ":" in node else f"tls://{node}:1")
+        except ConfigError as error:
+            raise ConfigError(f"--nodes is {node!r}: {error}") from error
     launcher = job.torchrun(
-        rank_0="$((rank == 0))", endpoint=shlex.quote(nodes[0]), host='"$node"', run_id='"$run"'
+        rank_0="$((rank == 0))",
+        endpoint=shlex.quote(nodes[0]),
+        host='"$node"',
+        run_id='"$run"',
+        keys=shell_path(job.keys) if job.keys else "",
     )
     before = [f"cd {shell_path(options.folder)}", *([options.setup] if options.setup else [])]
     return "\n".join(
@@ -62,12 +71,11 @@ def ssh_script(job: Job, options: SshOptions) -> str:
             "connections=()",
             'for rank in "${!nodes[@]}"; do',
             '  call=$(printf "%q " start "$rank" "${nodes[rank]}" "$run")',
-            "  # base64: whatever the login shell is, it hands the text to bash unchanged.",
-            '  text=$(printf "set -e\\n%s\\n%s" "$(declare -f start)" "$call" |',
-            '    base64 | tr -d "\\n")',
+            '  text=$(printf "%s\\n" "set -e" "$(declare -f start)" "$call")',
             "  # -tt: with a terminal, the end of the connection reaches the node's processes.",
+            "  # Any login shell gives the text, in base64, to bash.",
             '  ssh -tt -o BatchMode=yes "${nodes[rank]}" \\',
-            '    "echo $text | base64 -d | bash" </dev/null &',
+            '    "echo $(base64 <<<"$text" | tr -d "\\n") | base64 -d | bash" </dev/null &',
             "  connections+=($!)",
             "done",
             "",
