@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan_rl.config.hosts import count
-
 # What a YAML file may not have as it is, or takes as the end of a line.
 _UNPRINTABLE = re.compile(
     "[^\t\n -~\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
@@ -44,8 +42,8 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        devices = count(self.devices, "CUDA device") if self.devices else "no CUDA device"
-        return f"{count(self.num_hosts, 'host')} of {devices} each"
+        devices = _count(self.devices, "CUDA device") if self.devices else "no CUDA device"
+        return f"{_count(self.num_hosts, 'host')} of {devices} each"
 
     def header(self, kind: str, *usage: str) -> list[str]:
         """The comment that a script begins with."""
@@ -120,6 +118,10 @@ def text(value: object) -> str:
 def is_plain(value: str) -> bool:
     """Whether a YAML file may have these characters as they are."""
     return not _UNPRINTABLE.search(value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _escaped(found: re.Match[str]) -> str:
