@@ -55,8 +55,6 @@ class OpenEnvSession:
             OpenEnvError: there is no such server, for ``connect_timeout_s``.
         """
         client = require("websockets.asyncio.client", "websockets")
-        from websockets.exceptions import InvalidMessage
-
         address = "ws" + self._url.removeprefix("http").rstrip("/") + "/ws"
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._connect_timeout_s
@@ -66,8 +64,7 @@ class OpenEnvSession:
                     address, additional_headers=self._headers, max_size=_MAX_MESSAGE_BYTES
                 )
             except Exception as error:  # of the network, the handshake, a proxy, ...
-                is_away = isinstance(error, (ConnectionError, InvalidMessage))  # or just ending
-                if not is_away or loop.time() >= give_up_s:
+                if not _is_away(error) or loop.time() >= give_up_s:
                     raise self._error(f"cannot connect ({_cause(error)})") from error
                 await asyncio.sleep(_PAUSE_S)
 
@@ -142,6 +139,14 @@ def _validation_text(content: Mapping[str, Any]) -> str:
     errors = content.get("errors") or [{"loc": (), "msg": content.get("message")}]
     texts = [f"{'.'.join(map(str, one['loc'])) or 'action'}: {one['msg']}" for one in errors]
     return f"That is no action ({'; '.join(texts)[:_SHORT_CHARS]})."
+
+
+def _is_away(error: Exception) -> bool:
+    """No server listens, at none of the host's addresses (for which asyncio has a plain OSError), or
+    one is just ending."""
+    from websockets.exceptions import InvalidMessage
+
+    return isinstance(error, (ConnectionError, InvalidMessage)) or type(error) is OSError
 
 
 def _cause(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from torchtitan_rl.environments.question import QuestionEnv, ScoreFunction
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import RolloutStatus
 
 _SHORT_CHARS = 200
@@ -105,7 +105,7 @@ class ToolEnv:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            await cancel_all(tasks)
+            await uninterrupted(cancel_all(tasks))
 
     async def _call(self, function: Mapping[str, Any]) -> ToolAnswer:
         arguments = function["arguments"]

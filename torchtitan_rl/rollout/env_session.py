@@ -24,7 +24,7 @@ from torchtitan_rl.rollout.env import (
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
 from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
-from torchtitan_rl.tasks import cancel_all, uninterrupted
+from torchtitan_rl.tasks import cancel_all, uninterrupted, uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
@@ -75,7 +75,7 @@ class EnvSession:
         except CallFailedError as error:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"agent: {error}") from error
         finally:
-            await cancel_all([work])
+            await uninterrupted(cancel_all([work]))
 
     async def reset(self) -> Observation:
         answer = await self._answer("reset")

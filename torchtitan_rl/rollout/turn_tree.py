@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeGuard
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -218,9 +218,10 @@ class TurnTree:
             raise self._failure
 
     async def close(self) -> None:
-        """End what is sampled; no more is taken."""
+        """End what is sampled; no more is taken. It has ended when this returns, also where this is
+        cancelled meanwhile: its tokens count."""
         self._is_closed = True
-        await cancel_all(self._running)
+        await uninterrupted(cancel_all(self._running))
 
     async def _sample(
         self,

@@ -21,7 +21,8 @@ from tests.campaign.plan import draw
 
 _CASES = 300
 _ONCE_FAILED = [
-    7003223  # a request of a restarted group that ended before the cancellation reached it
+    7003223,  # a request of a restarted group that ended before the cancellation reached it
+    1480,  # a rollout of an agent that was cancelled again while its turns were being ended
 ]
 
 
