@@ -142,8 +142,8 @@ def _validation_text(content: Mapping[str, Any]) -> str:
 
 
 def _is_away(error: Exception) -> bool:
-    """No server listens, at none of the host's addresses (for which asyncio has a plain OSError), or
-    one is just ending."""
+    """No server listens, at none of the host's addresses (for which asyncio has a plain OSError),
+    or one is just ending."""
     from websockets.exceptions import InvalidMessage
 
     return isinstance(error, (ConnectionError, InvalidMessage)) or type(error) is OSError

@@ -24,7 +24,7 @@ from torchtitan_rl.rollout.env import (
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
 from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
-from torchtitan_rl.tasks import cancel_all, uninterrupted, uninterrupted
+from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")

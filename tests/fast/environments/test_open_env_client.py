@@ -20,7 +20,7 @@ def test_a_host_with_several_addresses_is_away_where_none_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host in ("127.0.0.1", None):  # None: all loopback addresses
-        with pytest.raises(OSError) as refused:
+        with pytest.raises(OSError, match="Connect call failed") as refused:
             asyncio.run(connect(host, port))
         assert _is_away(refused.value)
 
