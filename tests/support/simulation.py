@@ -59,6 +59,7 @@ class Plan(Habits):
     checkpoint_every: int = 0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
+    is_even: bool = False  # all delays are alike, so that much happens in the same moment
     max_empty_batches: int = 1000
     max_wait_s: float = 100_000.0
     mode: str = "hot_swap"
@@ -90,7 +91,7 @@ class Simulation:
         claim: Claim | None = None,
     ) -> None:
         self.plan = plan
-        self.chance = chance = random.Random(plan.chance)
+        self.chance = chance = (_Even if plan.is_even else random.Random)(plan.chance)
         self.fate = fate = fate or Undisturbed()
         self.trainer = SimTrainer(
             chance=chance,
@@ -185,6 +186,11 @@ class Simulation:
     def requested(self) -> list[str]:
         """Ids of all requests that replicas were given, in order."""
         return [name for replica in self.replicas for name in replica.requested]
+
+
+class _Even(random.Random):
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
 
 
 def run_config(plan: Plan) -> RunConfig:

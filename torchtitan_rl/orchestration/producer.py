@@ -79,7 +79,8 @@ class Producer:
                 raise self._failure
             if self._must_tell():
                 self._state.record_outcomes([])
-            else:
+                continue
+            while self._has_room():
                 self._admit_next()
 
     async def close(self) -> None:
@@ -110,22 +111,29 @@ class Producer:
                 self._launch(entry, after=old)
 
     def _may_admit(self) -> bool:
+        return self._has_room() and (not self._state.skipped or self._may_replace())
+
+    def _must_tell(self) -> bool:
+        """The dataset chooses by what came of its groups, and a batch of them was skipped: without
+        this, one that gives only such problems would never hear of it."""
+        return self._has_skipped_a_batch() and not self._is_over() and self._may_replace()
+
+    def _may_replace(self) -> bool:
+        """Groups may take the place of skipped ones.
+
+        At staleness 0 a dataset that chooses by what came of its groups is asked for them, and
+        told, once all running groups have ended: what it knows when it chooses must not depend on
+        which of them ends first, or with which others.
+        """
+        if not self._adapts or self._config.schedule.staleness > 0:
+            return True
+        return all(entry.group is not None for entry in self._buffer.entries)
+
+    def _has_room(self) -> bool:
         buffer, wanted = self._buffer, self._num_groups + self._surplus
         started = self._ledger.groups_trained + len(buffer)
         is_next = buffer.has_room and not self._is_over() and started < wanted
         return is_next and not self._has_skipped_a_batch()
-
-    def _must_tell(self) -> bool:
-        """The dataset chooses by what came of its groups, and a batch of them was skipped: without
-        this, one that gives only such problems would never hear of it.
-
-        At staleness 0 all running groups end first, so that what the dataset knows when it chooses
-        does not depend on which of them ends first.
-        """
-        if not self._has_skipped_a_batch() or self._is_over():
-            return False
-        has_ended = all(entry.group is not None for entry in self._buffer.entries)
-        return has_ended or self._config.schedule.staleness > 0
 
     def _has_skipped_a_batch(self) -> bool:
         skipped = len(self._state.skipped)

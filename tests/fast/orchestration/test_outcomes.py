@@ -68,11 +68,12 @@ def test_the_dataset_is_told_of_each_trained_and_each_skipped_group_once(
     assert not trained - Counter(name for name, _ in found)
 
 
-@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
+@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED, ALL_SKIPPED])
 def test_what_it_is_told_does_not_depend_on_which_group_ends_first(
     tmp_path: Path, plan: Plan
 ) -> None:
     runs = [told(replace(plan, chance=chance), tmp_path / str(chance))[0] for chance in range(6)]
+    runs.append(told(replace(plan, is_even=True), tmp_path / "even")[0])
     assert all(run == runs[0] for run in runs)
 
 
