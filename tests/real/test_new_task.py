@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_error(config: Path, run_d
     shutil.rmtree(copied / "checkpoints" / "step-000002")
     assert evaluation.wait() == 1
     (error,) = [line for line in evaluation.log.read_text().splitlines() if "error" in line.lower()]
-    assert error.startswith("error: ModelLostError: run/step-000002 is not in the results: ")
+    assert error.startswith("error: ModelLostError: run/step-000002 cannot be evaluated any more: ")
     assert [row["model"] for row in results(output)] == ["run/step-000001"]
     again = evaluate(config, copied, output, "--max-rollouts", "2")
     again.require_success()

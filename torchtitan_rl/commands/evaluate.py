@@ -193,7 +193,7 @@ def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
     target = prepared.directory(model)
     if not model.is_checkpoint:
         if not (model.path / "config.json").is_file():
-            raise ModelLostError(f"{model.name} is not in the results: {model.path} was removed")
+            raise ModelLostError(f"{model.name} cannot be evaluated any more: {model.path} was removed")
         return
     if has_export(target, fingerprint):
         return
@@ -209,7 +209,7 @@ def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
         )
         note_export(target, fingerprint)
     except (CheckpointError, OSError) as error:
-        raise ModelLostError(f"{model.name} is not in the results: {error}") from error
+        raise ModelLostError(f"{model.name} cannot be evaluated any more: {error}") from error
 
 
 async def _roll_out(

@@ -89,6 +89,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         raise ConfigError(f"policy.checkpoint: {path} cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise ConfigError(f"policy.checkpoint: {path} is no JSON object")
+    config = _with_defaults(config)
     if reasons := _unsupported(config):
         raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
     rope, family = rope_scaling(config), FAMILIES[config["model_type"]]
@@ -119,6 +120,7 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
     config = json.loads((directory / "config.json").read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{directory / 'config.json'} is no JSON object")
+    config = _with_defaults(config)
     weights = list(directory.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{directory} has no *.safetensors file")
@@ -144,6 +146,11 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         * num_kv_heads
         * head_dim,
     )
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
+    return {**family.defaults, **config}
 
 
 def _unsupported(config: dict[str, Any]) -> list[str]:

@@ -20,6 +20,8 @@ class ModelFamily:
     """Biases of the query, key and value projections."""
     default_head_dim: int | None = None
     """Where ``config.json`` does not say; otherwise ``hidden_size / num_attention_heads``."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """What transformers takes for further fields that ``config.json`` leaves out."""
     has_sliding_window_switch: bool = False
     """``sliding_window`` counts only where ``use_sliding_window`` is true."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
@@ -30,15 +32,21 @@ class ModelFamily:
 _ATTENTION = "model.layers.{}.self_attn", "layers.{}.attention.qkv_linear"
 
 FAMILIES = {
-    "qwen3": ModelFamily(has_qk_norm=True, default_head_dim=128, has_sliding_window_switch=True),
+    "qwen3": ModelFamily(
+        has_qk_norm=True,
+        default_head_dim=128,
+        defaults={"num_key_value_heads": 32},
+        has_sliding_window_switch=True,
+    ),
     "qwen2": ModelFamily(  # and Qwen2.5
         has_qkv_bias=True,
+        defaults={"num_key_value_heads": 32},
         has_sliding_window_switch=True,
         tensor_names={
             f"{_ATTENTION[0]}.{name}_proj.bias": f"{_ATTENTION[1]}.w{name}.bias" for name in "qkv"
         },
     ),
     "llama": ModelFamily(),  # SmolLM2 among others
-    "mistral": ModelFamily(),
+    "mistral": ModelFamily(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
 }
 """By ``model_type`` of ``config.json``."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.hf_model import read_architecture
+from torchtitan_rl.config.model_families import FAMILIES
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -113,3 +114,28 @@ def test_a_run_with_such_a_model_is_refused_before_it_starts(tmp_path: Path) -> 
     first, second = refused.value.errors
     assert "attention_bias True is not supported" in first
     assert second.startswith("rollout.group_size is 1")
+
+
+def test_mistral_has_a_sliding_window_unless_its_file_says_otherwise(tmp_path: Path) -> None:
+    assert architecture_errors(written(tmp_path, model_type="mistral", sliding_window=None)) == []
+    said = {name: value for name, value in QWEN3.items() if name != "sliding_window"}
+    (tmp_path / "config.json").write_text(json.dumps(said | {"model_type": "mistral"}))
+    (error,) = architecture_errors(tmp_path)
+    assert "sliding_window 4096 is not supported" in error
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_a_file_leaves_out_is_as_transformers_takes_it(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(family, sliding_window=None)
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("vocab_size", "max_position_embeddings")
+    written = {"model_type": family, **{name: getattr(theirs, name) for name in sizes}}
+    (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}))
+    ours = read_architecture(tmp_path)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.dim // ours.num_heads)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.has_tied_embeddings == theirs.tie_word_embeddings

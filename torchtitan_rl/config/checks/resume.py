@@ -187,7 +187,8 @@ def _flatten(config: Any, prefix: str) -> dict[str, Any]:
             continue
         if field.name in contents:
             if contents[field.name] is not None:
-                flat[f"{name}{CONTENTS}"] = _plain(contents[field.name])
+                is_file = isinstance(contents[field.name], list)
+                flat[f"{name}{CONTENTS if is_file else ''}"] = _plain(contents[field.name])
             continue
         if dataclasses.is_dataclass(value):
             flat |= _flatten(value, f"{name}.")
