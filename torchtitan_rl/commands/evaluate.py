@@ -193,7 +193,8 @@ def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
     target = prepared.directory(model)
     if not model.is_checkpoint:
         if not (model.path / "config.json").is_file():
-            raise ModelLostError(f"{model.name} cannot be evaluated any more: {model.path} was removed")
+            cause = f"{model.path} was removed"
+            raise ModelLostError(f"{model.name} cannot be evaluated any more: {cause}")
         return
     if has_export(target, fingerprint):
         return

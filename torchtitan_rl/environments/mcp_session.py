@@ -76,6 +76,11 @@ class McpServer:
         found = []
         if bool(self.command) == bool(self.url):
             found.append(f"{field_name}: give either command or url")
+        if self.shared and self.in_order:
+            found.append(
+                f"{field_name}: shared and in_order are True: calls of all rollouts would run one "
+                "after another; a shared server keeps no state, so leave in_order out"
+            )
         if self.url and not self.url.startswith(("http://", "https://")):
             found.append(f"{field_name}.url={self.url!r}: must begin with http:// or https://")
         for name in ("start_timeout_s", "call_timeout_s", "max_answer_chars"):

@@ -142,10 +142,12 @@ def _validation_text(content: Mapping[str, Any]) -> str:
 
 
 def _is_away(error: Exception) -> bool:
-    """No server listens, at none of the host's addresses (for which asyncio has a plain OSError),
-    or one is just ending."""
-    from websockets.exceptions import InvalidMessage
+    """No server listens, at none of the host's addresses (for which asyncio has a plain OSError)
+    or behind a proxy, or one is just ending."""
+    from websockets.exceptions import InvalidMessage, InvalidStatus
 
+    if isinstance(error, InvalidStatus):  # of a proxy before it
+        return error.response.status_code in (502, 503, 504)
     return isinstance(error, (ConnectionError, InvalidMessage)) or type(error) is OSError
 
 

@@ -28,3 +28,12 @@ def test_a_host_with_several_addresses_is_away_where_none_listens() -> None:
 @pytest.mark.parametrize("error", [socket.gaierror(), ssl.SSLError(), TimeoutError(), ValueError()])
 def test_what_will_not_go_away_is_not_waited_for(error: Exception) -> None:
     assert not _is_away(error)
+
+
+@pytest.mark.parametrize(("status", "is_away"), [(503, True), (403, False)])
+def test_a_proxy_without_a_server_is_waited_for(status: int, is_away: bool) -> None:
+    from websockets.datastructures import Headers
+    from websockets.exceptions import InvalidStatus
+    from websockets.http11 import Response
+
+    assert _is_away(InvalidStatus(Response(status, "", Headers()))) == is_away

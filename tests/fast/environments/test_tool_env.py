@@ -187,6 +187,10 @@ def test_the_tokens_of_a_conversation_with_calls_only_grow() -> None:
     ("server", "message"),
     [
         (McpServer(), "task.servers.s: give either command or url"),
+        (
+            McpServer(url="http://b", shared=True, in_order=True),
+            "task.servers.s: shared and in_order are True",
+        ),
         (McpServer(command=("a",), url="http://b"), "task.servers.s: give either command or url"),
         (McpServer(url="b:80"), "task.servers.s.url='b:80': must begin with http:// or https://"),
         (
