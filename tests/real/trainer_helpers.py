@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from tests.support.episodes import random_set
+from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.generation.kept_tokens import kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
@@ -114,13 +114,11 @@ def _with_environment(
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Different ones, which no process gets that asks for any port."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def hf_packed_logprobs(checkpoint: Path, batch: TrainingBatch) -> np.ndarray:

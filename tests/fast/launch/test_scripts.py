@@ -273,6 +273,7 @@ def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     terminal, own = pty.openpty()
     words = ["setsid", "--ctty", "dash", "-c", (tmp_path / "sent").read_text()]
+    words = ["env", "--default-signal=HUP", *words]  # the tests may run under nohup
     shell = subprocess.Popen(
         words, stdin=own, stdout=own, stderr=own, env=environment, cwd=tmp_path
     )
