@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,13 @@ def entries(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / LEASE_FOLDER).iterdir() if path.suffix)
 
 
+def stop_once_it_writes(process: subprocess.Popen[str], journal: Path) -> None:
+    while not (journal.exists() and journal.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+
+
 def test_a_second_owner_is_refused_while_the_first_one_beats(tmp_path: Path) -> None:
     with owner(tmp_path, "first") as first:
         with pytest.raises(RunInUseError, match=rf"^process {first.pid} on "):
@@ -104,7 +112,7 @@ def test_a_killed_owner_elsewhere_is_succeeded_after_a_silence_that_is_announced
 
 def test_a_stopped_owner_that_is_taken_over_writes_nothing_more(tmp_path: Path) -> None:
     with owner(tmp_path, "first") as first:
-        first.send_signal(signal.SIGSTOP)
+        stop_once_it_writes(first, tmp_path / "journal")
         with owner(tmp_path, "second") as second:
             first.send_signal(signal.SIGCONT)
             assert first.stdout is not None
@@ -118,7 +126,7 @@ def test_a_stopped_owner_that_is_taken_over_writes_nothing_more(tmp_path: Path) 
 def test_a_stopped_owner_that_no_one_takes_over_continues(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     with owner(tmp_path, "first") as first:
-        first.send_signal(signal.SIGSTOP)
+        stop_once_it_writes(first, journal)
         with pytest.raises(subprocess.TimeoutExpired):
             first.wait(timeout=2 * SHORT.valid_s)
         size = journal.stat().st_size
