@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torchtitan_rl.errors import OutputError, TorchtitanRLError
 from torchtitan_rl.orchestration.config import ControllerConfig
@@ -187,7 +188,7 @@ class Producer:
             self._state.notify()
 
     async def _roll_out(self, entry: Entry, after: asyncio.Task[None] | None) -> None:
-        if after is not None and not after.done():
+        if after is not None:  # also one that is done: its tokens are counted first (`_on_end`)
             waiting = f"group {entry.group_id} waits for its old rollouts to end"
             with self._state.waits.track(waiting):
                 await asyncio.wait({after})
@@ -202,7 +203,7 @@ class Producer:
             recorded=self._take_recorded(entry),
             on_rollout=lambda _: self._state.notify(),
             on_turn=self._write_turn,
-            on_discard=self._discard_tokens,
+            on_discard=partial(self._discard_tokens, asyncio.current_task()),
         )
         self._parts.journals.forget(entry.group_id)
         self._sort(entry, group)
@@ -253,7 +254,11 @@ class Producer:
                 f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"
             )
 
-    def _discard_tokens(self, rollout_id: str, cause: str, num_tokens: int) -> None:
+    def _discard_tokens(
+        self, task: asyncio.Task[None] | None, rollout_id: str, cause: str, num_tokens: int
+    ) -> None:
+        if task in self._restarted:
+            return  # all that its group had is discarded, and what comes later when it ends
         self._ledger.discard_tokens(group_of(rollout_id), cause, num_tokens)
 
 

@@ -22,6 +22,7 @@ from tests.campaign.plan import draw
 _CASES = 300
 _ONCE_FAILED = [
     7003223,  # a request of a restarted group that ended before the cancellation reached it
+    7402428,  # one that began again before its old task, done by then, was counted
     1480,  # a rollout of an agent that was cancelled again while its turns were being ended
 ]
 
