@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchtitan_rl.audit.audit_run import audit
 from torchtitan_rl.config.run_lock import lock_errors
+from torchtitan_rl.errors import ConfigError
 
 _USAGE = "usage: torchtitan-rl audit RUN_DIR    of a run that is not running\n"
 
@@ -21,8 +22,7 @@ def main(words: Sequence[str]) -> int:
         print(_USAGE, end="")
         return 0
     if len(words) != 1 or words[0].startswith("-"):
-        print(_USAGE, end="", file=sys.stderr)
-        return 2
+        raise ConfigError("RUN_DIR: give the folder of one run, which is not running")
     if held := lock_errors(Path(words[0])):
         print(f"error: a run is audited when it has ended: {held[0]}", file=sys.stderr)
         return 2

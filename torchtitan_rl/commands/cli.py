@@ -1,37 +1,44 @@
-"""``torchtitan-rl train CONFIG``, ``serve MODEL``, ``generate``, ``eval MODEL --config CONFIG``,
-``data preview CONFIG``, ``new task NAME``, ``env check CONFIG``, ``audit RUN_DIR``,
-``worker --address ADDRESS``, ``keys --hosts HOST...`` and ``launch-script KIND CONFIG``.
+"""The commands of ``torchtitan-rl``, see ``torchtitan-rl --help``.
 
-Exit codes: 0 done; 1 the run failed, or a check found something; 2 the configuration is wrong, or
-there is no run to audit; 128 + n: ended by signal n.
+Exit codes: 0 done; 1 the run failed, or a check found something; 2 the command or configuration is
+wrong, or there is no run to audit; 128 + n: ended by signal n.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from torchtitan_rl.commands.console import exit_code_of
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.weights.leftovers import remove_leftovers
 
-_USAGE = """\
-usage: torchtitan-rl train CONFIG [--dry-run] [options]   train as a config file says
-       torchtitan-rl train CONFIG --help                  list its options
-       torchtitan-rl serve MODEL [--dry-run] [options]    an OpenAI-compatible endpoint
-       torchtitan-rl serve --help                         list its options
-       torchtitan-rl generate [options]                   complete a file of prompts
-       torchtitan-rl generate --help                      list its options
-       torchtitan-rl eval MODEL... --config CONFIG        evaluate models, side by side
-       torchtitan-rl eval --help                          list its options
-       torchtitan-rl data preview CONFIG [options]        show the problems of a task
-       torchtitan-rl new task NAME                        write a task to start from
-       torchtitan-rl env check CONFIG [options]           find mistakes of an environment
-       torchtitan-rl audit RUN_DIR                        check that what a run wrote adds up
-       torchtitan-rl worker --address ADDRESS             make this machine a host of runs
-       torchtitan-rl keys --hosts HOST... [options]       make TLS keys for a run's machines
-       torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR  for Slurm, SSH, containers
-"""
+COMMANDS = {
+    "train": ("CONFIG [options]", "train as a configuration says", "commands.train"),
+    "serve": ("MODEL [options]", "an OpenAI-compatible endpoint", "commands.serve"),
+    "generate": ("[options]", "complete a file of prompts", "commands.generate"),
+    "eval": (
+        "MODEL... --config CONFIG [options]",
+        "evaluate models, side by side",
+        "commands.evaluate",
+    ),
+    "data preview": ("CONFIG [options]", "show the problems of a task", "commands.data"),
+    "new task": ("NAME [options]", "write a task to start from", "commands.new"),
+    "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
+    "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.command"),
+    "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
+    "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),
+    "launch-script": (
+        "KIND CONFIG --hosts 4x8 --keys DIR",
+        "for Slurm, Kubernetes, SSH or Compose",
+        "commands.launch_script",
+    ),
+}
+"""By the words of a command: its arguments, what it does, and the module whose ``main`` gets the
+words after it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,57 +52,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    for command, (_, _, module) in COMMANDS.items():
+        first = command.split()
+        if words[: len(first)] == first:
+            rest = words[len(first) :]
+            code: int = importlib.import_module(f"torchtitan_rl.{module}").main(rest)
+            return code
     match words:
-        case ["train", config, *options] if not config.startswith("-"):
-            from torchtitan_rl.commands.train import main as train
-
-            return train(config, options)
-        case ["generate", *rest]:
-            from torchtitan_rl.commands.generate import main as generate
-
-            return generate(rest)
-        case ["serve", *rest]:
-            from torchtitan_rl.commands.serve import main as serve
-
-            return serve(rest)
-        case ["eval", *rest]:
-            from torchtitan_rl.commands.evaluate import main as evaluate
-
-            return evaluate(rest)
-        case ["data", *rest]:
-            from torchtitan_rl.commands.data import main as data
-
-            return data(rest)
-        case ["new", *rest]:
-            from torchtitan_rl.commands.new import main as new
-
-            return new(rest)
-        case ["env", *rest]:
-            from torchtitan_rl.commands.env import main as env
-
-            return env(rest)
-        case ["audit", *rest]:
-            from torchtitan_rl.audit.command import main as audit
-
-            return audit(rest)
-        case ["worker", *rest]:
-            from torchtitan_rl.commands.worker import main as worker
-
-            return worker(rest)
-        case ["keys", *rest]:
-            from torchtitan_rl.commands.keys import main as keys
-
-            return keys(rest)
-        case ["launch-script", *rest]:
-            from torchtitan_rl.commands.launch_script import main as launch_script
-
-            return launch_script(rest)
         case ["-h" | "--help"]:
-            print(_USAGE, end="")
-            return 0
+            print(_usage(""))
+            print("Each command has --help. torchtitan-rl --version: what is installed.")
+        case [group, "-h" | "--help"] if usage := _usage(f"{group} "):
+            print(usage)
+        case ["--version"]:
+            from torchtitan_rl.config.installed import installed
+
+            own, *others = (f"{name} {version}" for name, version in installed().items())
+            print(f"{own} ({', '.join(others)})")
         case _:
-            print(_USAGE, end="", file=sys.stderr)
-            return 2
+            raise ConfigError(_unknown(words))
+    return 0
+
+
+def _usage(prefix: str) -> str:
+    """A line for each command that begins so."""
+    return "\n".join(
+        f"torchtitan-rl {f'{command} {arguments}':<50} {what}"
+        for command, (arguments, what, _) in COMMANDS.items()
+        if command.startswith(prefix)
+    )
+
+
+def _unknown(words: list[str]) -> str:
+    commands = f"give one of {', '.join(COMMANDS)}; see torchtitan-rl --help"
+    if not words:
+        return f"a command is missing: {commands}"
+    firsts = {command.split()[0]: command for command in COMMANDS}
+    given = " ".join(words[: 2 if words[0] in firsts else 1])
+    similar = difflib.get_close_matches(words[0], firsts, n=1)
+    fix = f"did you mean {firsts[similar[0]]}? See torchtitan-rl --help" if similar else commands
+    return f"{given!r} is no command: {fix}"
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.loader import load_config, split_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
@@ -26,8 +24,7 @@ from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
-_USAGE = "usage: torchtitan-rl data preview CONFIG [--count N] [--split SPLIT] [--all] [options]\n"
-_PROG = "torchtitan-rl data preview CONFIG"
+_PROG = "torchtitan-rl data preview"
 _SHOWN_CHARS = 2000
 
 
@@ -45,30 +42,22 @@ class PreviewConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl data WORDS``; returns the exit code.
+    """``torchtitan-rl data preview WORDS``; returns the exit code.
 
     Raises:
         ConfigError: something cannot be used as it is.
     """
-    match words:
-        case ["preview", *options] if {"-h", "--help"} & set(options):
-            parse_options(PreviewConfig, ["--help"], prog=_PROG)
-            return 0
-        case ["preview", config_file, *options] if not config_file.startswith("-"):
-            own, others = _split(options)
-            preview = parse_options(PreviewConfig, own, prog=_PROG)
-            config = load_config(Path(config_file), others)
-            try:
-                asyncio.run(_show(config, preview))
-            except TorchtitanRLError as error:
-                raise ConfigError(str(error)) from error
-            return 0
-        case ["-h" | "--help"]:
-            print(_USAGE, end="")
-            return 0
-        case _:
-            print(_USAGE, end="", file=sys.stderr)
-            return 2
+    if {"-h", "--help"} & set(words):
+        parse_options(PreviewConfig, ["--help"], prog=f"{_PROG} CONFIG")
+    config_file, options = split_config(words, prog=_PROG)
+    own, others = _split(options)
+    preview = parse_options(PreviewConfig, own, prog=f"{_PROG} CONFIG")
+    config = load_config(config_file, others)
+    try:
+        asyncio.run(_show(config, preview))
+    except TorchtitanRLError as error:
+        raise ConfigError(str(error)) from error
+    return 0
 
 
 def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -34,8 +34,6 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
-_USAGE = "usage: torchtitan-rl env check CONFIG [options]    --help lists them\n"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvCheckConfig:
@@ -61,22 +59,14 @@ class EnvCheckConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl env WORDS``; returns the exit code.
+    """``torchtitan-rl env check WORDS``; returns the exit code.
 
     Raises:
         ConfigError: it cannot start as it is configured.
     """
-    match words:
-        case ["check", *rest]:
-            own, others = split_options(rest)
-            options = parse_options(EnvCheckConfig, own, prog="torchtitan-rl env check")
-            return _check(options, load_config(Path(options.config), others))
-        case ["-h" | "--help"]:
-            print(_USAGE, end="")
-            return 0
-        case _:
-            print(_USAGE, end="", file=sys.stderr)
-            return 2
+    own, others = split_options(words)
+    options = parse_options(EnvCheckConfig, own, prog="torchtitan-rl env check")
+    return _check(options, load_config(Path(options.config), others))
 
 
 def _check(options: EnvCheckConfig, config: RunConfig) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.dry_run import DryRun
 from torchtitan_rl.commands.replicas import Generation, Replicas
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.eval_models import EvalModel, has_export, note_export
@@ -48,12 +49,13 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: it cannot start as it is configured.
     """
-    own, others = split_options([word for word in words if word != "--dry-run"])
+    dry_run, rest = DryRun.of(words)
+    own, others = split_options(rest)
     options = parse_options(EvalConfig, own, prog=_PROG)
-    prepared = prepare_evaluation(options, load_config(Path(options.config), others))
-    if "--dry-run" in words:
-        print(_describe(prepared))
-        return 0
+    with dry_run.planning():
+        prepared = prepare_evaluation(options, load_config(Path(options.config), others))
+    if dry_run.is_wanted:
+        return dry_run.show(_describe(prepared), _document(prepared))
     with hold_run(prepared.folder):
         log_dir = prepared.run.config.log_dir
         try:
@@ -78,6 +80,20 @@ def _describe(prepared: PreparedEvaluation) -> str:
             prepared.run.plan.describe(),
         ]
     )
+
+
+def _document(prepared: PreparedEvaluation) -> dict[str, Any]:
+    """What ``--dry-run --json`` prints: all options, the configuration, and the plan."""
+    return {
+        "options": prepared.options,
+        "configuration": prepared.run.config,
+        "models": {model.name: model.path for model in prepared.models},
+        "temperatures": prepared.temperatures,
+        "num_problems": len(prepared.run.evaluation_problems),
+        "samples": prepared.samples,
+        "outputs": prepared.folder,
+        "processes": prepared.run.plan,
+    }
 
 
 class ModelLostError(TorchtitanRLError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.checks.launch import launch_errors
 from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import host_name, made_up_hosts
-from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.loader import load_config, split_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.placement import NoRoomError
 from torchtitan_rl.config.plan import ProcessPlan
@@ -98,22 +97,23 @@ def main(words: Sequence[str]) -> int:
     if "--" in own:
         place = own.index("--")
         own, run_options = own[:place], own[place + 1 :]
-    match own:
-        case [kind, *rest] if kind in _KINDS and {"-h", "--help"} & set(rest):
-            _script(kind, "CONFIG", ["--help"], [], command="")
-        case [kind, config, *rest] if kind in _KINDS and not config.startswith("-"):
-            command = shlex.join(["torchtitan-rl", "launch-script", *words])
-            print(_script(kind, config, rest, run_options, command=command), end="")
-        case ["-h" | "--help"]:
-            print(_USAGE, end="")
-        case _:
-            print(_USAGE, end="", file=sys.stderr)
-            return 2
+    if own in (["-h"], ["--help"]):
+        print(_USAGE, end="")
+        return 0
+    if not own or own[0] not in _KINDS:
+        given = f"is {own[0]}" if own else "is missing"
+        raise ConfigError(f"KIND {given}: give one of {', '.join(_KINDS)}")
+    kind, *rest = own
+    if {"-h", "--help"} & set(rest):
+        _script(kind, Path("CONFIG"), ["--help"], [], command="")
+    config, rest = split_config(rest, prog=f"torchtitan-rl launch-script {kind}")
+    command = shlex.join(["torchtitan-rl", "launch-script", *words])
+    print(_script(kind, config, rest, run_options, command=command), end="")
     return 0
 
 
 def _script(
-    kind: str, config: str, words: list[str], run_options: list[str], *, command: str
+    kind: str, config: Path, words: list[str], run_options: list[str], *, command: str
 ) -> str:
     def render(options: type[_Options[_T]], renderer: Callable[[Job, _T], str]) -> str:
         found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
@@ -130,17 +130,17 @@ def _script(
             return render(_Options[ComposeOptions], compose_file)
 
 
-def _job(config: str, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
-    run = load_config(Path(config), run_options)
+def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
+    run = load_config(config, run_options)
     _check(run, common)
     plan = _plan(run, common.hosts)
     may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
     _check_encryption(plan, common, may_be_plain=may_be_plain)
     return Job(
         command=command,
-        config=config,
+        config=str(config),
         options=tuple(run_options),
-        name=common.name or _NOT_NAME.sub("-", Path(config).stem.lower()).strip("-") or "run",
+        name=common.name or _NOT_NAME.sub("-", config.stem.lower()).strip("-") or "run",
         num_hosts=len(plan.hosts),
         devices=len(plan.hosts[0].cuda_devices),
         cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,

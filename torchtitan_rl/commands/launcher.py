@@ -31,6 +31,7 @@ from torch.distributed import DistError
 
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
+from torchtitan_rl.commands.dry_run import DryRun
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.commands.torchrun_store import JOIN_S, POLL_S, connect, poll
 from torchtitan_rl.config.launch import LaunchConfig
@@ -295,7 +296,7 @@ class _Launcher:
 
 
 def _launch_config(words: list[str], rank: int) -> LaunchConfig:
-    options = [word for word in words[1:] if word != "--dry-run"]
+    _, options = DryRun.of(words[1:])
     launch = load_config(Path(words[0]), options).launch
     given = [name for name in ("attach", "address", "hosts") if getattr(launch, name)]
     if given:

@@ -18,8 +18,6 @@ from tyro.conf import Positional, arg
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 
-_USAGE = "usage: torchtitan-rl new task NAME [--folder DIR]\n"
-
 _TASK = '''\
 """{title}: questions with one answer each."""
 
@@ -97,22 +95,14 @@ class NewTaskConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl new WORDS``; returns the exit code.
+    """``torchtitan-rl new task WORDS``; returns the exit code.
 
     Raises:
         ConfigError: the name is none, or the folder exists or cannot be written.
     """
-    match words:
-        case ["task", *rest]:
-            options = parse_options(NewTaskConfig, rest, prog="torchtitan-rl new task")
-            _write(options.name, options.folder or Path(options.name))
-            return 0
-        case ["-h" | "--help"]:
-            print(_USAGE, end="")
-            return 0
-        case _:
-            print(_USAGE, end="", file=sys.stderr)
-            return 2
+    options = parse_options(NewTaskConfig, words, prog="torchtitan-rl new task")
+    _write(options.name, options.folder or Path(options.name))
+    return 0
 
 
 def _write(name: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.dry_run import DryRun
 from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
@@ -37,11 +38,10 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the endpoint cannot start as it is configured.
     """
-    options = [word for word in words if word != "--dry-run"]
+    dry_run, options = DryRun.of(words)
     prepared = prepare_serve(parse_options(ServeConfig, options, prog="torchtitan-rl serve"))
-    if "--dry-run" in words:
-        print(prepared.describe())
-        return 0
+    if dry_run.is_wanted:
+        return dry_run.show(prepared.describe(), prepared.document())
     log_dir = prepared.config.log_dir
     log_dir.mkdir(parents=True, exist_ok=True)
     return run_command(partial(_run, prepared), log_dir=log_dir)

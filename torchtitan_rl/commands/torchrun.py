@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torchtitan_rl.commands.cli import main as cli
 from torchtitan_rl.commands.console import exit_code_of
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.config.loader import split_config
 from torchtitan_rl.launch.node import Node, resume_options, without_torchrun
 
 _USAGE = """\
@@ -44,8 +44,7 @@ def _main(words: list[str]) -> int:
         return cli(["train", *words]) if node.rank == 0 else 0
     if node.num_nodes == 1:
         return cli(["train", *words, *resume_options(words, is_again=node.restarts > 0)])
-    if not words or words[0].startswith("-"):
-        raise ConfigError("CONFIG is missing: give a Python file or the name of a configuration")
+    split_config(words, prog="torchrun ... -m torchtitan_rl.launch")
     from torchtitan_rl.commands.launcher import launch  # imports torch
 
     return launch(node, words)

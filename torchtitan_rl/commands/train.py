@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
@@ -22,19 +21,22 @@ from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.garbage import collect_less
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.dry_run import DryRun
 from torchtitan_rl.commands.losses import Losses
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.signals import StopSignals, end_within
 from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
-from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, RunTakenOverError
 from torchtitan_rl.launch.node import RESUME_COMMAND
 from torchtitan_rl.observability.engine_sampler import EngineSampler
+from torchtitan_rl.observability.progress import STEP_WORDS, format_seconds
 from torchtitan_rl.observability.recorder import RunRecorder
+from torchtitan_rl.observability.summary import usual_step_s
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
@@ -52,36 +54,66 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
     from torchtitan_rl.backends.monarch.run import RunProcesses
 
+_HELP = f"""\
+usage: torchtitan-rl train CONFIG [options]
+
+CONFIG is a Python file with a RunConfig named config, or one of
+{chr(10).join(f"  {name}" for name in ready_configs())}
+Options: every field of the configuration, listed by torchtitan-rl train CONFIG --help
+  --dry-run         check everything and print the plan, start nothing
+  --dry-run --json  the plan and all fields of the configuration as JSON
+
+"""
 _TAKEN_OVER_S = 5.0  # for processes to end; then they are left to end without their controller
 
 
-def main(config_file: str, options: Sequence[str]) -> int:
-    """``torchtitan-rl train CONFIG_FILE OPTIONS``; returns the exit code.
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl train WORDS``; returns the exit code.
 
     Raises:
         ConfigError: the run cannot start as it is configured.
     """
-    config = load_config(Path(config_file), [word for word in options if word != "--dry-run"])
-    is_dry = "--dry-run" in options
-    if not is_dry and (errors := start_errors(config.launch)):
+    if list(words) in (["-h"], ["--help"]):
+        print(_HELP + STEP_WORDS)
+        return 0
+    config_file, options = split_config(words, prog="torchtitan-rl train")
+    dry_run, overrides = DryRun.of(options)
+    try:
+        with dry_run.planning():
+            config = load_config(config_file, overrides)
+    except SystemExit as ended:
+        if ended.code == 0:  # --help
+            print(STEP_WORDS)
+        raise
+    if not dry_run.is_wanted and (errors := start_errors(config.launch)):
         raise ConfigError(errors)
     for line in unused_options(config.launch):
         print(f"warning: {line}", file=sys.stderr)
     with attachment(config) as attached:
-        prepared = attached.prepare()
-        if is_dry:
-            print(prepared.describe())
-            return 0
+        with dry_run.planning():
+            prepared = attached.prepare()
+        if dry_run.is_wanted:
+            return _show(prepared, dry_run)
         if prepared.is_complete:
             print("\n".join(prepared.notes))
             return 0
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
-        own = shlex.join(["torchtitan-rl", "train", config_file, *options, *resume])
+        own = shlex.join(["torchtitan-rl", "train", str(config_file), *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)
         with claim_run(prepared) as claim:
             stay_on_cores(prepared.plan.controller_cores)
             run = _Run.of(prepared, resume_command, claim, attached.hosts)
             return run_command(partial(_run, run), log_dir=config.log_dir)
+
+
+def _show(prepared: PreparedRun, dry_run: DryRun) -> int:
+    lines, document = prepared.describe(), prepared.document()
+    if prepared.resume_point is not None and not prepared.is_complete:
+        left = prepared.config.num_steps - prepared.resume_point.step
+        if step_s := usual_step_s(prepared.config.run_dir):
+            document |= {"seconds_per_step": step_s}
+            lines += f"\ntime: {step_s:.1f} s a step so far, {format_seconds(left * step_s)} left"
+    return dry_run.show(lines, document)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

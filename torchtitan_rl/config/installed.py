@@ -21,7 +21,7 @@ _CODE = "code of torchtitan-rl"
 @functools.cache
 def installed() -> dict[str, str]:
     """Versions by name, and a digest of this package's code."""
-    versions = {"Python": platform.python_version(), "torchtitan-rl": _version("torchtitan-rl")}
+    versions = {"torchtitan-rl": _version("torchtitan-rl"), "Python": platform.python_version()}
     versions |= {name: _version(name) for name in _LIBRARIES}
     return versions | {_CODE: code_digest(_PACKAGE)}
 

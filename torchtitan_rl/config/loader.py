@@ -51,6 +51,20 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
 
 
+def split_config(words: Sequence[str], *, prog: str) -> tuple[Path, list[str]]:
+    """CONFIG, which is the first of a command's words, and the others.
+
+    Raises:
+        ConfigError: the first one is an option, or there is none.
+    """
+    if not words or words[0].startswith("-"):
+        place = f"it comes first, {prog} CONFIG [options]; " if len(words) > 1 else ""
+        raise ConfigError(
+            f"CONFIG is missing: {place}give a Python file or one of {', '.join(ready_configs())}"
+        )
+    return Path(words[0]), list(words[1:])
+
+
 def ready_configs() -> tuple[str, ...]:
     """Names of the configurations that come with the package."""
     return tuple(sorted(file.stem for file in _READY_DIR.glob("[!_]*.py")))

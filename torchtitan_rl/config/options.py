@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -53,19 +54,28 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _first_section(box: str) -> str:
-    """The message at the top of tyro's box, in one line, with the options that it suggests."""
+    """The message in tyro's box, in one line: what is unknown, with the options that it suggests,
+    before what is missing."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:  # below the title
         text = line.strip(_BORDER)
         if not text:
             continue
         if set(text) - set(_RULES):
-            sections[-1].append(text)
+            sections[-1].append(line[2:].rstrip(_BORDER))
         elif sections[-1]:
             sections.append([])
-    message = " ".join(sections[0]).rstrip(".")
-    if not message.startswith("Unrecognized"):
-        return message
-    names = (text.split(" ")[0].strip(",") for section in sections[1:] for text in section)
-    similar = [name for name in names if name.startswith("--") and name != "--help"]
+    begins = {one[0].split()[0]: one for one in sections if one}
+    section = begins.get("Unrecognized", sections[0])
+    message = " ".join(" ".join(section).split()).rstrip(".")
+    if message.startswith("Missing from"):
+        return _missing([line.split()[0] for line in section[1:] if line[:5] != " " * 5])
+    if positional := re.match(r"Missing value for argument '(\w+)'", message):
+        return _missing([positional[1].upper()])
+    words = (line.split()[0].strip(",") for line in begins.get("Perhaps", ()))
+    similar = [word for word in words if word.startswith("--")]
     return f"{message} (similar: {', '.join(similar)})" if similar else message
+
+
+def _missing(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"

@@ -4,7 +4,6 @@ every error reported. Starts nothing."""
 from __future__ import annotations
 
 import os
-import pprint
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torchtitan_rl.config.checks.machine import (
     find_weight_room,
     machine_facts,
     max_rollouts,
+    memory_use,
     num_published_versions,
 )
 from torchtitan_rl.config.checks.paths import path_errors
@@ -32,7 +32,7 @@ from torchtitan_rl.config.checks.resume import (
 from torchtitan_rl.config.checks.run import errors_on_hosts, find_errors
 from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
+from torchtitan_rl.config.hosts import HostFacts, count, made_up_hosts
 from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import find_policy, is_elsewhere
@@ -61,6 +61,8 @@ class PreparedRun:
     keys: Keys
     evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    num_weights: int | None = None  # of the policy, where it is on this machine
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # of a run on this machine's CPU
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
 
@@ -70,23 +72,54 @@ class PreparedRun:
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
-        return "\n".join(
-            [
-                pprint.pformat(self.config, width=100, sort_dicts=False),
-                f"policy: {self.policy_dir}",
-                f"outputs: {self.config.run_dir}",
-                self.plan.describe(),
-                self.config.capacity.describe(),
-                f"rollouts: at most {max_rollouts(self.config)} at once, "
-                f"{self.config.request_timeout_s:g} s for a request, "
-                f"{self.config.rollout.rollout_timeout_s:g} s for a rollout",
-                f"training: {self._describe_training()}",
-                f"weights: at most {num_published_versions(self.config)} versions published at "
-                "a time",
-                f"start: {self._describe_start()}",
-                *self.notes,
-            ]
-        )
+        config, rollout = self.config, self.config.rollout
+        size = "" if self.num_weights is None else f", {self.num_weights / 1e6:,.1f} M parameters"
+        lines = [
+            f"task: {type(config.task).__name__}",
+            f"policy: {self.policy_dir}{size}",
+            f"outputs: {config.run_dir}",
+            self.plan.describe(),
+            self._describe_memory(),
+            f"steps: {config.num_steps} of {rollout.groups_per_step} groups of "
+            f"{rollout.group_size} rollouts, each of at most {count(rollout.max_turns, 'turn')} "
+            f"and {rollout.max_total_tokens} tokens; learning rate "
+            f"{config.trainer.optimizer.learning_rate:g}",
+            config.capacity.describe(),
+            f"rollouts: at most {max_rollouts(config)} at once, "
+            f"{config.request_timeout_s:g} s for a request, "
+            f"{rollout.rollout_timeout_s:g} s for a rollout",
+            f"training: {self._describe_training()}",
+            f"weights: at most {num_published_versions(config)} versions published at a time",
+            f"evaluation: {self._describe_evaluation()}",
+            f"start: {self._describe_start()}",
+            *self.notes,
+        ]
+        return "\n".join(line for line in lines if line)
+
+    def document(self) -> dict[str, Any]:
+        """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
+        return {
+            "configuration": self.config,
+            "policy": self.policy_dir,
+            "num_weights": self.num_weights,
+            "outputs": self.config.run_dir,
+            "processes": self.plan,
+            "memory_bytes": self.memory_bytes,
+            "capacity": self.config.capacity,
+            "max_rollouts": max_rollouts(self.config),
+            "published_versions": num_published_versions(self.config),
+            "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
+            "notes": self.notes,
+        }
+
+    def _describe_memory(self) -> str:
+        if self.plan.device == "cuda":
+            share = self.config.generator.gpu_memory_utilization
+            return f"memory: each replica takes {share:.0%} of its devices'"
+        sizes = self.memory_bytes.items()
+        parts = [f"{name} {size / 2**30:.1f}" for name, size in sizes if size >= 2**27]
+        total = sum(self.memory_bytes.values()) / 2**30
+        return f"memory: about {total:.1f} GiB ({', '.join(parts)})" if parts else ""
 
     def _describe_training(self) -> str:
         trainer = self.config.trainer
@@ -97,9 +130,18 @@ class PreparedRun:
             f"begin with are computed {shared}"
         )
 
+    def _describe_evaluation(self) -> str:
+        evaluation = self.config.evaluation
+        if not evaluation.num_problems:
+            return "none"
+        every = f", every {evaluation.every} steps" if evaluation.every else ""
+        problems = count(evaluation.num_problems, "problem")
+        rollouts = count(evaluation.samples_per_problem, "rollout")
+        return f"{problems}, {rollouts} each, before the first step{every} and after the last"
+
     def _describe_start(self) -> str:
         if self.resume_point is not None:
-            return f"resumes what {self.config.run_dir} holds"
+            return f"resumes what {self.config.run_dir} holds, after step {self.resume_point.step}"
         resume = self.config.checkpoint.resume
         return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
 
@@ -144,10 +186,12 @@ def prepare_run(
         problems, found = _problems(config)
         errors += found
     notes = agent_notes(sound.task, sound.endpoint)
+    memory: dict[str, int] = {}
     if policy is not None and not has_hosts(sound.launch):
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []
+        memory = {} if machine.cuda_devices else memory_use(sound, policy)
     identity: dict[str, Any] = {}
     resume_point: ResumePoint | None = None
     if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
@@ -171,6 +215,8 @@ def prepare_run(
         keys=keys,
         evaluation_problems=problems,
         notes=tuple(notes),
+        num_weights=None if policy is None else policy.num_weights,
+        memory_bytes=memory,
         identity=identity,
         resume_point=resume_point,
     )

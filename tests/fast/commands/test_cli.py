@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.commands.cli import main
+from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.commands.torchrun import main as launch
 from torchtitan_rl.config.run_lock import hold_run
 
@@ -16,12 +17,40 @@ TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")
 CONFIGS = sorted((ROOT / "configs").glob("[!_]*.py"))
 
 
-def test_a_dry_run_prints_the_configuration_and_the_processes(tmp_path, capsys):
-    assert main(["train", TINY, "--dry-run", "--output-dir", str(tmp_path), "--seed", "7"]) == 0
+def test_a_dry_run_prints_a_plan_that_fits_a_screen(tmp_path, capsys):
+    assert main(["train", TINY, "--dry-run", "--output-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "seed=7" in printed
-    assert "replica1: 1 process on" in printed
+    for words in ("replica1: 1 process on", "trainer: ", "memory: about ", "1.1 M parameters"):
+        assert words in printed
+    assert len(printed.splitlines()) < 24
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_as_json_is_alone_on_stdout_and_has_every_field(tmp_path, capsys) -> None:
+    config = tmp_path / "mine.py"
+    config.write_text(f"{Path(TINY).read_text()}\nprint('read')\n")
+    options = ["--output-dir", str(tmp_path), "--seed", "7", "--trainer.optimizer.eps", "inf"]
+    assert main(["train", str(config), "--dry-run", "--json", *options[:-2]]) == 0
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)
+    assert shown.err == "read\n"
+    assert plan["configuration"]["seed"] == 7
+    assert plan["configuration"]["task"]["max_turns"] == 3
+    assert [one["name"] for one in plan["processes"]["replicas"]] == ["replica0", "replica1"]
+    assert plan["memory_bytes"].keys() == {"replicas", "trainer", "published weights"}
+    assert main(["train", str(config), "--dry-run", "--json", *options]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_plans_of_other_commands_are_json_too(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "package:alphabet_sort", "--dry-run", "--json"]) == 0
+    served = json.loads(capsys.readouterr().out)
+    assert served["configuration"]["endpoint"]["port"] == 8000
+    words = ["eval", "package:alphabet_sort", "--config", TINY, "--dry-run", "--json"]
+    assert main([*words, "--problems", "3"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert (evaluated["num_problems"], evaluated["options"]["problems"]) == (3, 3)
 
 
 def test_every_error_is_printed_and_nothing_starts(tmp_path, capsys):
@@ -140,10 +169,77 @@ def test_a_dry_run_says_what_was_derived(tmp_path, capsys) -> None:
     assert "weights: at most 5 versions published at a time" in printed
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["trian", TINY]])
-def test_a_wrong_command_prints_the_usage(words, capsys):
-    assert main(words) == 2
-    assert "usage: torchtitan-rl train CONFIG" in capsys.readouterr().err
+WRONG_COMMANDS = {
+    "": "a command is missing: give one of train, serve, generate, eval, ",
+    "trian alphabet_sort_tiny": "'trian' is no command: did you mean train?",
+    "--foo": "'--foo' is no command: give one of train, ",
+    "train": "CONFIG is missing: ",
+    "train --dry-run": "CONFIG is missing: ",
+    "train --num-steps 3 alphabet_sort_tiny": "CONFIG is missing: it comes first, ",
+    "train alphabet_sort_tiny --json": "--json is of a plan: give --dry-run --json",
+    "serve": "MODEL is missing",
+    "serve --nosuch": "MODEL is missing",
+    "serve a b": "Unrecognized options: b",
+    "generate": "--model, --input, --output are missing",
+    "generate --nosuch": "Unrecognized options: --nosuch",
+    "eval": "--config is missing",
+    "eval a --config alphabet_sort_tiny --nosuch": "Unrecognized options: --nosuch",
+    "data": "'data' is no command: did you mean data preview?",
+    "data show": "'data show' is no command: did you mean data preview?",
+    "data preview": "CONFIG is missing: ",
+    "data preview --count 3": "CONFIG is missing: it comes first, ",
+    "new": "'new' is no command: did you mean new task?",
+    "new task": "NAME is missing",
+    "new task --nosuch": "NAME is missing",
+    "env chek alphabet_sort_tiny": "'env chek' is no command: did you mean env check?",
+    "env check": "CONFIG is missing",
+    "env check alphabet_sort_tiny --nosuch": "Unrecognized options: --nosuch",
+    "audit": "RUN_DIR: give the folder of one run",
+    "audit a b": "RUN_DIR: give the folder of one run",
+    "audit --nosuch": "RUN_DIR: give the folder of one run",
+    "audit nosuch": "nosuch: no run",
+    "worker": "--address is missing",
+    "worker --nosuch": "Unrecognized options: --nosuch",
+    "keys": "--hosts: give the machines of a run",
+    "keys foo": "Unrecognized options: foo",
+    "launch-script": "KIND is missing: give one of slurm, kubernetes, ssh, docker-compose",
+    "launch-script foo alphabet_sort_tiny": "KIND is foo: give one of slurm, ",
+    "launch-script slurm": "CONFIG is missing: ",
+    "launch-script slurm alphabet_sort_tiny": "--hosts is missing",
+}
+
+
+@pytest.mark.parametrize("command", WRONG_COMMANDS)
+def test_a_wrong_command_says_in_one_line_what_is_wrong(command, capsys) -> None:
+    assert main(command.split()) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith(f"error: {WRONG_COMMANDS[command]}")
+    assert shown.out == ""
+
+
+def test_every_command_has_a_wrong_call_above_and_is_in_the_help(capsys) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"torchtitan-rl {command} " in shown
+        assert any(wrong.startswith(command) for wrong in WRONG_COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["train", "data", "data preview", "new task", "env", "audit"])
+def test_help_needs_nothing_else(command, capsys) -> None:
+    try:
+        code = main([*command.split(), "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    assert f"torchtitan-rl {command}" in capsys.readouterr().out
+
+
+def test_the_version_is_one_line_with_those_of_the_libraries(capsys) -> None:
+    assert main(["--version"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"torchtitan-rl \d+\.\d+\.\d+ .*torch \d+\..*vllm \d+\.", line)
 
 
 def test_a_model_that_cannot_be_unpacked_is_one_line(tmp_path, monkeypatch, capsys) -> None:

@@ -60,15 +60,6 @@ def test_what_is_wrong_is_one_line(
     assert message in line
 
 
-@pytest.mark.parametrize(("words", "code"), [(["-h"], 0), (["preview"], 2), (["view", "x"], 2)])
-def test_a_wrong_call_shows_the_usage(
-    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["data", *words]) == code
-    out, err = capsys.readouterr()
-    assert (out or err).startswith("usage: torchtitan-rl data preview CONFIG")
-
-
 def test_the_help_says_what_each_option_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["data", "preview", "--help"])

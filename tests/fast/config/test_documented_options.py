@@ -46,7 +46,7 @@ PAGES = (
     ),
 )
 OPTIONS_OF_KINDS = (SlurmOptions, KubernetesOptions, SshOptions, ComposeOptions)
-FLAGS = {"--dry-run", "--help", "--no-pin-cores"}
+FLAGS = {"--dry-run", "--json", "--help", "--no-pin-cores"}
 NOT_OURS = re.compile(
     r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch |kubectl |docker "
 )

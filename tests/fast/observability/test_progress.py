@@ -1,10 +1,12 @@
 import io
 import re
+from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.observability.asynchrony import Overlap
 from torchtitan_rl.observability.progress import (
+    STEP_WORDS,
     LineProgress,
     ProgressState,
     RichProgress,
@@ -108,6 +110,21 @@ def test_an_asynchronous_run_shows_age_buffer_and_idle_shares() -> None:
     assert text == "step 1/3  reward 0.500  age 1.2  ready 7/31  idle 12%+3%  ETA 0:00"
     state.end_step(2, reward=0.5, tokens_per_second=None)
     assert "age" not in describe_step(state)
+
+
+def test_the_words_of_a_step_are_explained_alike_by_help_and_docs() -> None:
+    clock = Clock()
+    state = ProgressState(50, step=8, clock=clock)
+    state.end_evaluation(3, 0.58)
+    clock.now += 1
+    state.end_step(9, reward=0.61, tokens_per_second=1840.0, num_failed=2, **ASYNCHRONOUS)
+    _, *explained, _ = STEP_WORDS.splitlines()
+    pairs = [line.strip().split("  ", 1) for line in explained]
+    words = [example.split()[-1 if example[0].isdigit() else 0] for example, _ in pairs]
+    assert set(words) - {"[1:20]"} == set(re.findall(r"[a-zA-Z]\S+", describe_step(state)))
+    docs = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    for example, meaning in pairs:
+        assert f"| `{example}` | {meaning.strip()} |" in docs
 
 
 def test_an_asynchronous_runs_line_fits_a_terminal_of_110_columns(

@@ -127,7 +127,8 @@ def serving_errors(
     """Whether there are devices, or on the CPU memory, for replicas alone."""
     ranks = generator.replicas * generator.tensor_parallel
     if not machine.cuda_devices:
-        return _memory_errors(generator, policy, machine)
+        needed = generator.replicas * replica_bytes(generator, policy)
+        return too_little_memory(generator, policy, needed, machine.memory_bytes)
     if ranks <= len(machine.cuda_devices):
         return []
     return [
@@ -148,8 +149,17 @@ def memory_errors(config: RunConfig, policy: PolicyFacts, machine: MachineFacts)
     a reference policy, and the published versions."""
     if machine.cuda_devices:
         return []
-    others = trainer_bytes(config, policy) + published_bytes(config, policy)
-    return _memory_errors(config.generator, policy, machine, others)
+    needed = sum(memory_use(config, policy).values())
+    return too_little_memory(config.generator, policy, needed, machine.memory_bytes)
+
+
+def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
+    """Bytes that a run on a CPU takes, by part."""
+    return {
+        "replicas": config.generator.replicas * replica_bytes(config.generator, policy),
+        "trainer": trainer_bytes(config, policy),
+        "published weights": published_bytes(config, policy),
+    }
 
 
 def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
@@ -170,13 +180,6 @@ def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
     parameters, and packed."""
     rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
     return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
-
-
-def _memory_errors(
-    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, others: int = 0
-) -> list[str]:
-    needed = generator.replicas * replica_bytes(generator, policy) + others
-    return too_little_memory(generator, policy, needed, machine.memory_bytes)
 
 
 def too_little_memory(
