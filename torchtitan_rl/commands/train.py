@@ -154,7 +154,11 @@ async def _run(run: _Run, signals: StopSignals) -> int:
     exit_code, ending = 0, ""
     recorder: RunRecorder | None = None
     try:
-        recorder = RunRecorder(run.prepared.config, resume_step=run.found.step)
+        recorder = RunRecorder(
+            run.prepared.config,
+            resume_step=run.found.step,
+            shares_cores=run.prepared.plan.shares_cores,
+        )
         async with recorder:
             await _train(run, recorder, signals)
     except (StopRequested, asyncio.CancelledError):

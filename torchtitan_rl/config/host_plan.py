@@ -39,7 +39,14 @@ def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
         seed=config.seed,
         keeps_memory=not is_cuda,
     )
-    crowded = set() if is_cuda else _crowded_hosts(config, hosts, placement)
+    generating, training = threads_on_hosts(config, placement)
+    crowded: set[int] = set()
+    if not is_cuda:
+        # Synchronous phases alternate.
+        are_alternating = config.schedule.staleness == 0 or is_colocated
+        at_once = generating | training if are_alternating else generating + training
+        crowded = _crowded_hosts(at_once, hosts)
+    shared = _crowded_hosts(generating + training, hosts) & generating.keys() & training.keys()
     return ProcessPlan(
         device=device_of(hosts),
         hosts=tuple(hosts),
@@ -47,6 +54,7 @@ def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
         trainer=replace(trainer, yields_cores=not crowded.isdisjoint(rank_hosts)),
         endpoint=endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         is_shared=is_colocated,
+        shares_cores=not is_cuda and bool(shared),
     )
 
 
@@ -61,9 +69,6 @@ def threads_on_hosts(config: RunConfig, placement: Placement) -> tuple[Counter[i
     return generating, training
 
 
-def _crowded_hosts(config: RunConfig, hosts: Sequence[HostFacts], placement: Placement) -> set[int]:
-    """Those with more threads at a time than cores; synchronous phases alternate."""
-    generating, training = threads_on_hosts(config, placement)
-    are_alternating = config.schedule.staleness == 0 or config.placement == "colocated"
-    at_once = generating | training if are_alternating else generating + training
-    return {host for host, threads in at_once.items() if threads > hosts[host].num_cores}
+def _crowded_hosts(threads: Counter[int], hosts: Sequence[HostFacts]) -> set[int]:
+    """Those with more of these threads than cores."""
+    return {host for host, number in threads.items() if number > hosts[host].num_cores}

@@ -77,6 +77,8 @@ class ProcessPlan:
     endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any
     is_shared: bool = False  # trainer and replicas have the same devices, and alternate
+    shares_cores: bool = False
+    """On some CPU, trainer and replicas together have more threads than there are cores."""
 
     def summary(self) -> str:
         """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
@@ -197,6 +199,7 @@ def plan_processes(
         endpoint=endpoint_group(config.endpoint) if config.endpoint.enabled else None,
         controller_cores=others if trainer.cores else (),
         is_shared=is_colocated,
+        shares_cores=not devices and sum(_threads(config)) > len(cores),
     )
 
 

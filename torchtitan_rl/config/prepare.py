@@ -251,7 +251,7 @@ def _plan(
 ) -> ProcessPlan:
     launch = config.launch
     if not has_hosts(launch):
-        cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))[: machine.num_cores]
         return plan_processes(config, devices=machine.cuda_devices, cores=cores)
     if launch.hosts:
         hosts = made_up_hosts(launch.hosts, launch.attach)

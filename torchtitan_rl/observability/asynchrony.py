@@ -61,14 +61,16 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 
 
 def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
-    """One sentence: what is the bottleneck, and which setting would help."""
+    """One sentence: what is the bottleneck, and which setting would help. For parts with devices,
+    or CPU cores, of their own: what would help one of those that share them takes time from the
+    other."""
     if is_colocated:
         return (
             f"the trainer has the devices {1 - overlap.trainer_idle_share:.0%} of the time; with "
-            "placement separate, and devices of their own, training and generation overlap"
+            "placement separate, devices of their own and schedule.staleness 1, training and "
+            "generation overlap"
         )
     trainer, generator = f"{overlap.trainer_idle_share:.0%}", f"{overlap.generator_idle_share:.0%}"
-    gain = f"steps could take up to {1 - overlap.efficiency:.0%} less time"
     match overlap.bottleneck:
         case Bottleneck.GENERATOR:
             return (
@@ -88,12 +90,13 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
         case Bottleneck.WAITING if staleness == 0:
             return (
                 f"generation and training alternate: the trainer waits {trainer} of the time and "
-                f"replicas {generator}; with schedule.staleness 1 they overlap, and {gain}"
+                f"replicas {generator}; with schedule.staleness 1 they overlap"
             )
         case Bottleneck.WAITING:
             return (
                 f"generation and training wait for each other: the trainer {trainer} of the time "
-                f"and replicas {generator}; raise schedule.staleness or schedule.window, and {gain}"
+                f"and replicas {generator}; where answers differ in length, a larger "
+                "schedule.staleness or schedule.window helps"
             )
 
 
@@ -102,16 +105,22 @@ class Advisor:
     each further so many where the verdict has changed, and of the last ones.
 
     The first step that it sees is left out: engines warm up in it. A run of fewer than
-    ``MIN_STEPS`` further steps gets no advice.
+    ``MIN_STEPS`` further steps gets no advice, nor does one whose parts share their cores.
     """
 
     MIN_STEPS = 10
 
     def __init__(
-        self, *, staleness: int, is_colocated: bool = False, every_steps: int = 20
+        self,
+        *,
+        staleness: int,
+        is_colocated: bool = False,
+        shares_cores: bool = False,
+        every_steps: int = 20,
     ) -> None:
         self._staleness = staleness
         self._is_colocated = is_colocated
+        self._shares_cores = shares_cores
         self._every_steps = every_steps
         self._seen: list[Overlap] = []
         self._has_warmed_up = False
@@ -136,7 +145,9 @@ class Advisor:
         """The sentence for the end; None where too few steps were seen since the last one."""
         return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
 
-    def _advice(self, mean: Overlap) -> str:
+    def _advice(self, mean: Overlap) -> str | None:
+        if self._shares_cores:
+            return None
         return advice(mean, staleness=self._staleness, is_colocated=self._is_colocated)
 
 

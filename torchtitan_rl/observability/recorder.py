@@ -48,9 +48,12 @@ class RunRecorder:
 
     Args:
         resume_step: None starts anew; a number continues after that step.
+        shares_cores: trainer and replicas do, as in `ProcessPlan`; no advice holds for these.
     """
 
-    def __init__(self, config: RunConfig, *, resume_step: int | None) -> None:
+    def __init__(
+        self, config: RunConfig, *, resume_step: int | None, shares_cores: bool = False
+    ) -> None:
         run_dir, metrics = config.run_dir, config.metrics
         self.trace_dir = (run_dir / "traces").absolute() if metrics.trace else None
         self._state = ProgressState(config.num_steps, step=resume_step or 0)
@@ -75,7 +78,9 @@ class RunRecorder:
         self._has_shown_failures = False
         self._is_async = config.schedule.staleness > 0
         self._advisor = Advisor(
-            staleness=config.schedule.staleness, is_colocated=config.placement == "colocated"
+            staleness=config.schedule.staleness,
+            is_colocated=config.placement == "colocated",
+            shares_cores=shares_cores,
         )
         self._run_dir = run_dir
         self._serve_options = _serve_options(config.endpoint)

@@ -71,6 +71,19 @@ def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are
         assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_trainer_and_replicas_share_cores_where_all_their_threads_are_more(staleness: int) -> None:
+    config = RunConfig(
+        policy=PolicyConfig(checkpoint="x"),
+        task=Task(),
+        schedule=ScheduleConfig(staleness=staleness),
+        trainer=TrainerConfig(threads=2),
+    )
+    assert plan_processes(config, cores=range(2)).shares_cores
+    assert not plan_processes(config, cores=range(4)).shares_cores
+    assert not plan_processes(config, cores=range(2), devices="012").shares_cores
+
+
 @pytest.mark.parametrize("num_devices", [0, 2])
 def test_a_trainer_on_the_cpu_keeps_the_memory_of_its_tensors(num_devices: int) -> None:
     config = RunConfig(

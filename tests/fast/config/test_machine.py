@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.config_mutations import with_value
+from torchtitan_rl.config.checks import machine
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     machine_facts,
@@ -43,6 +44,19 @@ def changed(config: RunConfig, **changes: object) -> RunConfig:
     for name, value in changes.items():
         config = with_value(config, name.replace("__", "."), value)
     return config
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_cores"), [("150000 100000", 2), ("max 100000", 64), ("-1 100000", 64)]
+)
+def test_a_containers_cpu_limit_counts_as_so_many_cores(
+    limit: str, num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "_CGROUP_CPU", ((str(file),),))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    assert machine_facts().num_cores == num_cores
 
 
 def test_more_threads_than_four_a_core_are_refused(config: RunConfig) -> None:
@@ -154,7 +168,7 @@ def test_ranks_that_exchange_data_cannot_have_mig_instances(config: RunConfig) -
 
 
 def test_this_machine_has_cores_memory_and_files() -> None:
-    machine = machine_facts()
-    assert machine.num_cores >= 1
-    assert machine.memory_bytes > 1 << 28
-    assert machine.max_open_files is None or machine.max_open_files > 16
+    here = machine_facts()
+    assert here.num_cores >= 1
+    assert here.memory_bytes > 1 << 28
+    assert here.max_open_files is None or here.max_open_files > 16

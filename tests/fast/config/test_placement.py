@@ -243,3 +243,4 @@ def test_only_a_host_with_more_threads_than_cores_has_processes_that_yield() -> 
     ]
     assert plan.trainer is not None
     assert not plan.trainer.yields_cores
+    assert not plan.shares_cores  # the trainer has a host of its own

@@ -56,12 +56,14 @@ async def busy() -> dict[str, EngineStats]:
     return {"replica0": stats}
 
 
-def record_run(config: RunConfig, *acts: Callable[[RunRecorder], None]) -> list[dict[str, Any]]:
+def record_run(
+    config: RunConfig, *acts: Callable[[RunRecorder], None], shares_cores: bool = False
+) -> list[dict[str, Any]]:
     """A recorder whose engines were read at least once before each act; returns metrics.jsonl."""
 
     async def run() -> None:
         async with (
-            RunRecorder(config, resume_step=None) as recorder,
+            RunRecorder(config, resume_step=None, shares_cores=shares_cores) as recorder,
             EngineSampler(busy, interval_s=0.0) as sampler,
         ):
             recorder.watch_engines(sampler)
@@ -88,6 +90,16 @@ def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
     out = capsys.readouterr().out
     assert "age 0.0  ready 7/31  idle 60%+0%" in out
     assert "generation is the bottleneck: the trainer waits 60% of the time" in out
+
+
+def test_parts_that_share_their_cores_get_no_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More of one part, or both at once, takes its time from the other."""
+    record_run(make_config(tmp_path, staleness=0), *[record_one] * 11, shares_cores=True)
+    out = capsys.readouterr().out
+    assert "bottleneck" not in out
+    assert "the trainer waits" not in out
 
 
 def test_a_synchronous_step_is_shown_in_the_short_form(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -29,6 +30,10 @@ _RANKS = (
     "trainer.data_parallel_shard",
     "trainer.tensor_parallel",
 )
+_CGROUP_CPU = (  # quota and period, of both versions
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -54,7 +59,7 @@ def machine_facts() -> MachineFacts:
         cuda_devices=visible_devices(
             os.environ.get(VARIABLE), num_visible=torch.cuda.device_count()
         ),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_cores()]),
         memory_bytes=min(psutil.virtual_memory().total, *_cgroup_limits()),
         max_open_files=None if soft == resource.RLIM_INFINITY else soft,
     )
@@ -270,6 +275,18 @@ def weight_room(
             f"{others}, which is slower"
         )
     return WeightRoom()
+
+
+def _cgroup_cores() -> list[int]:
+    """As many as this process's container may keep busy, where it has such a limit."""
+    cores: list[int] = []
+    for paths in _CGROUP_CPU:
+        try:
+            quota, period = " ".join(Path(path).read_text() for path in paths).split()
+            cores += [math.ceil(int(quota) / int(period))] if int(quota) > 0 else []
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return cores
 
 
 def _cgroup_limits() -> list[int]:
