@@ -24,7 +24,11 @@ from torchtitan_rl.audit.env_probe import Watched
 from torchtitan_rl.commands.console import print_error, run_command
 from torchtitan_rl.commands.replicas import Replicas
 from torchtitan_rl.commands.signals import StopSignals
-from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
+from torchtitan_rl.config.checks.problems import (
+    ProblemsError,
+    evaluation_problems,
+    find_problems,
+)
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options, split_options
@@ -75,6 +79,7 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
         raise ConfigError("--policy is scripted: agents ask an endpoint; give --policy real")
     if not options.say:
         raise ConfigError("--say is empty: give a text")
+    run = config
     evaluation = replace(config.evaluation, num_problems=options.problems)
     config = replace(
         config,
@@ -83,6 +88,9 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
         output_dir=Path("outputs/env_check"),
     )
     prepared = prepare_generation(config, num_rollouts=2)
+    _, errors = find_problems(run)
+    if errors:  # `train` would refuse
+        raise ConfigError(errors)
     try:
         problems = evaluation_problems(config, options.split)
     except ProblemsError as error:

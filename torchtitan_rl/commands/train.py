@@ -154,11 +154,8 @@ async def _run(run: _Run, signals: StopSignals) -> int:
     exit_code, ending = 0, ""
     recorder: RunRecorder | None = None
     try:
-        recorder = RunRecorder(
-            run.prepared.config,
-            resume_step=run.found.step,
-            shares_cores=run.prepared.plan.shares_cores,
-        )
+        prepared = run.prepared
+        recorder = RunRecorder(prepared.config, prepared.plan, resume_step=run.found.step)
         async with recorder:
             await _train(run, recorder, signals)
     except (StopRequested, asyncio.CancelledError):

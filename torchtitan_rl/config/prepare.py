@@ -22,7 +22,7 @@ from torchtitan_rl.config.checks.machine import (
     num_published_versions,
 )
 from torchtitan_rl.config.checks.paths import path_errors
-from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems, training_errors
+from torchtitan_rl.config.checks.problems import find_problems
 from torchtitan_rl.config.checks.resume import (
     resume_changes,
     resume_errors,
@@ -183,7 +183,7 @@ def prepare_run(
     sound = with_defaults_for(config, wrong)
     problems: tuple[Problem, ...] = ()
     if not wrong and not config.task.errors():
-        problems, found = _problems(config)
+        problems, found = find_problems(config)
         errors += found
     notes = agent_notes(sound.task, sound.endpoint)
     memory: dict[str, int] = {}
@@ -262,16 +262,6 @@ def _plan(
     if errors := errors_on_hosts(config, policy, hosts):
         raise ConfigError(errors)
     return plan_on_hosts(config, hosts)
-
-
-def _problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
-    errors: list[str] = []
-    problems: tuple[Problem, ...] = ()
-    try:
-        problems = evaluation_problems(config)
-    except ProblemsError as error:
-        errors.append(str(error))
-    return problems, errors + training_errors(config)
 
 
 def _compare(

@@ -39,7 +39,7 @@ class ProgressState:
         self, num_steps: int, *, step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_steps = num_steps
-        self.step = step
+        self.first_step = self.step = step  # that this process starts from
         self.phase = "start"
         self.reward: float | None = None
         self.num_failed = 0  # rollouts of the last step

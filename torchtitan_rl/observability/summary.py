@@ -31,12 +31,13 @@ def describe_run(
     run_dir: Path,
     *,
     headline: str,
+    warnings: Sequence[str],
     seconds: Mapping[str, float],
     outputs: Mapping[str, Path],
     next_commands: Sequence[str],
 ) -> list[str]:
     """``seconds`` are by phase. Of the outputs those that exist are named."""
-    lines = [headline]
+    lines = [headline, *warnings]
     if rewards := _evaluations(run_dir):
         lines.append(f"evaluation: {rewards}")
     if times := _times(seconds):

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +24,7 @@ from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 BLOCKS_S, MAX_BLOCK_S = 0.1, 0.05
+COMPUTES_S, MAX_WHILE_COMPUTING_S = 0.01, 0.25
 WAITS_S, MAX_WHILE_WAITING_S = 0.6, 0.5
 
 
@@ -118,6 +125,17 @@ class Rerendered(CountingEnv):
 class Blocking(CountingEnv):
     async def step(self, completion: Completion) -> Observation | Terminal:
         time.sleep(BLOCKS_S)
+        return await super().step(completion)
+
+
+class Computing(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(turns=1)
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        end_s = time.thread_time() + COMPUTES_S
+        while time.thread_time() < end_s:
+            pass
         return await super().step(completion)
 
 
@@ -283,6 +301,30 @@ def test_what_ends_for_one_problem_can_end_for_others_of_its_part() -> None:
 
 def test_an_environment_that_waits_does_not_block() -> None:
     assert check(Waiting, max_block_s=MAX_WHILE_WAITING_S).findings == []
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waits"
+)
+def test_an_environment_that_waits_for_a_busy_core_does_not_block() -> None:
+    core = min(os.sched_getaffinity(0))
+    keep_busy = (
+        f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    )
+    command = [sys.executable, "-c", keep_busy]
+
+    def check_on_a_busy_core() -> CheckedProblem:
+        os.sched_setaffinity(0, {core})  # of this thread alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        return check(Computing, max_block_s=MAX_WHILE_COMPUTING_S)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with ThreadPoolExecutor(1) as pool:
+            findings = pool.submit(check_on_a_busy_core).result().findings
+        other.kill()
+    assert findings == []
 
 
 def test_threads_may_block() -> None:

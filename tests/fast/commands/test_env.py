@@ -84,6 +84,10 @@ def test_a_game_that_the_script_cannot_play_is_a_note(capsys: pytest.CaptureFixt
         (["alphabet_sort_tiny", "--problems", "9999"], "--problems is 9999: the train set has"),
         (["alphabet_sort_tiny", "--task.min-turns", "0"], "task.min_turns=0"),
         (["alphabet_sort_tiny", "--allow", "nothing"], "--allow"),
+        (
+            ["alphabet_sort_tiny", "--task.num-validation-problems", "64"],  # as `train` says it
+            "evaluation.num_problems is 128: the validation set has 64 problems; give at most that",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(

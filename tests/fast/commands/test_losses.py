@@ -138,7 +138,7 @@ class TakenOver(Unshared):
 def test_a_run_that_was_taken_over_exports_nothing(tmp_path: Path) -> None:
     async def play() -> None:
         started = Run()
-        recorder = RunRecorder(TINY, resume_step=None)
+        recorder = RunRecorder(TINY, started.prepared.plan, resume_step=None)
         for claim in (TakenOver(), Unshared()):
             one = cast(_Run, SimpleNamespace(claim=claim, prepared=started.prepared))
             try:

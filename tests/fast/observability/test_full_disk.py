@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.observability.test_recorder import make_config
+from tests.fast.observability.test_recorder import ON_A_CPU, make_config
 from tests.fast.test_line_files import files_of_at_most
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability.progress import LineProgress, ProgressState
@@ -79,7 +79,7 @@ def test_metrics_jsonl_that_cannot_be_written_is_an_error_of_the_run(tmp_path: P
 def test_no_phase_of_a_run_fails_and_its_merge_is_left_out_on_a_full_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = RunRecorder(make_config(tmp_path, staleness=0), resume_step=None)
+    recorder = RunRecorder(make_config(tmp_path, staleness=0), ON_A_CPU, resume_step=None)
     with files_of_at_most(0):
         with recorder.phase("rollout"):
             pass

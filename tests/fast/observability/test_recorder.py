@@ -1,14 +1,16 @@
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.fast.observability.test_metrics import make_rollout
 from tests.fast.observability.test_step_metrics import make_record
+from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
@@ -16,6 +18,7 @@ from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.types import EngineStats, RolloutStatus
+from torchtitan_rl.weights.config import WeightSyncConfig
 
 
 def make_config(output_dir: Path, *, staleness: int) -> RunConfig:
@@ -56,21 +59,28 @@ async def busy() -> dict[str, EngineStats]:
     return {"replica0": stats}
 
 
+ON_A_CPU = ProcessPlan(device="cpu", replicas=())
+
+
 def record_run(
-    config: RunConfig, *acts: Callable[[RunRecorder], None], shares_cores: bool = False
+    config: RunConfig,
+    *acts: Callable[[RunRecorder], None],
+    plan: ProcessPlan = ON_A_CPU,
+    resume_step: int | None = None,
+    ending: str = "",
 ) -> list[dict[str, Any]]:
     """A recorder whose engines were read at least once before each act; returns metrics.jsonl."""
 
     async def run() -> None:
         async with (
-            RunRecorder(config, resume_step=None, shares_cores=shares_cores) as recorder,
+            RunRecorder(config, plan, resume_step=resume_step) as recorder,
             EngineSampler(busy, interval_s=0.0) as sampler,
         ):
             recorder.watch_engines(sampler)
             for act in acts:
                 await asyncio.sleep(0.001)
                 act(recorder)
-        print("\n".join(recorder.summarize("", resume_command="resume")))
+        print("\n".join(recorder.summarize(ending, resume_command="resume")))
 
     asyncio.run(run())
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -96,7 +106,8 @@ def test_parts_that_share_their_cores_get_no_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More of one part, or both at once, takes its time from the other."""
-    record_run(make_config(tmp_path, staleness=0), *[record_one] * 11, shares_cores=True)
+    plan = replace(ON_A_CPU, shares_cores=True)
+    record_run(make_config(tmp_path, staleness=0), *[record_one] * 11, plan=plan)
     out = capsys.readouterr().out
     assert "bottleneck" not in out
     assert "the trainer waits" not in out
@@ -133,6 +144,62 @@ def test_failed_rollouts_are_in_each_step_line_and_their_first_cause_is_said_onc
     out = capsys.readouterr().out
     assert out.count("  1 failed") == 3
     assert out.count("1 of 2 rollouts failed: env_error: tools need endpoint.tool_call_parser") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "most"),
+    [
+        ("cpu", "trainer/age_0/logprob_diff_max", 1e-3),  # float32
+        ("cuda", "trainer/age_0/logprob_diff_mean", 0.1),  # bfloat16, single tokens differ by 0.3
+    ],
+)
+def test_logprobs_of_trainer_and_generator_that_disagree_are_warned_of_once_and_at_the_end(
+    device: Literal["cpu", "cuda"],
+    name: str,
+    most: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def with_difference(value: float) -> Callable[[RunRecorder], None]:
+        measured = {name.removeprefix("trainer/"): value, "age_1/logprob_diff_max": 9.0}
+        record = replace(asynchronous_record(), trainer=measured)
+        return lambda recorder: recorder.record_step(record)
+
+    plan, config = replace(ON_A_CPU, device=device), make_config(tmp_path, staleness=2)
+    record_run(config, with_difference(most), record_one, plan=plan)
+    assert "warning" not in capsys.readouterr().out
+    record_run(config, *map(with_difference, (most, 2 * most, 3 * most)), plan=plan)
+    during, after = capsys.readouterr().out.split("done: ")
+    warning = f"warning: step 8: {name} is {2 * most:g}, above {most:g}: "
+    assert (during.count(warning), after.count(warning)) == (1, 1)
+
+
+def test_a_cache_kept_from_older_weights_explains_the_difference_of_logprobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=2)
+    config = replace(config, weight_sync=WeightSyncConfig(recompute_running_on_pull=False))
+    record = replace(asynchronous_record(), trainer={"age_0/logprob_diff_max": 1.0})
+    record_run(config, lambda recorder: recorder.record_step(record))
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_resumed_runs_last_line_counts_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=0)
+
+    def headline(ending: str, resume_step: int | None, *acts: Callable[[RunRecorder], None]) -> str:
+        record_run(config, *acts, resume_step=resume_step, ending=ending)
+        lines = capsys.readouterr().out.splitlines()
+        line = next(line for line in lines if line.startswith(ending or "done"))
+        return re.sub(r"\d+:\d\d", "TIME", line)
+
+    assert headline("", None, record_one) == "done: 8 steps in TIME"
+    assert headline("", 7, record_one) == "done: 1 step in TIME, up to step 8"
+    assert headline("failed", 7, record_one) == "failed after step 8 of 9; 1 step in TIME"
+    assert headline("failed", 7) == "failed after step 7 of 9; 0 steps in TIME"
+    assert headline("failed", None) == "failed before the end of step 1 of 9; 0 steps in TIME"
 
 
 def test_the_next_command_has_the_parsers_of_the_run(

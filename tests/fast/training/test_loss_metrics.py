@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from torchtitan_rl.training.losses import loss_metrics
 from torchtitan_rl.training.losses.metrics import AGE_BUCKETS
 
 
-def test_each_age_has_its_ratio_clipped_and_masked_share_kl_and_effective_share() -> None:
+def test_each_age_has_its_own_ratio_clipping_masking_kl_difference_and_effective_share() -> None:
     tokens = make_tokens(
         [1.0, 3.0, 1.5, 6.0, 0.4, 9.0],
         [1.0, -1.0, 1.0, 1.0, -1.0, 1.0],
@@ -27,6 +29,9 @@ def test_each_age_has_its_ratio_clipped_and_masked_share_kl_and_effective_share(
         "age_0/clip_share": 0.0,
         "age_0/masked_share": 0.0,
         "age_0/kl_k3": (3.0 - 1.0 - 1.0986123) / 2,
+        "age_0/logprob_diff_mean": math.log(3.0) / 2,  # of the token that did not change: 0
+        "age_0/logprob_diff_max": math.log(3.0),
+        "age_3plus/logprob_diff_max": math.log(6.0),
         "age_0/effective_share": 4.0**2 / (2 * 10.0),
         "age_1/clip_share": 1.0,
         "age_1/effective_share": 1.0,

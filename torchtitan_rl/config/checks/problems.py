@@ -22,6 +22,14 @@ class ProblemsError(Exception):
     """A task's dataset cannot be used; the message says why."""
 
 
+def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
+    """Those of the evaluation, and what is wrong with them or with the first training problems."""
+    try:
+        return evaluation_problems(config), training_errors(config)
+    except ProblemsError as error:
+        return (), [str(error), *training_errors(config)]
+
+
 def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple[Problem, ...]:
     """The same problems at each evaluation, and for each seed, so that runs compare.
 

@@ -63,13 +63,16 @@ def policy_metrics(
         "kl_k1": -difference_T.sum(),
         "kl_k3": kl_k3_T.sum(),
         "clamped_log_ratio": (distance_T > config.max_log_ratio).sum(),
-        _BY_AGE: _sums_by_age(tokens, ratios_T, low_T | high_T, masked_T, kl_k3_T),
+        _BY_AGE: _sums_by_age(tokens, ratios_T, low_T | high_T, masked_T, kl_k3_T, distance_T),
     }
-    largest_A = ratios_T.new_zeros(len(AGE_BUCKETS))
+    buckets_2T = _buckets(tokens).expand(2, -1)
+    largest_2A = ratios_T.new_zeros(2, len(AGE_BUCKETS)).scatter_reduce(
+        1, buckets_2T, torch.stack([ratios_T, distance_T]), reduce="amax"
+    )
     maxima = {
         "ratio_max": _max(ratios_T),
         "logprob_diff_max": _max(distance_T),
-        _BY_AGE: largest_A.scatter_reduce(0, _buckets(tokens), ratios_T, reduce="amax"),
+        _BY_AGE: largest_2A,
     }
     return sums, maxima
 
@@ -95,36 +98,37 @@ def _sums_by_age(
     clipped_T: torch.Tensor,
     masked_T: torch.Tensor,
     kl_T: torch.Tensor,
+    distance_T: torch.Tensor,
 ) -> torch.Tensor:
-    """[6, A], float64 since squares of ratios are large: number of trained tokens, and their sums
-    of ratio, squared ratio, clipped, masked and KL."""
+    """[7, A], float64 since squares of ratios are large: number of trained tokens, and their sums
+    of ratio, squared ratio, clipped, masked, KL and distance of logprobs."""
     ratios_T = ratios_T.double()
-    columns = [tokens.trained_T, ratios_T, ratios_T.square(), clipped_T, masked_T, kl_T]
-    columns_6T = torch.stack([column.double() for column in columns])
-    return columns_6T.new_zeros(6, len(AGE_BUCKETS)).index_add(1, _buckets(tokens), columns_6T)
+    columns = [tokens.trained_T, ratios_T, ratios_T.square(), clipped_T, masked_T, kl_T, distance_T]
+    columns_7T = torch.stack([column.double() for column in columns])
+    return columns_7T.new_zeros(7, len(AGE_BUCKETS)).index_add(1, _buckets(tokens), columns_7T)
 
 
 def _metrics_by_age(
-    totals_6A: Sequence[Sequence[float]], maxima_A: Sequence[float]
+    totals_7A: Sequence[Sequence[float]], maxima_2A: Sequence[Sequence[float]]
 ) -> dict[str, float]:
     """Metrics of the buckets that have tokens, and the effective share of all tokens."""
     metrics: dict[str, float] = {}
-    for bucket, column, ratio_max in zip(
-        AGE_BUCKETS, zip(*totals_6A, strict=True), maxima_A, strict=True
-    ):
-        num_tokens, ratio, square, clipped, masked, kl = column
+    columns = zip(AGE_BUCKETS, *totals_7A, *maxima_2A, strict=True)
+    for bucket, num_tokens, ratio, square, clipped, masked, kl, distance, *largest in columns:
         if num_tokens == 0:
             continue
         metrics |= {
             f"{bucket}/tokens": num_tokens,
             f"{bucket}/ratio_mean": ratio / num_tokens,
-            f"{bucket}/ratio_max": ratio_max,
+            f"{bucket}/ratio_max": largest[0],
             f"{bucket}/clip_share": clipped / num_tokens,
             f"{bucket}/masked_share": masked / num_tokens,
             f"{bucket}/kl_k3": kl / num_tokens,
+            f"{bucket}/logprob_diff_mean": distance / num_tokens,
+            f"{bucket}/logprob_diff_max": largest[1],
             f"{bucket}/effective_share": _effective_share(num_tokens, ratio, square),
         }
-    num_tokens, ratio, square = (sum(row) for row in totals_6A[:3])
+    num_tokens, ratio, square = (sum(row) for row in totals_7A[:3])
     return metrics | {"effective_share": _effective_share(num_tokens, ratio, square)}
 
 
