@@ -54,6 +54,8 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(EvalConfig, own, prog=_PROG)
     with dry_run.planning():
         prepared = prepare_evaluation(options, load_config(Path(options.config), others))
+    for line in prepared.run.notes:
+        print(line, file=sys.stderr)
     if dry_run.is_wanted:
         return dry_run.show(_describe(prepared), _document(prepared))
     with hold_run(prepared.folder):

@@ -24,6 +24,7 @@ from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
 from torchtitan_rl.config.checks.resume import CONTENTS, TASK, run_identity
 from torchtitan_rl.config.checks.rules import Bounds
+from torchtitan_rl.config.checks.timeouts import start_notes
 from torchtitan_rl.config.eval_models import EvalModel, find_models
 from torchtitan_rl.config.launch import has_hosts
 from torchtitan_rl.config.plan import plan_serving
@@ -160,7 +161,15 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
         devices=machine.cuda_devices,
         seed=config.seed,
     )
-    return PreparedRun(config=config, policy_dir=policy_dir, plan=plan, keys=keys)
+    notes = start_notes(
+        config.task,
+        step_timeout_s=config.rollout.step_timeout_s,
+        num_rollouts=num_rollouts,
+        num_cores=machine.num_cores,
+    )
+    return PreparedRun(
+        config=config, policy_dir=policy_dir, plan=plan, keys=keys, notes=tuple(notes)
+    )
 
 
 def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvaluation:

@@ -30,6 +30,7 @@ from torchtitan_rl.config.checks.resume import (
     step_errors,
 )
 from torchtitan_rl.config.checks.run import errors_on_hosts, find_errors
+from torchtitan_rl.config.checks.timeouts import start_notes
 from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, count, made_up_hosts
@@ -203,6 +204,12 @@ def prepare_run(
         raise ConfigError(errors)
     plan = _plan(config, policy_dir, policy, machine, ask_hosts)
     notes += host_notes(config, plan)
+    notes += start_notes(
+        config.task,
+        step_timeout_s=config.rollout.step_timeout_s,
+        num_rollouts=max_rollouts(config),
+        num_cores=machine.num_cores,
+    )
     if policy is None:
         notes.append(
             f"policy.checkpoint is {config.policy.checkpoint!r}: it is not on this machine, so "

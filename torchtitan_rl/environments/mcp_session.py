@@ -30,7 +30,7 @@ _SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
 _LAST_BYTES = 2000  # of what a server wrote to its standard error
 _SESSION_ENDED = "Session terminated"  # which has no code of its own
-_STARTS_PER_CORE = 2  # more at once would only take each other's time
+STARTS_PER_CORE = 2  # more at once would only take each other's time
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -244,7 +244,7 @@ class McpSession:
 def _turn_to_start() -> asyncio.Semaphore:
     cores = len(os.sched_getaffinity(0))
     loop = asyncio.get_running_loop()
-    return _turns.setdefault(loop, asyncio.Semaphore(_STARTS_PER_CORE * cores))
+    return _turns.setdefault(loop, asyncio.Semaphore(STARTS_PER_CORE * cores))
 
 
 async def _all_tools(client: Any) -> list[Any]:

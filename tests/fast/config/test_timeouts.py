@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.checks.timeouts import timeout_errors
+from torchtitan_rl.config.checks.timeouts import start_notes, timeout_errors
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
 from torchtitan_rl.environments.mcp_session import McpServer
@@ -77,6 +77,30 @@ def test_an_agents_session_outlives_its_longest_pause(tmp_path: Path) -> None:
     (error,) = timeout_errors(config)
     assert error.startswith("endpoint.session_timeout_s is 600.0: give more than")
     assert timeout_errors(replace(config, task=Task())) == []
+
+
+def test_servers_of_all_rollouts_that_may_not_start_within_a_step_are_warned_of() -> None:
+    def notes(*servers: McpServer, num_rollouts: int = 9) -> list[str]:
+        named = {f"s{number}": server for number, server in enumerate(servers)}
+        return start_notes(
+            MixtureTask(tasks={"one": McpTask(train=("a",), servers=named)}),
+            step_timeout_s=60.0,
+            num_rollouts=num_rollouts,
+            num_cores=2,
+        )
+
+    one = McpServer(command=("true",), start_timeout_s=20.0)
+    assert notes(one, num_rollouts=8) == []  # 4 at a time, so two rounds of at most 20 s
+    assert notes(one, num_rollouts=12) == []
+    assert notes(one, num_rollouts=13) == [
+        "warning: task.tasks.one.servers: 13 rollouts at once start 13 servers, 4 at a time: where "
+        "a start takes more than 15 s, the last ones are not there within rollout.step_timeout_s "
+        "(60 s) and their rollouts fail; raise that, share servers without state (shared), or "
+        "give start_timeout_s below 15"
+    ]
+    assert len(notes(one, one)) == 1  # 18 servers
+    others = replace(one, shared=True), McpServer(url="http://a", start_timeout_s=20.0)
+    assert notes(one, *others) == []
 
 
 def test_a_tool_has_less_time_than_the_step_that_calls_it() -> None:

@@ -5,12 +5,13 @@ A limit that detects a stuck part must be longer than the part may take when it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.environments.mcp_session import McpServer
-from torchtitan_rl.environments.mcp_task import parts_of
+from torchtitan_rl.environments.mcp_session import STARTS_PER_CORE, McpServer
+from torchtitan_rl.environments.mcp_task import McpTask, parts_of
 from torchtitan_rl.environments.open_env_task import OpenEnvTask
 from torchtitan_rl.rollout.task import Task
 
@@ -51,6 +52,29 @@ def timeout_errors(config: RunConfig) -> list[str]:
         for limit in _limits_within_a_step(part):
             errors.append(_less_than(f"{name}.{limit}", getattr(part, limit), step_limit))
     return [error for error in errors if error]
+
+
+def start_notes(
+    task: Task, *, step_timeout_s: float, num_rollouts: int, num_cores: int
+) -> list[str]:
+    """Where MCP servers of so many rollouts, which begin at once, may not start within a step."""
+    at_once = STARTS_PER_CORE * num_cores
+    notes = []
+    for name, part in parts_of(task):
+        servers = part.servers.values() if isinstance(part, McpTask) else ()
+        starts = [one.start_timeout_s for one in servers if one.command and not one.shared]
+        number = num_rollouts * len(starts)
+        rounds = math.ceil(number / at_once)
+        if rounds * max(starts, default=0.0) > step_timeout_s:
+            most = f"{step_timeout_s / rounds:.2g}"
+            notes.append(
+                f"warning: {name}.servers: {num_rollouts} rollouts at once start {number} servers, "
+                f"{at_once} at a time: where a start takes more than {most} s, the last ones are "
+                f"not there within rollout.step_timeout_s ({step_timeout_s:g} s) and their "
+                "rollouts fail; raise that, share servers without state (shared), or give "
+                f"start_timeout_s below {most}"
+            )
+    return notes
 
 
 def _limits_within_a_step(part: Task | McpServer) -> tuple[str, ...]:
