@@ -55,6 +55,8 @@ def main(words: Sequence[str]) -> int:
     config = load_config(config_file, others)
     try:
         asyncio.run(_show(config, preview))
+    except ConfigError:
+        raise
     except TorchtitanRLError as error:
         raise ConfigError(str(error)) from error
     return 0

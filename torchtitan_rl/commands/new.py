@@ -59,16 +59,18 @@ class {title}Task(rl.Task):
 '''
 
 _CONFIG = """\
+import torchtitan_rl as rl
 from {name}_task import {title}Task
-from torchtitan_rl import GeneratorConfig, PolicyConfig, RolloutConfig, RunConfig, SamplingConfig
 
-sampling = SamplingConfig(max_tokens_per_turn=8)
-config = RunConfig(
+sampling = rl.SamplingConfig(max_tokens_per_turn=8)
+optimizer = rl.OptimizerConfig(learning_rate=1e-3)  # 1e-6, the default, is for large models
+config = rl.RunConfig(
     name="{name}",
-    policy=PolicyConfig(checkpoint="package:reasoning_gym"),  # or a model of your own
+    policy=rl.PolicyConfig(checkpoint="package:reasoning_gym"),  # or a model of your own
     task={title}Task(),
-    rollout=RolloutConfig(max_turns=1, max_total_tokens=64, sampling=sampling),
-    generator=GeneratorConfig(replicas=1, max_model_len=64),
+    rollout=rl.RolloutConfig(max_turns=1, max_total_tokens=64, sampling=sampling),
+    generator=rl.GeneratorConfig(replicas=1, max_model_len=64),
+    trainer=rl.TrainerConfig(optimizer=optimizer),
 )
 """
 

@@ -149,7 +149,7 @@ def test_versions_that_do_not_fit_go_to_the_runs_folder_and_the_user_is_told() -
     assert room.error == ""
     assert room.note == (
         "weights: /dev/shm has room for 2 of 3 versions of the weights, 100 MiB each; the others "
-        "go to /runs/one, which is slower"
+        "go to /runs/one"
     )
 
 

@@ -272,7 +272,7 @@ def weight_room(
         others = " and ".join(str(place) for place in free if place != root)
         return WeightRoom(
             note=f"weights: {root} has room for {fitting[root]} of {what}; the others go to "
-            f"{others}, which is slower"
+            f"{others}"
         )
     return WeightRoom()
 
