@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -35,30 +35,29 @@ class DryRun:
         rest = [word for word in words if word not in _OPTIONS]
         return cls(is_wanted=is_wanted, as_json=as_json), rest
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> AbstractContextManager[Any]:
         """What a configuration or its task prints inside must not get into the JSON."""
-        with redirect_stdout(sys.stderr) if self.as_json else nullcontext():
-            yield
+        return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def show(self, lines: str, document: Mapping[str, Any]) -> int:
         """Print the one or the other; returns the exit code."""
-        print(json.dumps(as_json(document), indent=2) if self.as_json else lines)
+        print(json.dumps(plain(document), indent=2) if self.as_json else lines)
         return 0
 
 
-def as_json(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """In the types of JSON: a dataclass as an object, what JSON has no word for as text.
 
-    >>> as_json({"path": Path("a"), "sizes": (1, math.inf), "score": len})
+    >>> from pathlib import PurePath
+    >>> plain({"path": PurePath("a"), "sizes": (1, math.inf), "score": len})
     {'path': 'a', 'sizes': [1, 'inf'], 'score': 'builtins:len'}
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [plain(one) for one in value]
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
