@@ -63,7 +63,7 @@ class PreparedRun:
     evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     num_weights: int | None = None  # of the policy, where it is on this machine
-    memory_bytes: dict[str, int] = field(default_factory=dict)  # of a run on this machine's CPU
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # by part, on CPUs
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
 
@@ -187,12 +187,10 @@ def prepare_run(
         problems, found = find_problems(config)
         errors += found
     notes = agent_notes(sound.task, sound.endpoint)
-    memory: dict[str, int] = {}
     if policy is not None and not has_hosts(sound.launch):
         room = find_weight_room(sound, policy, machine)
         errors += but_about(wrong, [room.error] if room.error else [])
         notes += [room.note] if room.note else []
-        memory = {} if machine.cuda_devices else memory_use(sound, policy)
     identity: dict[str, Any] = {}
     resume_point: ResumePoint | None = None
     if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
@@ -223,7 +221,7 @@ def prepare_run(
         evaluation_problems=problems,
         notes=tuple(notes),
         num_weights=None if policy is None else policy.num_weights,
-        memory_bytes=memory,
+        memory_bytes=memory_use(config, policy) if policy and plan.device == "cpu" else {},
         identity=identity,
         resume_point=resume_point,
     )

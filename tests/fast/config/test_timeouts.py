@@ -95,8 +95,8 @@ def test_servers_of_all_rollouts_that_may_not_start_within_a_step_are_warned_of(
     assert notes(one, num_rollouts=13) == [
         "warning: task.tasks.one.servers: 13 rollouts at once start 13 servers, 4 at a time: where "
         "a start takes more than 15 s, the last ones are not there within rollout.step_timeout_s "
-        "(60 s) and their rollouts fail; raise that, share servers without state (shared), or "
-        "give start_timeout_s below 15"
+        "(60 s) and their rollouts fail; raise that, share servers without state (shared), or, if "
+        "each start takes less, say so by start_timeout_s"
     ]
     assert len(notes(one, one)) == 1  # 18 servers
     others = replace(one, shared=True), McpServer(url="http://a", start_timeout_s=20.0)

@@ -66,13 +66,13 @@ def start_notes(
         number = num_rollouts * len(starts)
         rounds = math.ceil(number / at_once)
         if rounds * max(starts, default=0.0) > step_timeout_s:
-            most = f"{step_timeout_s / rounds:.2g}"
             notes.append(
                 f"warning: {name}.servers: {num_rollouts} rollouts at once start {number} servers, "
-                f"{at_once} at a time: where a start takes more than {most} s, the last ones are "
-                f"not there within rollout.step_timeout_s ({step_timeout_s:g} s) and their "
-                "rollouts fail; raise that, share servers without state (shared), or give "
-                f"start_timeout_s below {most}"
+                f"{at_once} at a time: where a start takes more than "
+                f"{step_timeout_s / rounds:.2g} s, the last ones are not there within "
+                f"rollout.step_timeout_s ({step_timeout_s:g} s) and their rollouts fail; raise "
+                "that, share servers without state (shared), or, if each start takes less, say so "
+                "by start_timeout_s"
             )
     return notes
 
