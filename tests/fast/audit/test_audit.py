@@ -21,6 +21,7 @@ from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.audit.audit_run import audit
 from torchtitan_rl.commands import cli
 from torchtitan_rl.config.checks.resume import run_identity
+from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import MetricsConfig
 from torchtitan_rl.config.run_folder import write_identity
 from torchtitan_rl.config.run_lock import hold_run
@@ -99,7 +100,9 @@ def live(
                 CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
             )
             assert found.passed_over == ()
-        recorder = Recorder(config, resume_step=found.step if found is not None else None)
+        processes = ProcessPlan(device="cpu", replicas=())
+        step = found.step if found is not None else None
+        recorder = Recorder(config, processes, resume_step=step)
         simulation = Simulation(plan, run_dir, recorder=recorder)
         task = asyncio.create_task(simulation.controller.run(resume_from=found))
 
