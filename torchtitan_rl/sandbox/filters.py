@@ -11,22 +11,23 @@ import errno
 import os
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_EQUAL, _MASKED_EQUAL = 4, 7
+_MASKED_EQUAL = 7
 _OPTIMIZE, _BINARY_TREE = 8, 2
 _NEW_NAMESPACES = 0x7E020080  # the flags of clone that make one
-_CLONE_THREAD = 0x00010000
+_CLONE_FILES, _CLONE_THREAD = 0x00000400, 0x00010000
+_ALL_BITS = (1 << 64) - 1
 _AF_UNIX = 1
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 _ALLOWED = """
-read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile
-copy_file_range open openat openat2 creat close close_range stat fstat lstat newfstatat statx statfs
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek
+copy_file_range creat close close_range stat fstat lstat newfstatat statx statfs
 fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd chdir fchdir
-mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat chmod
-fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat truncate
-ftruncate fallocate fsync fdatasync flock dup dup2 dup3 pipe pipe2 poll ppoll select pselect6
+mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat
+ftruncate fsync fdatasync flock dup dup2 dup3 pipe pipe2 poll ppoll select pselect6
 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2
 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4 umask fadvise64 readahead getxattr
-lgetxattr fgetxattr listxattr llistxattr flistxattr mmap munmap mremap mprotect madvise brk msync
+lgetxattr fgetxattr listxattr llistxattr flistxattr munmap mremap mprotect madvise brk msync
 mincore get_mempolicy rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend
 rt_sigtimedwait sigaltstack pause alarm getitimer setitimer timer_create timer_settime timer_gettime
 timer_delete timer_getoverrun clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time
@@ -35,20 +36,33 @@ getpgrp getsid setsid setpgid getrusage getrlimit setrlimit sysinfo uname getran
 getcpu sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
 sched_get_priority_min futex futex_waitv set_robust_list get_robust_list set_tid_address arch_prctl
 rseq membarrier execve wait4 waitid exit exit_group restart_syscall recvmsg recvfrom shutdown
-getsockopt setsockopt getsockname getpeername
+getsockopt getsockname getpeername
 """
-# What reaches other processes: only where a snippet sees none but its own.
-_PROCESSES = """
+# What reaches other processes and files: only where a snippet sees none but its own.
+_IN_NAMESPACES = """
 fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal prctl
-prlimit64 setpriority sched_setaffinity
+open openat openat2 truncate fallocate chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
+utime utimes utimensat futimesat
 """
-# Argument and its allowed values. Commands that have the kernel send signals are left out.
+# Landlock leaves rights and times of all files to their owner. These calls succeed, and change
+# nothing, so that programs that copy files go on.
+_WITHOUT_EFFECT = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat"
+_REFUSED = "socket ptrace setxattr lsetxattr fsetxattr"  # as they are without the right to it
+_REFUSED_ELSEWHERE = "kill fork vfork chown fchown lchown fchownat truncate"
+# Argument, mask, and the values allowed of what the mask leaves. Commands that have the kernel send
+# signals or enlarge its buffers are left out, as are calls for another process. Shared memory
+# without a file stays in use when hardly any of it is mapped, huge pages are counted nowhere.
 _ONLY = {
-    "fcntl": (1, (*range(8), 9, 36, 37, 38, *range(1030, 1035))),
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    "socketpair": (0, (_AF_UNIX,)),
-    "sendto": (4, (0,)),  # no address: only what is connected
+    "fcntl": (1, _ALL_BITS, (*range(8), 9, 36, 37, 38, 1030, 1032, 1034)),
+    "ioctl": (1, _ALL_BITS, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    "mmap": (3, _MAP_SHARED | _MAP_ANONYMOUS | _MAP_HUGETLB, (0, _MAP_SHARED, _MAP_ANONYMOUS)),
+    "prlimit64": (0, _ALL_BITS, (0,)),
+    "sendto": (4, _ALL_BITS, (0,)),  # no address: only what is connected
+    "socketpair": (0, _ALL_BITS, (_AF_UNIX,)),
 }
+# To empty a file it must be opened for writing, which Linux before 6.2 does not ask for.
+_EMPTYING = (os.O_TRUNC | os.O_ACCMODE, (*range(3), *(os.O_TRUNC | mode for mode in (1, 2))))
+_ONLY_ELSEWHERE = {"open": (1, *_EMPTYING), "openat": (2, *_EMPTYING)}
 
 
 class _Comparison(ctypes.Structure):
@@ -63,38 +77,48 @@ class _Comparison(ctypes.Structure):
 class SyscallFilter:
     """Made once, and loaded by each process that it is to bind.
 
-    ``processes``: whether to allow starting processes and sending them signals.
+    ``own_machine``: whether a snippet has namespaces, and sees no processes and files but its own.
 
     Raises:
         OSError: there is no libseccomp here.
     """
 
-    def __init__(self, *, processes: bool) -> None:
+    def __init__(self, *, own_machine: bool) -> None:
         self._library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
         self._library.seccomp_init.restype = ctypes.c_void_p
         context = self._library.seccomp_init(_ERRNO | errno.ENOSYS)
         self._context = ctypes.c_void_p(context)
         self._library.seccomp_attr_set(self._context, _OPTIMIZE, _BINARY_TREE)
-        for name in _ALLOWED.split() + (_PROCESSES.split() if processes else []):
-            self._rule(_ALLOW, name)
-        for name, (argument, values) in _ONLY.items():
+        self._own_machine = own_machine
+        self._rules(_ALLOW, _ALLOWED)
+        self._rules(_ERRNO | errno.EPERM, _REFUSED)
+        for name, (argument, mask, values) in (_ONLY | ({} if own_machine else _ONLY_ELSEWHERE)).items():
             for value in values:
-                self._rule(_ALLOW, name, _Comparison(argument, _EQUAL, value, 0))
-        # Threads are clones of a kind that no new process is.
-        kind = (_NEW_NAMESPACES, 0) if processes else (_CLONE_THREAD, _CLONE_THREAD)
-        self._rule(_ALLOW, "clone", _Comparison(0, _MASKED_EQUAL, *kind))
-        for name in ("socket", "ptrace") if processes else ("socket", "kill", "fork", "vfork"):
-            self._rule(_ERRNO | errno.EPERM, name)
-        self._processes = processes
+                self._rule(_ALLOW, name, _Comparison(argument, _MASKED_EQUAL, mask, value))
+        # Threads are clones of a kind that no new process is, and share descriptors.
+        thread = _CLONE_THREAD | _CLONE_FILES
+        kinds = [(_NEW_NAMESPACES | thread, thread)]
+        if own_machine:
+            self._rules(_ALLOW, _IN_NAMESPACES)
+            kinds.append((_NEW_NAMESPACES | _CLONE_THREAD, 0))
+        else:
+            self._rules(_ERRNO | 0, _WITHOUT_EFFECT)
+            self._rules(_ERRNO | errno.EPERM, _REFUSED_ELSEWHERE)
+        for mask, value in kinds:
+            self._rule(_ALLOW, "clone", _Comparison(0, _MASKED_EQUAL, mask, value))
 
     def load(self) -> None:
         """Bind this process and all that it starts, for good."""
-        if not self._processes:  # itself, which is all that these may be called for
-            for name, own in (("tgkill", os.getpid()), ("prlimit64", 0)):
-                self._rule(_ALLOW, name, _Comparison(0, _EQUAL, own, 0))
+        if not self._own_machine:  # itself is all that it may signal
+            own = _Comparison(0, _MASKED_EQUAL, _ALL_BITS, os.getpid())
+            self._rule(_ALLOW, "tgkill", own)
         failed = self._library.seccomp_load(self._context)
         if failed:
             raise OSError(-failed, f"seccomp: {os.strerror(-failed)}")
+
+    def _rules(self, action: int, names: str) -> None:
+        for name in names.split():
+            self._rule(action, name)
 
     def _rule(self, action: int, name: str, *comparisons: _Comparison) -> None:
         number = self._library.seccomp_syscall_resolve_name(name.encode())

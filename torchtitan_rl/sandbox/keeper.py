@@ -13,11 +13,13 @@ import json
 import os
 import resource
 import selectors
-import shutil
 import signal
 import socket
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,41 +32,56 @@ from torchtitan_rl.sandbox.snippet import run_snippet
 _CHECK_S = 0.05  # between two looks at time and memory
 _CHUNK_BYTES = 1 << 16
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MAPPING_BYTES = 256
+_REMOVED_FILES = 8
+_PIPE_BYTES = 16 * _PAGE_BYTES
+_BLOCK_BYTES = 512  # of `st_blocks`
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def keep(link: socket.socket, settings: dict[str, Any], system_calls: SyscallFilter) -> NoReturn:
     """Serve one snippet, and exit."""
-    started_s = time.monotonic()
-    folder = None
     try:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        started_s = time.monotonic()
+        answer = _serve(link, settings, system_calls)
+        if answer is not None:
+            answer["wall_s"] = time.monotonic() - started_s
+            link.setblocking(True)
+            link.sendall(json.dumps(answer).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _serve(
+    link: socket.socket, settings: dict[str, Any], system_calls: SyscallFilter
+) -> dict[str, Any] | None:
+    try:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the snippet may not look into this process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with link.makefile("rb") as lines:
             line = lines.readline()
         if not line.endswith(b"\n"):
-            os._exit(0)  # the caller has gone
+            return None  # the caller has gone
         request = json.loads(line)
-        limits = request["limits"]
-        if settings["isolation"] == "namespaces":
-            namespaces.enter_private(
-                limits["file_mb"] << 20, limits["files"], settings["temporary"]
-            )
-        else:
-            folder = tempfile.mkdtemp(prefix="snippet-")
-            os.chdir(folder)
-        answer = _Keeper(link, request, settings, system_calls).watch()
-        if answer is not None:
-            answer["wall_s"] = time.monotonic() - started_s
-            link.setblocking(True)
-            link.sendall(json.dumps(answer).encode() + b"\n")
+        with _own_folder(settings, request["limits"]) as folder:
+            return _Keeper(link, request, settings, folder, system_calls).watch()
     except Exception as error:
-        link.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+@contextlib.contextmanager
+def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[str | None]:
+    """Make the snippet's folder the current one; its path, where it is on the disk."""
+    if settings["isolation"] == "namespaces":
+        namespaces.enter_private(limits["file_mb"] << 20, limits["files"], settings["temporary"])
+        yield None
+        return
+    folder = tempfile.mkdtemp(prefix="snippet-")
+    try:
+        os.chdir(folder)
+        yield folder
     finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
+        _remove(folder)
 
 
 class _Keeper:
@@ -75,16 +92,21 @@ class _Keeper:
         link: socket.socket,
         request: dict[str, Any],
         settings: dict[str, Any],
+        folder: str | None,
         system_calls: SyscallFilter,
     ) -> None:
         self._link = link
+        self._socket_bytes = link.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._limits = request["limits"]
+        self._folder = folder
+        self._zygote = settings["zygote"]
         self._has_own_ids = settings["isolation"] == "namespaces"
         self._unwritten = request["stdin"].encode(errors="replace")
         self._kept = {"stdout": b"", "stderr": b""}
         self._is_truncated = False
-        self._deadline_s = time.monotonic() + self._limits["wall_s"]
-        self._next_check_s = 0.0
+        now_s = time.monotonic()
+        self._deadline_s = now_s + self._limits["wall_s"]
+        self._next_check_s = now_s + _CHECK_S
         self._status: int | None = None  # of the snippet, once it is reaped
         memory_bytes = self._limits["memory_mb"] << 20
         address_bytes, used_bytes = (
@@ -116,6 +138,7 @@ class _Keeper:
         selector = selectors.DefaultSelector()
         for descriptor, events, act in (
             (self._link.fileno(), selectors.EVENT_READ, lambda: "gone"),
+            (self._zygote, selectors.EVENT_READ, lambda: "gone"),
             (os.pidfd_open(self._snippet), selectors.EVENT_READ, lambda: "ended"),
             (self._stdin, selectors.EVENT_WRITE, partial(self._feed, selector)),
             (self._stdout, selectors.EVENT_READ, partial(self._read, selector, "stdout")),
@@ -124,11 +147,13 @@ class _Keeper:
             os.set_blocking(descriptor, False)
             selector.register(descriptor, events, act)
         reason = None
-        while reason is None:
-            for key, _ in selector.select(_CHECK_S):
-                reason = key.data() or reason
-            reason = reason or self._exceeded()
-        self._kill_all()
+        try:
+            while reason is None:
+                for key, _ in selector.select(_CHECK_S):
+                    reason = key.data() or reason
+                reason = reason or self._exceeded()
+        finally:
+            self._kill_all()
         if reason == "gone":
             return None
         for descriptor, name in ((self._stdout, "stdout"), (self._stderr, "stderr")):
@@ -171,17 +196,49 @@ class _Keeper:
         if now_s > self._deadline_s:
             return "timeout"
         self._reap(os.WNOHANG)
-        cpu_s, memory_bytes = _children_cpu_s(), 0
         own = str(os.getpid())
         names = os.listdir("/proc") if self._has_own_ids else [str(self._snippet)]
+        used = _Usage(self._limits["open_files"], self._socket_bytes)
         for name in names:
             if name.isdigit() and name != own:
-                more_s, more_bytes = _usage(name)
-                cpu_s += more_s
-                memory_bytes += more_bytes
-        if max(cpu_s, self._clock.read_s()) > self._limits["cpu_s"]:
+                used.add(Path("/proc", name))
+        if max(_children_cpu_s() + used.cpu_s, self._clock.read_s()) > self._limits["cpu_s"]:
             return "cpu"
-        return "memory" if memory_bytes > self._memory_bytes else None
+        if used.memory_bytes + sum(used.held.values()) > self._memory_bytes:
+            return "memory"
+        if self._folder is None:  # the kernel counts threads and files
+            return None
+        if used.threads > self._limits["processes"] or self._has_too_many_files(used.removed):
+            return "limit"
+        return None
+
+    def _has_too_many_files(self, removed: set[bytes]) -> bool:
+        """Whether there is more in the folder than allowed, or what cannot be counted.
+
+        ``removed``: those that the snippet has mapped, which may each be as long as a file can be.
+        """
+        most_bytes = self._limits["file_mb"] << 20
+        if removed:  # this process has mapped the same libraries, of which some may be, too
+            removed -= _removed_files(Path("/proc/self/maps").read_bytes().splitlines())
+        if len(removed) > _REMOVED_FILES:
+            return True
+        files = used_bytes = 0
+        folders = [self._folder]
+        for path in folders:
+            try:
+                for entry in os.scandir(path):
+                    status = entry.stat(follow_symlinks=False)
+                    files += 1
+                    used_bytes += status.st_blocks * _BLOCK_BYTES
+                    if files > self._limits["files"] or used_bytes > most_bytes:
+                        return True
+                    if stat.S_ISDIR(status.st_mode):
+                        folders.append(entry.path)
+            except FileNotFoundError:  # removed in the meantime
+                continue
+            except OSError:  # closed to its owner, or too deep
+                return True
+        return False
 
     def _reap(self, options: int) -> None:
         """Processes whose parents have died become children of this one."""
@@ -218,27 +275,80 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _usage(process: str) -> tuple[float, int]:
-    """CPU seconds, with those of dead children, and bytes."""
-    folder = Path("/proc", process)
-    try:
-        fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:  # it has ended
-        return 0.0, 0
-    cpu_s = sum(map(int, fields[11:15])) / _TICKS
-    if fields[0] != b"Z":
-        return cpu_s, _used_bytes(folder)
-    with contextlib.suppress(OSError):  # its first thread has ended; others may go on
-        return cpu_s, max(map(_used_bytes, (folder / "task").iterdir()), default=0)
-    return cpu_s, 0
+class _Usage:
+    """What processes use, added up.
+
+    ``held``: for each pipe, socket and removed file that is open, the bytes that the kernel may
+    hold. ``removed``: the files that are mapped after they were removed.
+    """
+
+    def __init__(self, open_files: int, socket_bytes: int) -> None:
+        self._socket_bytes, self._most_held_bytes = socket_bytes, open_files * socket_bytes
+        self.cpu_s, self.threads, self.memory_bytes = 0.0, 0, 0
+        self.held: dict[tuple[int, int], int] = {}
+        self.removed: set[bytes] = set()
+
+    def add(self, folder: Path) -> None:
+        """Add a process, by its folder in ``/proc``; nothing once it has ended."""
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            self.cpu_s += sum(map(int, fields[11:15])) / _TICKS  # with those of dead children
+            self.threads += int(fields[17])
+            if fields[0] != b"Z":
+                self.memory_bytes += self._memory_bytes(folder)
+            else:  # its first thread has ended; others may go on
+                self.memory_bytes += max(
+                    map(self._memory_bytes, (folder / "task").iterdir()), default=0
+                )
+
+    def _memory_bytes(self, folder: Path) -> int:
+        """Shared pages count in part, mappings with what the kernel needs for them."""
+        with contextlib.suppress(OSError):
+            try:
+                rollup = (folder / "smaps_rollup").read_bytes()
+                mappings = (folder / "maps").read_bytes().splitlines()
+                self._add_held(folder)
+            except PermissionError:  # it lets no one look into it: the most that it may use
+                pages = int((folder / "statm").read_bytes().split()[1])
+                return pages * _PAGE_BYTES + self._most_held_bytes
+            sizes = dict(line.split()[:2] for line in rollup.splitlines())
+            kilobytes = int(sizes.get(b"Pss:", 0)) + int(sizes.get(b"SwapPss:", 0))
+            self.removed |= _removed_files(mappings)
+            return (kilobytes << 10) + len(mappings) * _MAPPING_BYTES
+        return 0
+
+    def _add_held(self, folder: Path) -> None:
+        with os.scandir(folder / "fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    kind = stat.S_IFMT(status.st_mode)
+                    sizes = {stat.S_IFIFO: _PIPE_BYTES, stat.S_IFSOCK: self._socket_bytes}
+                    if not status.st_nlink:
+                        sizes[stat.S_IFREG] = status.st_blocks * _BLOCK_BYTES
+                    self.held[status.st_dev, status.st_ino] = sizes.get(kind, 0)
 
 
-def _used_bytes(folder: Path) -> int:
-    """Shared pages count in part, or in full where the process lets no one look into it."""
+def _removed_files(mappings: list[bytes]) -> set[bytes]:
+    """Device and inode of each that is mapped, by the lines of ``/proc/PID/maps``."""
+    return {b" ".join(line.split()[3:5]) for line in mappings if line.endswith(b"(deleted)")}
+
+
+def _remove(folder: str) -> None:
+    """Remove it with all that is in it: also folders without rights, and trees of any depth."""
     with contextlib.suppress(OSError):
-        memory = (folder / "smaps_rollup").read_bytes()
-        kilobytes = memory.partition(b"\nPss:")[2].split(maxsplit=1)
-        return int(kilobytes[0]) << 10 if kilobytes else 0
-    with contextlib.suppress(OSError):  # also of one that has ended
-        return int((folder / "statm").read_bytes().split()[1]) * _PAGE_BYTES
-    return 0
+        os.rmdir(folder)  # nearly always
+        return
+    flat = tempfile.mkdtemp(prefix="snippet-")
+    folders = [folder]
+    for path in folders:
+        os.chmod(path, 0o700)
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)  # its `..` is about to change
+                folders.append(f"{flat}/{len(folders)}")
+                os.rename(entry.path, folders[-1])
+            else:
+                os.unlink(entry.path)
+    for path in (*folders, flat):
+        os.rmdir(path)

@@ -19,7 +19,7 @@ USER_ID = 1000  # of snippets, as they see it
 _NOBODY = 65534  # as which they run where the sandbox's owner is root
 _UNDER_TMP = "/shown"  # what was in /tmp before a snippet got its own
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")  # a mapping of zero is shared memory
 _NAMES = {
     "etc/passwd": f"user:x:{USER_ID}:{USER_ID}::/tmp:/bin/sh\n",
     "etc/group": f"user:x:{USER_ID}:\n",

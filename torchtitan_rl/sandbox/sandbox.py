@@ -16,11 +16,14 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -43,8 +46,15 @@ _HELP = (
     "{error}. Isolation by namespaces needs Linux 5.12, libseccomp and user namespaces (in a "
     "container: --security-opt seccomp=unconfined --security-opt systempaths=unconfined; on "
     "Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0). isolation 'landlock' does "
-    "without them (Linux 5.13); 'limits' only limits what code uses up, and closes no files to it"
+    "without them (Linux 5.13); 'limits' only limits what code uses up, and leaves all files and "
+    "processes of your user open to it"
 )
+
+_OPEN = (
+    "sandbox isolation 'limits': programs can read and change all files of this user, and through "
+    "/proc the memory of its processes"
+)
+logger = logging.getLogger(__name__)
 
 
 class SandboxError(TorchtitanRLError):
@@ -63,7 +73,8 @@ class SandboxStatus(StrEnum):
     TIMEOUT = "timeout"
     CPU = "cpu"  # more CPU seconds than allowed
     MEMORY = "memory"  # more than allowed, all processes together; one alone gets a MemoryError
-    KILLED = "killed"  # by a signal: a crash, or the machine is out of memory
+    LIMIT = "limit"  # more threads or files than allowed, where that is no error of the call
+    KILLED = "killed"  # by a signal: a crash, or, with its keeper, the machine is out of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +87,13 @@ class SandboxLimits:
     """Seconds of CPU time, of all its processes."""
     memory_mb: int = 512
     """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
-    of each."""
+    of each. Pipes and sockets count with what they may hold."""
     processes: int = 32
-    """Processes and threads at once. Without namespaces: one process, any number of threads."""
+    """Processes and threads at once. Without namespaces: threads of one process."""
     file_mb: int = 32
-    """Megabytes of files, all together; they are in memory. Without namespaces: of each."""
+    """Megabytes of files, all together. With namespaces they are in memory."""
     files: int = 256
-    """Files and folders. Without namespaces: no limit."""
+    """Files and folders."""
     open_files: int = 64
     """Descriptors that a process may have open."""
     output_bytes: int = 16384
@@ -112,9 +123,9 @@ class SandboxConfig:
 
     isolation: Isolation = "namespaces"
     """``namespaces``: a snippet reaches nothing of the machine. Where that is not allowed,
-    ``landlock``: no files but its own, no network and no other processes, but some limits are for
-    each file, and what it writes is on the disk. ``limits``: no network and no other processes, but
-    all files of your user."""
+    ``landlock``: no files but its own, no network and no other processes, but it sees which files
+    there are, and its own are on the disk. ``limits``: no network, but all files and, through
+    ``/proc``, all processes of your user."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     """What a snippet may use."""
     readable: tuple[str, ...] = ()
@@ -172,6 +183,9 @@ class Sandbox:
     ) -> SandboxResult:
         """Run ``code`` as a program; ``print_last`` shows the value of its last line as well.
 
+        Where the process that watches over the snippet dies, and only that, the snippet may have
+        caused it: that is the result ``killed``, not an error.
+
         Raises:
             ConfigError: this machine does not allow the isolation.
             SandboxError: something outside of the sandbox killed it.
@@ -184,6 +198,7 @@ class Sandbox:
         }
         async with self._slots:
             zygote = await self._started()
+            started_s = time.monotonic()
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
@@ -192,6 +207,12 @@ class Sandbox:
                 answer = await uninterrupted(
                     _exchange(ours, request), on_cancel=lambda: _hang_up(ours)
                 )
+        if answer is None:
+            if not zygote.is_alive():
+                raise SandboxError("the sandbox was killed from outside, or closed")
+            wall_s = time.monotonic() - started_s
+            answer = {"status": "killed", "exit_code": -signal.SIGKILL, "wall_s": wall_s}
+            answer |= {"stdout": "", "stderr": "", "is_truncated": False, "cpu_s": 0.0}
         return SandboxResult(**{**answer, "status": SandboxStatus(answer["status"])})
 
     async def close(self) -> None:
@@ -204,6 +225,8 @@ class Sandbox:
         async with self._starting:
             if self._zygote is None or not self._zygote.is_alive():
                 await self.close()
+                if self.config.isolation == "limits":
+                    logger.warning(_OPEN)
                 self._zygote = await asyncio.to_thread(_Zygote, self.config)
             return self._zygote
 
@@ -297,8 +320,15 @@ def _environment() -> dict[str, str]:
     }
 
 
-async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request and read the answer, which comes when everything is dead."""
+async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Send a request and read the answer, which comes when everything is dead.
+
+    Returns:
+        None where the keeper has died.
+
+    Raises:
+        SandboxError: the keeper cannot serve the snippet, or is stopped.
+    """
     loop = asyncio.get_running_loop()
     received = b""
     try:
@@ -306,10 +336,12 @@ async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, A
             await loop.sock_sendall(link, json.dumps(request).encode() + b"\n")
             while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
                 received += chunk
-    except (OSError, TimeoutError) as error:
-        raise SandboxError(f"the sandbox does not answer: {error!r}") from error
+    except TimeoutError as error:
+        raise SandboxError("the sandbox does not answer") from error
+    except OSError:
+        return None
     if not received.endswith(b"\n"):
-        raise SandboxError("the sandbox was killed from outside, for example for lack of memory")
+        return None
     answer: dict[str, Any] = json.loads(received)
     if "error" in answer:
         raise SandboxError(answer["error"])

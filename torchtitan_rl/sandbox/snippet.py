@@ -22,6 +22,7 @@ from torchtitan_rl.sandbox.filters import SyscallFilter
 
 NAME = "snippet.py"
 _FAILURE = 3  # descriptor
+_SIGNALS = 1024  # that wait, and timers
 _CPU_GRACE_S = 1  # the keeper, which counts all processes together, is to be first
 
 
@@ -76,6 +77,7 @@ def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any
     _limit(resource.RLIMIT_CPU, ceil(limits["cpu_s"]) + _CPU_GRACE_S)
     _limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
     _limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    _limit(resource.RLIMIT_SIGPENDING, _SIGNALS)
     _limit(resource.RLIMIT_CORE, 0)
     kernel.drop_capabilities()
 

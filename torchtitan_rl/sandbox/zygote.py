@@ -30,13 +30,14 @@ def main() -> None:
     has_own_ids = settings["isolation"] == "namespaces"
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        system_calls = SyscallFilter(processes=has_own_ids)
+        system_calls = SyscallFilter(own_machine=has_own_ids)
         if has_own_ids:
             namespaces.enter()
             _continue_in_child(control)
             settings["temporary"] = namespaces.make_root(settings["readable"])
         elif settings["isolation"] == "landlock":
             kernel.landlock_version()  # raises where there is none
+        settings["zygote"] = os.pidfd_open(os.getpid())
         for name in settings["preload"]:
             import_module(name)
         own_ids = os.open("/proc/self/ns/pid", os.O_RDONLY) if has_own_ids else None
