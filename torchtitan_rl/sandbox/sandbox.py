@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -307,10 +308,12 @@ class _Zygote:
 
 
 def _environment() -> dict[str, str]:
-    """Of snippets: nothing of this process's own."""
+    """Of snippets, which get a folder of their own for temporary files: nothing of this process's
+    own."""
     one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "TMPDIR": tempfile.gettempdir(),
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",
         "PYTHONHASHSEED": "0",  # the same code, the same answer

@@ -297,3 +297,42 @@ def test_a_snippet_that_takes_more_and_more_is_stopped_or_refused(what, isolatio
     stopped = (SandboxStatus.MEMORY, SandboxStatus.LIMIT)
     refused = (SandboxStatus.ERROR, SandboxStatus.KILLED)  # by a SIGBUS where a file has no room
     assert attack(isolation, user, HOARDS[what], limits=limits).status in (*stopped, *refused)
+
+
+LITTER = {
+    "closed folders": """
+        os.umask(0)
+        for mode in (0o000, 0o300, 0o500):
+            os.makedirs(f"{mode}/inner")
+            os.mkdir(f"{mode}/inner/closed", mode)
+            if mode == 0o300:
+                open("192/inner/closed/file", "w").write("x")
+            for path in (f"{mode}/inner", f"{mode}"):
+                os.chmod(path, mode)
+        os.close(os.open("unreadable", os.O_CREAT | os.O_WRONLY, 0))
+    """,
+    "a deep tree": """
+        for _ in range(3000):
+            os.mkdir("folder")
+            os.chdir("folder")
+        open("file", "w").write("x")
+    """,
+    "odd names": """
+        for name in (b"-rf", b"\\n", b"\\xff" * 255, b" ", "\\N{SNOWMAN}".encode()):
+            os.mkdir(name)
+            open(os.path.join(name, name), "w").write("x")
+        os.symlink(os.path.dirname(SHOWN), "link")
+        os.symlink(os.path.dirname(HIDDEN), "-rf/link")
+        os.symlink("/", "root")
+    """,
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("isolation", KINDS)
+@pytest.mark.parametrize("what", LITTER)
+def test_nothing_that_a_snippet_wrote_stays_on_the_disk(what, isolation, user, attack):
+    limits = SandboxLimits(files=10**5, wall_s=60, cpu_s=60)
+    result = attack(isolation, user, LITTER[what], limits=limits)
+    assert result.stderr == ""
+    assert result.status.value in ("ok", "limit")  # what cannot be counted

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fast.sandbox.conftest import is_alive, wait_until
 from torchtitan_rl.sandbox import kernel
-from torchtitan_rl.sandbox.sandbox import SandboxLimits, SandboxStatus
+from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxLimits, SandboxStatus
 
 # Each prints "refused" where it must not succeed.
 REFUSED = {
@@ -302,26 +302,26 @@ def test_what_a_snippet_writes_is_text_and_never_a_result(run):
     assert result.stderr.endswith(forged + "\n")
 
 
-def test_everything_dies_with_this_process_even_by_sigkill(run):
-    program = """
+@pytest.mark.parametrize(("isolation", "processes"), [("namespaces", 5), ("landlock", 3)])
+def test_everything_dies_with_this_process_even_by_sigkill(isolation, processes, tmp_path):
+    if errors := SandboxConfig(isolation=isolation).errors("sandbox"):
+        pytest.skip(errors[0])
+    program = f"""
         import asyncio
         from torchtitan_rl import Sandbox, SandboxConfig, SandboxLimits
+        code = "import os, time; open('f', 'w')\\nif {processes} > 3: os.fork()\\ntime.sleep(1000)"
         async def main():
-            async with Sandbox(SandboxConfig(limits=SandboxLimits(wall_s=1000))) as sandbox:
-                code = "import os, time; print(os.fork()); time.sleep(1000)"
-                waiting = asyncio.create_task(sandbox.run(code))
-                await asyncio.sleep(0.1)
-                print("running", flush=True)
-                await waiting
+            limits = SandboxLimits(wall_s=1000)
+            async with Sandbox(SandboxConfig(isolation={isolation!r}, limits=limits)) as sandbox:
+                await sandbox.run(code)
         asyncio.run(main())
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE
+        [sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "TMPDIR": str(tmp_path)}
     )
-    process.stdout.readline()
     owner = psutil.Process(process.pid)
-    assert wait_until(lambda: len(owner.children(recursive=True)) == 5)
+    assert wait_until(lambda: len(owner.children(recursive=True)) == processes)
     below = owner.children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert wait_until(lambda: not any(is_alive(one) for one in below))
+    process.wait()
+    assert wait_until(lambda: not any(map(is_alive, below)) and not any(tmp_path.iterdir()))

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fast.sandbox.conftest import is_alive, wait_until
 from tests.support.async_tests import cancel, on_event_loop
 from torchtitan_rl.sandbox.sandbox import (
     Sandbox,
@@ -191,6 +192,25 @@ async def test_a_killed_zygote_fails_its_snippets_and_is_replaced():
         root.children()[0].kill()
         with pytest.raises(SandboxError, match="killed from outside"):
             await waiting
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock", "limits"])
+@on_event_loop
+async def test_a_snippet_whose_keeper_dies_was_killed_and_is_no_failure_of_the_sandbox(isolation):
+    config = SandboxConfig(isolation=isolation)
+    if errors := config.errors("sandbox"):
+        pytest.skip(errors[0])
+    depth = 2 if isolation == "namespaces" else 1  # from the zygote to keepers
+    async with Sandbox(config) as sandbox:
+        waiting = asyncio.create_task(sandbox.run("import time; time.sleep(1000)"))
+        root = psutil.Process(sandbox._zygote._process.pid)
+        while len(below := root.children(recursive=True)) <= depth:
+            await asyncio.sleep(0.01)
+        below[depth - 1].kill()
+        result = await waiting
+        assert (result.status, result.exit_code) == (SandboxStatus.KILLED, -9)
+        assert wait_until(lambda: not is_alive(below[depth]))
         assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
