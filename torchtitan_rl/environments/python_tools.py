@@ -78,9 +78,8 @@ def shown(result: SandboxResult, limits: SandboxLimits) -> str:
         SandboxStatus.TIMEOUT: f"stopped after {limits.wall_s:g} s",
         SandboxStatus.CPU: f"stopped after {limits.cpu_s:g} s of CPU time",
         SandboxStatus.MEMORY: f"stopped at {limits.memory_mb} MB of memory",
-        SandboxStatus.LIMIT: (
-            f"stopped at {limits.processes} threads, {limits.files} files or {limits.file_mb} MB of them"
-        ),
+        SandboxStatus.LIMIT: f"stopped at {limits.processes} threads or {limits.file_mb} MB in "
+        f"{limits.files} files",
         SandboxStatus.KILLED: f"killed by signal {-result.exit_code}",
     }
     notes = [f"error: {stopped[result.status]}"] if result.status in stopped else []

@@ -47,7 +47,9 @@ utime utimes utimensat futimesat
 # Landlock leaves rights and times of all files to their owner. These calls succeed, and change
 # nothing, so that programs that copy files go on.
 _WITHOUT_EFFECT = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat"
-_REFUSED = "socket ptrace setxattr lsetxattr fsetxattr"  # as they are without the right to it
+_REFUSED = "socket ptrace"  # as they are without the right to it
+# As on file systems without them, which programs that copy files know.
+_UNSUPPORTED = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 _REFUSED_ELSEWHERE = "kill fork vfork chown fchown lchown fchownat truncate"
 # Argument, mask, and the values allowed of what the mask leaves. Commands that have the kernel send
 # signals or enlarge its buffers are left out, as are calls for another process. Shared memory
@@ -92,7 +94,9 @@ class SyscallFilter:
         self._own_machine = own_machine
         self._rules(_ALLOW, _ALLOWED)
         self._rules(_ERRNO | errno.EPERM, _REFUSED)
-        for name, (argument, mask, values) in (_ONLY | ({} if own_machine else _ONLY_ELSEWHERE)).items():
+        self._rules(_ERRNO | errno.ENOTSUP, _UNSUPPORTED)
+        only = _ONLY if own_machine else _ONLY | _ONLY_ELSEWHERE
+        for name, (argument, mask, values) in only.items():
             for value in values:
                 self._rule(_ALLOW, name, _Comparison(argument, _MASKED_EQUAL, mask, value))
         # Threads are clones of a kind that no new process is, and share descriptors.

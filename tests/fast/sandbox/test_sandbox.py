@@ -116,6 +116,132 @@ def test_a_snippet_runs_as_a_program(what, run):
     assert 0 < result.cpu_s < result.wall_s + 1
 
 
+# What programs usually do with files, threads and libraries; each prints what Python itself does.
+EVERYDAY = {
+    "copies": """
+        import os, shutil
+        os.makedirs("a/b")
+        open("a/b/f", "w").write("x")
+        shutil.copytree("a", "c")
+        shutil.copy("a/b/f", "g")
+        shutil.copy2("a/b/f", "h")
+        shutil.move("c", "d")
+        shutil.rmtree("a")
+        print(open("d/b/f").read() + open("g").read() + open("h").read())
+    """,
+    "archives": """
+        import io, tarfile, zipfile
+        open("f", "w").write("x")
+        with tarfile.open("t", "w:gz") as tar: tar.add("f", "in/f")
+        with tarfile.open("t") as tar: tar.extractall()
+        with zipfile.ZipFile("z", "w") as z: z.write("in/f", "out/f")
+        with zipfile.ZipFile("z") as z: z.extractall()
+        print(open("out/f").read())
+    """,
+    "temporary files": """
+        import os, pathlib, tempfile
+        with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("w+") as file:
+            pathlib.Path(folder, "f").touch()
+            pathlib.Path(folder, "f").touch()
+            os.chmod(folder, 0o700)
+            file.write("x")
+            file.truncate(0)
+        with tempfile.TemporaryFile() as file:
+            print(file.write(b"x"), os.path.exists(folder))
+    """,
+    "a database": """
+        import sqlite3
+        for name in ("f.db", ":memory:"):
+            with sqlite3.connect(name) as db:
+                db.execute("pragma journal_mode = wal")
+                db.execute("create table t (x)")
+                db.executemany("insert into t values (?)", [(i,) for i in range(100)])
+            print(db.execute("select sum(x) from t").fetchone())
+    """,
+    "event loops": """
+        import asyncio
+        async def main():
+            await asyncio.sleep(0)
+            return await asyncio.to_thread(sum, [1, 2])
+        print({asyncio.run(main()) for _ in range(200)})
+    """,
+    "threads": """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(8) as pool: print(sum(pool.map(abs, range(100))))
+    """,
+    "mapped files": """
+        import mmap, numpy
+        numpy.save("a.npy", numpy.arange(1000))
+        print(numpy.load("a.npy", mmap_mode="r+").sum())
+        with open("a.npy", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped: print(mapped[1:6])
+    """,
+    "algebra": """
+        import sympy
+        x = sympy.Symbol("x")
+        print(sympy.integrate(sympy.sin(x), x), sympy.solve(x**2 - 4))
+    """,
+}
+WITH_PROCESSES = {
+    "pools": """
+        import multiprocessing
+        with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+    """,
+    "processes that share memory": """
+        import multiprocessing
+        def work(numbers, ends): numbers[0] += 1; ends.send(sum(numbers))
+        numbers = multiprocessing.Array("i", 1000)
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.Process(target=work, args=(numbers, theirs))
+        process.start(); process.join()
+        print(ours.recv(), numbers[0])
+    """,
+    "blocks of shared memory": """
+        from multiprocessing import shared_memory
+        block = shared_memory.SharedMemory(create=True, size=1000)
+        block.buf[:1] = b"x"
+        print(bytes(block.buf[:1])); block.close(); block.unlink()
+    """,
+    "processes of an event loop": """
+        import asyncio
+        async def main():
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+            return await process.communicate(b"x")
+        print(asyncio.run(main()))
+    """,
+    "programs": """
+        import os, subprocess
+        open("f", "w").write("#!/bin/sh\\ncp -p f g; ls -l g | cut -c1-10; sort -k1 f | tail -n 1")
+        os.chmod("f", 0o700)
+        print(subprocess.check_output("./f | head -n 1; timeout 9 echo x", shell=True))
+    """,
+}
+
+
+def test_programs_do_the_same_as_without_a_sandbox(run, plain_results):
+    for what, code in (EVERYDAY | WITH_PROCESSES).items():
+        result = run(textwrap.dedent(code))
+        assert (result.stdout, result.stderr) == plain_results[what]
+
+
+def test_programs_of_one_process_also_do_without_namespaces(run_without_namespaces, plain_results):
+    for what, code in EVERYDAY.items():
+        result = run_without_namespaces(textwrap.dedent(code))
+        assert (result.stdout, result.stderr) == plain_results[what]
+
+
+@pytest.fixture(scope="session")
+def plain_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What the programs write without a sandbox."""
+    results = {}
+    for what, code in (EVERYDAY | WITH_PROCESSES).items():
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        folder = tmp_path_factory.mktemp("plain")
+        plain = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        results[what] = (plain.stdout, plain.stderr)
+    return results
+
+
 def test_a_traceback_has_only_the_lines_of_the_snippet(run):
     stderr = run("def f():\n    raise ValueError('no')\nf()").stderr
     assert stderr.splitlines() == [
