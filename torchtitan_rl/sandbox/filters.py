@@ -40,7 +40,7 @@ getsockopt getsockname getpeername
 """
 # What reaches other processes and files: only where a snippet sees none but its own.
 _IN_NAMESPACES = """
-fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal prctl
+fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal
 open openat openat2 truncate fallocate chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
 utime utimes utimensat futimesat
 """
@@ -64,6 +64,8 @@ _ONLY = {
 }
 # To empty a file it must be opened for writing, which Linux before 6.2 does not ask for.
 _EMPTYING = (os.O_TRUNC | os.O_ACCMODE, (*range(3), *(os.O_TRUNC | mode for mode in (1, 2))))
+# Names, signals at a parent's death, and rights that are gone; but no huge pages.
+_ONLY_IN_NAMESPACES = {"prctl": (0, _ALL_BITS, (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39))}
 _ONLY_ELSEWHERE = {"open": (1, *_EMPTYING), "openat": (2, *_EMPTYING)}
 
 
@@ -95,7 +97,7 @@ class SyscallFilter:
         self._rules(_ALLOW, _ALLOWED)
         self._rules(_ERRNO | errno.EPERM, _REFUSED)
         self._rules(_ERRNO | errno.ENOTSUP, _UNSUPPORTED)
-        only = _ONLY if own_machine else _ONLY | _ONLY_ELSEWHERE
+        only = _ONLY | (_ONLY_IN_NAMESPACES if own_machine else _ONLY_ELSEWHERE)
         for name, (argument, mask, values) in only.items():
             for value in values:
                 self._rule(_ALLOW, name, _Comparison(argument, _MASKED_EQUAL, mask, value))

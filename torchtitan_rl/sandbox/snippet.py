@@ -64,6 +64,8 @@ def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files in /proc/self are another's
+    with contextlib.suppress(OSError):  # where the kernel has none
+        kernel.prctl(kernel.PR_SET_THP_DISABLE, 1)  # a huge page is in use while 4 KB of it are
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # the first to go where the machine runs out of memory
     if settings["isolation"] == "namespaces":

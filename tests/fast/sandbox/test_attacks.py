@@ -142,7 +142,7 @@ HOARDS = {
         fd = os.open("/dev/zero", os.O_RDWR)
         while True: hold(8 << 20, 1, fd)
     """,
-    "huge pages": """
+    "reserved huge pages": """
         mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
         while True: time.sleep(1)
     """,
@@ -268,8 +268,7 @@ SIGNALS = """
     for number in signal.valid_signals(): os.kill(PID, number)
     for number in signal.valid_signals(): call("tgkill", PID, PID, number)
     for number in signal.valid_signals(): call("rt_sigqueueinfo", PID, number, bytes(128))
-    fd = call("pidfd_open", PID, 0)
-    for number in signal.valid_signals(): call("pidfd_send_signal", fd, number, None, 0)
+    for one in signal.valid_signals(): signal.pidfd_send_signal(os.pidfd_open(PID), one)
 """
 
 

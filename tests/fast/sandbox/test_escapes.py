@@ -45,6 +45,7 @@ REFUSED = {
     "a user's keys": "check(libc.syscall(248, b'user', b'k', b'v', 1, -3))",
     "memory without a file": "os.memfd_create('m')",
     "shared memory without a file": "check(libc.shmget(0, 4096, 0o1600))",
+    "huge pages, which stay in use when hardly any is mapped": "check(libc.prctl(41, 0, 0, 0, 0))",
     "a queue of messages": "check(libc.msgget(0, 0o1600))",
     "a named queue of messages": "check(libc.mq_open(b'/q', 0o102, 0o600, None))",
     "semaphores": "check(libc.semget(0, 1, 0o1600))",
@@ -109,6 +110,11 @@ def test_the_filter_of_system_calls_also_binds_programs_that_a_snippet_starts(ru
         "subprocess.run([sys.executable, '-I', '-c', 'import socket; socket.socket()'])"
     )
     assert "PermissionError" in run(code).stderr
+
+
+def test_a_snippet_has_no_huge_pages_nor_have_programs_that_it_starts(run):
+    code = "import os; os.system('grep THP_enabled /proc/self/status')"
+    assert run(code).stdout == "THP_enabled:\t0\n"
 
 
 def test_a_snippet_sees_no_process_but_its_own_and_no_device(run):
