@@ -1,7 +1,7 @@
 """A policy learns to use a Python interpreter: the embedded one, on two CPU cores, in minutes.
 
 Programs run in a sandbox, which needs Linux with user namespaces (``--task.sandbox.isolation
-limits`` does without). Two vLLM replicas generate, one torchtitan process trains, synchronously.
+landlock`` does without). Two vLLM replicas generate, one torchtitan process trains, synchronously.
 """
 
 from __future__ import annotations

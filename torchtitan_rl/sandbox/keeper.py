@@ -32,6 +32,7 @@ _CHECK_S = 0.05  # between two looks at time and memory
 _CHUNK_BYTES = 1 << 16
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAPPING_BYTES = 256
+_LOCK_BYTES = 192
 _REMOVED_FILES = 8
 _PIPE_BYTES = 16 * _PAGE_BYTES
 _BLOCK_BYTES = 512  # of `st_blocks`
@@ -301,22 +302,24 @@ class _Usage:
                 )
 
     def _memory_bytes(self, folder: Path) -> int:
-        """Shared pages count in part, mappings with what the kernel needs for them."""
+        """Shared pages count in part, mappings and locks with what the kernel needs for them."""
         with contextlib.suppress(OSError):
             try:
                 rollup = (folder / "smaps_rollup").read_bytes()
                 mappings = (folder / "maps").read_bytes().splitlines()
-                self._add_held(folder)
+                num_locks = self._look_at_descriptors(folder)
             except PermissionError:  # it lets no one look into it: the most that it may use
                 pages = int((folder / "statm").read_bytes().split()[1])
                 return pages * _PAGE_BYTES + self._most_held_bytes
             sizes = dict(line.split()[:2] for line in rollup.splitlines())
             kilobytes = int(sizes.get(b"Pss:", 0)) + int(sizes.get(b"SwapPss:", 0))
             self.removed |= _removed_files(mappings)
-            return (kilobytes << 10) + len(mappings) * _MAPPING_BYTES
+            return (kilobytes << 10) + len(mappings) * _MAPPING_BYTES + num_locks * _LOCK_BYTES
         return 0
 
-    def _add_held(self, folder: Path) -> None:
+    def _look_at_descriptors(self, folder: Path) -> int:
+        """Note what is held for them; how many locks of files there are."""
+        num_locks = 0
         with os.scandir(folder / "fd") as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
@@ -326,6 +329,10 @@ class _Usage:
                     if not status.st_nlink:
                         sizes[stat.S_IFREG] = status.st_blocks * _BLOCK_BYTES
                     self.held[status.st_dev, status.st_ino] = sizes.get(kind, 0)
+                    if stat.S_ISREG(kind):
+                        about = (folder / "fdinfo" / entry.name).read_bytes()
+                        num_locks += about.count(b"\nlock:")
+        return num_locks
 
 
 def _removed_files(mappings: list[bytes]) -> set[bytes]:
