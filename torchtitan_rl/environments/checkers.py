@@ -1,28 +1,35 @@
-"""Calls of functions that may hang, crash or eat the memory: in processes that are killed then.
+"""Calls of functions that compute with what a policy wrote: each in the sandbox, in a process of
+its own.
 
-For checkers of answers, which compute with what a policy wrote. A process serves one call after
-another and is replaced when it was killed. Its time limit is kept twice: here, and by a timer of
-the kernel in the process itself, so that none outlives a controller that was killed. Not a sandbox.
+Scorers evaluate answers as Python, hang, crash or eat the memory. The process of a call is forked
+from one that has imported the function's module and has never seen a policy's text. What it
+returns is JSON, and may be forged: whoever uses it checks it (`checked_score`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import queue
-import select
-import subprocess
-import sys
-import time
-from typing import IO, Any, cast
+import reprlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.rollout.calls import in_thread
+from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxStatus, shared_sandbox
 
-IMPORT_TIMEOUT_S = 300.0  # of the function's module, which a busy machine loads slowly
-_MAX_PROCESSES = 4
 _MAX_TIMEOUT_S = 86400.0
+_MAX_RESULT_BYTES = 1 << 16
+_CALL = """
+import json, os, sys
+answers = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what functions print is no answer
+try:
+    answer = json.dumps({"result": prepared(*json.load(sys.stdin))})
+except Exception as error:
+    answer = json.dumps({"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]})
+os.write(answers, answer.encode())
+os._exit(0)
+"""
 
 
 class CheckTimeoutError(TorchtitanRLError):
@@ -30,20 +37,69 @@ class CheckTimeoutError(TorchtitanRLError):
 
 
 class CheckFailedError(TorchtitanRLError):
-    """What a function raised, in one line."""
+    """What a function raised, in one line; or what it returned is no result."""
 
 
-async def run_checker(function: str, *args: Any, timeout_s: float) -> Any:
-    """The result of ``function`` ("package.module:name") in a process of its own.
+async def run_checker(
+    function: str,
+    *args: Any,
+    timeout_s: float,
+    made: Sequence[Any] | None = None,
+    sandbox: SandboxConfig | None = None,
+) -> Any:
+    """The result of ``function`` ("package.module:name") in the sandbox.
 
     Arguments and result are JSON. At most ``timeout_s`` of the function itself: waiting for a free
-    process, its start and the import of the module do not count.
+    process and the import of the module do not count. With ``made``, ``function`` is first called
+    with those arguments outside of the sandbox, unlimited, and ``args`` are for what it returns;
+    no part of ``made`` may be a policy's.
 
     Raises:
-        CheckTimeoutError: it took too long, or killed its process.
-        CheckFailedError: it raised an error, or there is no such function.
+        CheckTimeoutError: it took too long, too much memory, or killed its process.
+        CheckFailedError: it raised an error, or returned no JSON.
+        ConfigError: the module cannot be imported, or this machine does not allow the isolation.
+        SandboxError: there is no such function, or ``function`` with ``made`` raised an error.
     """
-    return await in_thread(_pool.call, function, args, timeout_s)
+    config = checker_sandbox(function, sandbox)
+    limits = replace(
+        config.limits, wall_s=timeout_s, cpu_s=timeout_s, output_bytes=_MAX_RESULT_BYTES
+    )
+    result = await shared_sandbox(config).run(
+        _CALL, stdin=json.dumps(args), limits=limits, prepared=(function, made)
+    )
+    if result.status not in (SandboxStatus.OK, SandboxStatus.ERROR):
+        raise CheckTimeoutError(f"{function}: {result.status} within {timeout_s} s")
+    try:
+        answer = json.loads(result.stdout)
+    except (ValueError, RecursionError):
+        answer = None
+    match answer:
+        case {"result": value}:
+            return value
+        case {"error": str(error)}:
+            raise CheckFailedError(f"{function}: {error:.1000}")
+    words = result.stderr.strip().rpartition("\n")[2]
+    raise CheckFailedError(
+        f"{function}: its process ended ({result.exit_code}) without a result of at most "
+        f"{_MAX_RESULT_BYTES} bytes; its last words: {words:.200}"
+    )
+
+
+def checker_sandbox(function: str, sandbox: SandboxConfig | None) -> SandboxConfig:
+    """The sandbox that calls of ``function`` run in."""
+    sandbox = sandbox or SandboxConfig()
+    return replace(sandbox, preload=(*sandbox.preload, function.partition(":")[0]))
+
+
+def checked_score(score: object) -> float:
+    """A result of `run_checker` as a reward.
+
+    Raises:
+        CheckFailedError: it is no number from 0 to 1.
+    """
+    if not isinstance(score, int | float) or not 0 <= score <= 1:
+        raise CheckFailedError(f"{reprlib.repr(score)} is no score from 0 to 1")
+    return float(score)
 
 
 def timeout_errors(timeout_s: float) -> list[str]:
@@ -51,80 +107,3 @@ def timeout_errors(timeout_s: float) -> list[str]:
     if 0 < timeout_s <= _MAX_TIMEOUT_S:
         return []
     return [f"task.check_timeout_s={timeout_s}: must be above 0, and at most {_MAX_TIMEOUT_S:g}"]
-
-
-class _Pool:
-    """Idle processes; threads that call wait for one."""
-
-    def __init__(self, size: int) -> None:
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # the last used is warm
-        for _ in range(size):
-            self._idle.put(None)
-
-    def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        process = self._idle.get()
-        try:
-            if process is None or not process.is_alive():
-                process = _Process()
-            return process.call(function, args, timeout_s)
-        finally:
-            self._idle.put(process)
-
-
-class _Process:
-    """A running `checker_process`; used by one thread at a time."""
-
-    def __init__(self) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_rl.environments.checker_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is the controller's
-        )
-        self._unread = b""
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        request = {"function": function, "args": args, "timeout_s": timeout_s}
-        line = json.dumps(request).encode() + b"\n"
-        try:
-            cast("IO[bytes]", self._process.stdin).write(line)
-            cast("IO[bytes]", self._process.stdin).flush()
-            loaded = self._read(IMPORT_TIMEOUT_S)
-            if "error" not in loaded:
-                loaded = self._read(timeout_s)
-        except (OSError, TimeoutError, ValueError) as error:
-            self._kill()
-            raise CheckTimeoutError(f"{function}: no answer within {timeout_s} s") from error
-        if "error" in loaded:
-            raise CheckFailedError(f"{function}: {loaded['error']}")
-        return loaded["result"]
-
-    def _read(self, timeout_s: float) -> dict[str, Any]:
-        """The next line; ValueError where the process has ended before."""
-        output = cast("IO[bytes]", self._process.stdout).fileno()
-        deadline_s = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([output], [], [], left_s)[0]:
-                raise TimeoutError
-            chunk = os.read(output, 1 << 16)
-            if not chunk:
-                raise ValueError("the process has ended")
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _kill(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.kill()
-        self._process.wait()
-
-
-_pool = _Pool(min(_MAX_PROCESSES, os.cpu_count() or 1))

@@ -14,12 +14,18 @@ from torchtitan_rl.data.resting import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import DataError, Row, open_sources
 from torchtitan_rl.data.splits import in_split
-from torchtitan_rl.environments.checkers import run_checker, timeout_errors
+from torchtitan_rl.environments.checkers import (
+    checked_score,
+    checker_sandbox,
+    run_checker,
+    timeout_errors,
+)
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
     MATH_SCORE,
     Comparison,
     extract,
+    last_match,
     pattern_errors,
     score_text,
 )
@@ -28,6 +34,7 @@ from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
 from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.sandbox.sandbox import SandboxConfig
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -76,9 +83,11 @@ class DataTask(Task):
     ``right_answer_pattern``. A completion without a match scores 0."""
     compare: Comparison = "exact"
     """How answers are compared: ``exact`` as texts, ``number`` by their last number, ``math`` with
-    `math-verify`, in a process with a time limit."""
+    `math-verify`, in ``sandbox``."""
     check_timeout_s: float = 5.0
     """Seconds for one comparison by ``math``; an answer that takes longer scores 0."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where ``math`` compares answers."""
     where: tuple[str, ...] = ()
     """Conditions that rows must meet, such as ``level <= 3``, ``subject == "algebra"`` or
     ``answer != null``. A value of another type than the column's is an error."""
@@ -95,14 +104,15 @@ class DataTask(Task):
 
     async def score(self, answer: str, problem: Problem) -> float:
         """The reward of a completion; ``answer`` is its text without the reasoning."""
-        found = extract(self.answer_pattern, answer)
+        found = await extract(self.answer_pattern, answer)
         right: str = problem.data["answer"]
         if found is None:
             return 0.0
         if self.compare == "math":
-            return float(
-                await run_checker(MATH_SCORE, right, found, timeout_s=self.check_timeout_s)
+            score = await run_checker(
+                MATH_SCORE, right, found, timeout_s=self.check_timeout_s, sandbox=self.sandbox
             )
+            return checked_score(score)
         return score_text(self.compare, right, found)
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
@@ -151,6 +161,8 @@ class DataTask(Task):
                 f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "
                 f"({self.rest.easy_at})"
             )
+        if self.compare == "math":
+            found += checker_sandbox(MATH_SCORE, self.sandbox).errors("task.sandbox")
         return found + timeout_errors(self.check_timeout_s)
 
     def _text_errors(self) -> list[str]:
@@ -179,7 +191,7 @@ class DataTask(Task):
             if not in_split(split, text, self.validation_share):
                 return None
         solution = fill(self.answer, row, f"{place}, task.answer")
-        right = extract(self.right_answer_pattern, solution)
+        right = last_match(self.right_answer_pattern, solution)
         if right is None:
             raise DataError(f"{place}: no match of task.right_answer_pattern in task.answer")
         kept = {name: _jsonable(column(name, row, f"{place}, task.keep")) for name in self.keep}

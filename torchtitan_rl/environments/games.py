@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from torchtitan_rl.data.columns import fill
 from torchtitan_rl.data.rows import Row
+from torchtitan_rl.environments.checkers import CheckTimeoutError
 from torchtitan_rl.environments.question import as_messages
 from torchtitan_rl.environments.scoring import extract
 from torchtitan_rl.rollout.env import Terminal
@@ -109,11 +110,11 @@ class GameEnv:
 
     async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
         try:
-            action = extract(self.texts.answer_pattern, message.get("content") or "")
+            action = await extract(self.texts.answer_pattern, message.get("content") or "")
             if action is None:
                 raise InvalidActionError("The answer has no action in the form that was asked for.")
             move = await self.game.step(action)
-        except InvalidActionError as error:
+        except (InvalidActionError, CheckTimeoutError) as error:
             self._num_invalid += 1
             text = self._text("invalid_reply", error=str(error))
             return MessageObservation(messages=_user(text), turn_reward=self.rewards.invalid)

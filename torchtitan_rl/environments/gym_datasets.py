@@ -1,7 +1,9 @@
-"""The reasoning-gym library: datasets by name, levels of their curricula, and scores.
+"""The reasoning-gym library: datasets by name, and levels of their curricula.
 
-A dataset is described by JSON (`MadeFrom`), so that the process that scores an answer makes the
-same problems as the one that gave them. Only this module and `gym_score` know the library.
+A dataset is described by JSON (`MadeFrom`). Some tasks go by the order of sets, and so by the
+interpreter's hash seed: problems are made in processes with one that is fixed, this module's
+(`call_gym`) and the one that answers are scored in. Only this module and `gym_score` know the
+library.
 
     python -m torchtitan_rl.environments.gym_datasets     # lists all tasks with their options
 """
@@ -10,13 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
+import os
+import random
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import IO, Any, TypedDict, cast
+
+import numpy
 
 from torchtitan_rl.data.rows import DataError, Row, require
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 
-GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_score"
+GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_scorer"
 
 
 class MadeFrom(TypedDict):
@@ -37,22 +48,114 @@ class GymRows:
         self.name = name
         self.blocks: Sequence[int] = (made["size"],)
         self.size = json.dumps(made, sort_keys=True)
-        self._dataset = gym_dataset(made)
-        self._task = made["name"]
+        self._made = made
 
     def number(self, block: int, index: int) -> int:
         return index
 
     def place(self, number: int) -> str:
-        return f"{self._task}, problem {number}"
+        return f"{self._made['name']}, problem {number}"
 
     def read(self, block: int, index: int) -> Row:
         try:
-            entry = self._dataset[index]
+            row: Row = call_gym("gym_row", self._made, index)
+        except GymError as error:
+            raise DataError(f"{self.place(index)} cannot be made ({error})") from error
+        return row
+
+
+class GymError(TorchtitanRLError):
+    """What the library raised, in one line."""
+
+
+def call_gym(function: str, *args: Any) -> Any:
+    """The result of a function below, of JSON, in the process with the fixed hash seed.
+
+    Raises:
+        GymError: it raised an error, or the process ended.
+        ConfigError: reasoning-gym is not installed.
+    """
+    return _process().call(function, args)
+
+
+@functools.cache
+def _process() -> _Process:
+    return _Process()
+
+
+class _Process:
+    """Runs `_serve`; it is started again where it has ended, and ends with its stdin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def call(self, function: str, args: Sequence[Any]) -> Any:
+        line = json.dumps([function, args])
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            try:
+                cast("IO[str]", self._process.stdin).write(f"{line}\n")
+                answer = json.loads(cast("IO[str]", self._process.stdout).readline())
+            except (OSError, ValueError) as error:
+                raise GymError("the process that makes problems has ended") from error
+        if "error" in answer:
+            raise (ConfigError if answer["is_config"] else GymError)(answer["error"])
+        return answer["result"]
+
+    def _start(self) -> subprocess.Popen[str]:
+        path = os.pathsep.join(path for path in sys.path if path)
+        return subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _serve; _serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            encoding="utf-8",
+            errors="surrogatepass",
+            bufsize=1,
+            start_new_session=True,  # Ctrl-C is the controller's
+        )
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="surrogatepass")
+    os.dup2(2, 1)  # some tasks print
+    for line in sys.stdin:
+        function, args = json.loads(line)
+        try:
+            answer = {"result": globals()[function](*args)}
         except Exception as error:  # of a hundred generators
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{self.place(index)} cannot be made ({cause})") from error
-        return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
+            is_config = isinstance(error, ConfigError)
+            name = "" if is_config else f"{type(error).__name__}: "
+            answer = {"error": name + " ".join(str(error).split()), "is_config": is_config}
+        answers.write(json.dumps(answer) + "\n")
+
+
+def question_digest(question: str) -> str:
+    return hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()
+
+
+def gym_row(made: MadeFrom, index: int) -> Row:
+    """A problem as a row."""
+    entry = gym_entry(made, index)
+    return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
+
+
+def gym_entry(made: MadeFrom, index: int) -> Any:
+    """A problem as the library has it; the same one whatever was made before."""
+    dataset = gym_dataset(made)
+    random.seed(index)  # some programs of codeio draw from these
+    numpy.random.seed(index)
+    return dataset[index]
+
+
+def check_dataset(made: MadeFrom) -> None:
+    """
+    Raises:
+        Exception: the library cannot make it.
+    """
+    gym_dataset(made)
 
 
 def gym_dataset(made: MadeFrom) -> Any:

@@ -1,25 +1,74 @@
-"""Scores of reasoning-gym. Imports the library with the module, so that the time limit of
-`checkers.run_checker` is that of the score alone."""
+"""Scores of reasoning-gym: for `checkers.run_checker`, which imports this module, and with it the
+library, before a score's time begins.
+
+Some of the library's scorers evaluate the answer as Python. Nothing of the machine is in its reach,
+but its own score would be: so these read literals, and formulas, in place of any Python.
+"""
 
 from __future__ import annotations
 
-import reasoning_gym.factory  # noqa: F401 - `gym_dataset` needs it
+import ast
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
 
-from torchtitan_rl.environments.gym_datasets import MadeFrom, gym_dataset
+import sympy
+from reasoning_gym.algorithmic import binary_matrix, spiral_matrix, string_insertion
+from reasoning_gym.games import countdown, n_queens, puzzle24
+from sympy.parsing.sympy_parser import parse_expr
+
+from torchtitan_rl.environments.gym_datasets import (
+    MadeFrom,
+    gym_dataset,
+    gym_entry,
+    question_digest,
+)
+
+_FORMULA = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
+    *(ast.Constant, ast.Name, ast.Call, ast.expr_context),
+)
+_FUNCTIONS = {"abs", *sympy.functions.__all__}
 
 
-def gym_score(made: MadeFrom, index: int, question: str, answer: str) -> float | None:
-    """Run in a process of its own. None for an answer that ``score_answer`` raises an error for, as
-    some do if they cannot read it.
+def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float]:
+    """What scores answers to a problem; made where no answer gets.
 
     Raises:
-        ValueError: this process makes another problem than the one that was asked.
+        ValueError: this process makes another problem than the one with that `question_digest`.
     """
-    dataset = gym_dataset(made)
-    entry = dataset[index]
-    if entry["question"] != question:
+    dataset, entry = gym_dataset(made), _entry(json.dumps(made), index)
+    if question_digest(entry["question"]) != digest:
         raise ValueError(f"{made['name']} makes problem {index} differently in each process")
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except Exception:
-        return None
+    return lambda answer: float(dataset.score_answer(answer, entry))
+
+
+@functools.lru_cache(maxsize=256)  # those of the groups that run; some take a second to make
+def _entry(made: str, index: int) -> Any:
+    return gym_entry(json.loads(made), index)
+
+
+def _parse_formula(text: str, **options: Any) -> Any:
+    """`parse_expr`, of numbers, names and mathematical functions alone.
+
+    Raises:
+        ValueError, SyntaxError: it is something else.
+    """
+    for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+        is_known = isinstance(node, _FORMULA)
+        if isinstance(node, ast.Constant):
+            is_known = isinstance(node.value, int | float)
+        elif isinstance(node, ast.Call):
+            is_known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        elif isinstance(node, ast.Name):
+            is_known = not node.id.startswith("_")
+        if not is_known:
+            raise ValueError(f"{type(node).__name__} in a formula")
+    return parse_expr(text, **options)
+
+
+for _module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
+    vars(_module)["eval"] = ast.literal_eval
+for _module in (countdown, puzzle24, sympy):  # the tasks of algebra call `sympy.parse_expr`
+    vars(_module)["parse_expr"] = _parse_formula

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.sandbox.sandbox import SandboxConfig
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -27,12 +26,10 @@ class PythonTask(DataTask):
 
         PythonTask(train=("data/train.jsonl",), compare="number")
 
-    A completion without a call is the answer. Needs a model whose chat format has tools (Qwen3 and
+    A completion without a call is the answer. The programs run in ``sandbox``. Needs a model whose chat format has tools (Qwen3 and
     others), and room in ``rollout.max_turns`` for the calls.
     """
 
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """Where the programs run."""
     shows_tools: bool = True
     """Whether the chat format puts the tool's schema into the prompt. Off where ``system``
     describes it in fewer tokens, or the policy knows it."""

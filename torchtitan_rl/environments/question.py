@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from torchtitan_rl.environments.checkers import CheckTimeoutError
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
@@ -16,15 +15,11 @@ ScoreFunction = Callable[[str], Awaitable[float]]
 """The reward of an answer; the text is without the policy's reasoning."""
 
 
-class UnscoredAnswerError(TorchtitanRLError):
-    """What scores answers failed on this one."""
-
-
 class QuestionEnv:
     """A `MessageEnv` of one turn.
 
     A score that is not found in time is 0, and counted by the metric ``check_timeouts``; so is that
-    of an `UnscoredAnswerError`, by ``check_errors``. ``metrics`` are reported with each rollout.
+    of a `CheckFailedError`, by ``check_errors``. ``metrics`` are reported with each rollout.
     """
 
     replays = True  # it depends only on the problem and the completion
@@ -49,7 +44,7 @@ class QuestionEnv:
             reward = await self._score(message.get("content") or "")
         except CheckTimeoutError:
             failed = "check_timeouts"
-        except UnscoredAnswerError:
+        except CheckFailedError:
             failed = "check_errors"
         counts = {name: float(name == failed) for name in ("check_timeouts", "check_errors")}
         return Terminal(reward=reward, metrics={**self._metrics, **counts})

@@ -1,7 +1,7 @@
 """The procedural tasks of reasoning-gym (PyPI) as a `Task`: any of them by name, or a mixture.
 
-A problem is made from its index, in this process; the answer is scored by the task's own
-``score_answer``, which may compute for long, in a process with a time limit.
+A problem is made from its index, in a process with a fixed hash seed; the answer is scored by the
+task's own ``score_answer``, which may evaluate it and compute for long, in the sandbox.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from torchtitan_rl.data.mixture import MixtureDataset
 from torchtitan_rl.data.row_dataset import RowDataset
 from torchtitan_rl.data.rows import Row
 from torchtitan_rl.data.splits import in_split
-from torchtitan_rl.environments.checkers import run_checker, timeout_errors
+from torchtitan_rl.environments.checkers import (
+    checked_score,
+    checker_sandbox,
+    run_checker,
+    timeout_errors,
+)
 from torchtitan_rl.environments.gym_datasets import (
     GYM_SCORE,
+    GymError,
     GymRows,
     MadeFrom,
-    gym_dataset,
-    gym_names,
-    max_level,
+    call_gym,
+    question_digest,
 )
-from torchtitan_rl.environments.question import QuestionEnv, UnscoredAnswerError, as_messages
+from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import extract, pattern_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
 from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.sandbox.sandbox import SandboxConfig
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -78,6 +84,8 @@ class ReasoningGymTask(Task):
     one. Empty: the whole completion. A completion without a match scores 0."""
     check_timeout_s: float = 10.0
     """Seconds for scoring one answer; one that takes longer scores 0."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where answers are scored."""
     renderer: RendererKind = "auto"
     """How messages become tokens; ``auto`` goes by the model."""
     thinking: Thinking = "off"
@@ -99,21 +107,29 @@ class ReasoningGymTask(Task):
         """The task's own score of a completion.
 
         Raises:
-            UnscoredAnswerError: the task's scorer raised an error.
+            CheckFailedError: the task's scorer raised an error.
+            CheckTimeoutError: it took too long.
         """
-        found = extract(self.answer_pattern, answer)
+        found = await extract(self.answer_pattern, answer)
         if found is None:
             return 0.0
         data = problem.data
-        args = (self._made(data["name"], data["level"]), data["index"], data["question"], found)
-        score = await run_checker(GYM_SCORE, *args, timeout_s=self.check_timeout_s)
-        if score is None:
-            raise UnscoredAnswerError(f"{data['name']}: its scorer failed on {found[:80]!r}")
-        return float(score)
+        score = await run_checker(
+            GYM_SCORE,
+            found,
+            timeout_s=self.check_timeout_s,
+            made=(
+                self._made(data["name"], data["level"]),
+                data["index"],
+                question_digest(data["question"]),
+            ),
+            sandbox=self.sandbox,
+        )
+        return checked_score(score)
 
     def errors(self) -> list[str]:
         try:
-            names = gym_names()
+            names = call_gym("gym_names")
         except ConfigError as error:
             return [f"task: {error}"]
         found = [] if self.tasks else ["task.tasks is empty: give a name with a weight"]
@@ -125,7 +141,8 @@ class ReasoningGymTask(Task):
         found += pattern_errors("answer_pattern", self.answer_pattern)
         if wrong := self._number_errors():
             return found + wrong  # the datasets below are made with these numbers
-        return found + [error for name in self.tasks for error in self._name_errors(name, names)]
+        found += [error for name in self.tasks for error in self._name_errors(name, names)]
+        return found + checker_sandbox(GYM_SCORE, self.sandbox).errors("task.sandbox")
 
     def _number_errors(self) -> list[str]:
         found = []
@@ -155,12 +172,11 @@ class ReasoningGymTask(Task):
     def _option_errors(self, name: str) -> list[str]:
         levels: list[int | None] = [None]
         if self.curriculum.enabled:
-            levels = list(range(min(max_level(name), self.curriculum.max_level) + 1))
+            levels = list(range(self._highest(name) + 1))
         for level in levels:
             try:
-                gym_dataset(self._made(name, level))
-            except Exception as error:  # assertions, unknown options, of a hundred classes
-                cause = " ".join(f"{type(error).__name__}: {error}".split())
+                call_gym("check_dataset", self._made(name, level))
+            except (GymError, TypeError) as cause:  # of the library; options that are no JSON
                 if level is None:
                     return [f"task.options.{name} is {self.options.get(name, {})}: {cause}"]
                 return [
@@ -173,7 +189,7 @@ class ReasoningGymTask(Task):
         if not self.curriculum.enabled:
             return self._level(name, split, seed, None)
         make = partial(self._level, name, split, seed)
-        highest = min(max_level(name), self.curriculum.max_level)
+        highest = self._highest(name)
         if split == "train":
             return LevelDataset(make, self.curriculum, max_level=highest)
         levels = {level_name(level): make(level) for level in range(highest + 1)}
@@ -194,6 +210,9 @@ class ReasoningGymTask(Task):
             shuffle=split == "train",
             chosen_by="task.num_problems and task.validation_share",
         )
+
+    def _highest(self, name: str) -> int:
+        return min(call_gym("max_level", name), self.curriculum.max_level)
 
     def _made(self, name: str, level: int | None) -> MadeFrom:
         return {

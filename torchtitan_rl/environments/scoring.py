@@ -1,4 +1,4 @@
-"""How right an answer is: exactly, as a number, or as mathematics. Pure.
+"""How right an answer is: exactly, as a number, or as mathematics.
 
 `extract` takes the answer out of what the policy wrote; `score_text` compares it at once, and
 `MATH_SCORE`, which may compute for long, is run by `checkers.run_checker`.
@@ -10,25 +10,47 @@ import re
 from fractions import Fraction
 from typing import Literal
 
+import regex
+
+from torchtitan_rl.environments.checkers import CheckTimeoutError
+from torchtitan_rl.rollout.calls import in_thread
+
 Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = "torchtitan_rl.environments.math_score:math_score"
 _MAX_DIGITS = 4000
+_SEARCH_S = 2.0  # of CPU time
 # A hyphen after a digit or a bracket subtracts, or is of a range.
 _NUMBER = re.compile(r"((?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+))?")
 
 
-def extract(pattern: str, text: str) -> str | None:
+async def extract(pattern: str, text: str) -> str | None:
+    """`last_match` in what a policy wrote: in a thread that does not keep the interpreter's lock.
+
+    Raises:
+        CheckTimeoutError: the search took more than `_SEARCH_S`.
+    """
+    try:
+        found: str | None = await in_thread(last_match, pattern, text, _SEARCH_S)
+    except TimeoutError:
+        raise CheckTimeoutError(f"{pattern!r:.100}: no end after {_SEARCH_S} s") from None
+    return found
+
+
+def last_match(pattern: str, text: str, timeout_s: float | None = None) -> str | None:
     """The last match of ``pattern`` (its first group, if it has one); None where there is none.
     An empty pattern takes the whole text.
 
-    >>> extract(r"#### (.+)", "3 + 4 is 7, so\\n#### 7")
+    >>> last_match(r"#### (.+)", "3 + 4 is 7, so\\n#### 7")
     '7'
+
+    Raises:
+        TimeoutError: the search took more than ``timeout_s`` of CPU time.
     """
     if not pattern:
         return text.strip()
     found = None
-    for found in re.finditer(pattern, text):  # noqa: B007 - the last one is meant
+    for found in regex.finditer(pattern, text, concurrent=True, timeout=timeout_s):
         pass
     if found is None:
         return None
@@ -38,8 +60,8 @@ def extract(pattern: str, text: str) -> str | None:
 def pattern_errors(field: str, pattern: str) -> list[str]:
     """Of a task's field; a message if it is not a regular expression."""
     try:
-        re.compile(pattern)
-    except re.error as error:
+        regex.compile(pattern)
+    except regex.error as error:
         return [f"task.{field}={pattern!r}: not a regular expression ({error})"]
     return []
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -36,12 +37,12 @@ from torchtitan_rl.tasks import uninterrupted
 
 Isolation = Literal["namespaces", "landlock", "limits"]
 
-_START_S = 60.0  # of Python and of what is loaded in advance
+_START_S = 300.0  # of Python and of what is loaded in advance, on a busy machine
 _GRACE_S = 60.0  # after the time limit of a snippet, which its keeper enforces
 _CHUNK_BYTES = 1 << 16
 _MAIN = (
     "import sys; sys.path.insert(0, sys.argv[1]); from torchtitan_rl.sandbox.zygote import main; "
-    "del sys.path[0]; main()"  # snippets have packages that are installed, and no others
+    "del sys.path[0]; main()"  # besides `preload`, snippets have packages that are installed
 )
 _HELP = (
     "{error}. Isolation by namespaces needs Linux 5.12, libseccomp and user namespaces (in a "
@@ -133,7 +134,8 @@ class SandboxConfig:
     """Files and folders that snippets may read, besides Python with its packages and the system's
     libraries."""
     preload: tuple[str, ...] = ()
-    """Modules that are imported once, so that no snippet waits for them."""
+    """Modules that are imported once, as this process finds them, so that no snippet waits for
+    them."""
     concurrent: int | None = None
     """Snippets that run at once; others wait. None: one for each core."""
 
@@ -181,15 +183,21 @@ class Sandbox:
         stdin: str = "",
         limits: SandboxLimits | None = None,
         print_last: bool = False,
+        prepared: tuple[str, Sequence[Any] | None] | None = None,
     ) -> SandboxResult:
         """Run ``code`` as a program; ``print_last`` shows the value of its last line as well.
+
+        ``prepared`` is for what takes long and is not written by a policy: a function of a module
+        of ``preload`` (``module:function``) with arguments that it is called with before the
+        limits begin, outside of them; the code finds the result as ``prepared``. With None for the
+        arguments it finds the function.
 
         Where the process that watches over the snippet dies, and only that, the snippet may have
         caused it: that is the result ``killed``, not an error.
 
         Raises:
             ConfigError: this machine does not allow the isolation.
-            SandboxError: something outside of the sandbox killed it.
+            SandboxError: something outside of the sandbox killed it, or ``prepared`` failed.
         """
         request = {
             "code": code,
@@ -203,7 +211,7 @@ class Sandbox:
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    zygote.send(theirs)
+                    zygote.send(theirs, json.dumps(prepared).encode())
                 ours.setblocking(False)
                 answer = await uninterrupted(
                     _exchange(ours, request), on_cancel=lambda: _hang_up(ours)
@@ -263,12 +271,13 @@ class _Zygote:
     """
 
     def __init__(self, config: SandboxConfig) -> None:
-        self._link, theirs = socket.socketpair()
+        self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        settings = asdict(config) | {"path": [os.path.abspath(path) for path in sys.path]}
         with theirs:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-s", "-c", _MAIN, str(Path(__file__).parents[2])),
-                    *(str(theirs.fileno()), json.dumps(asdict(config))),
+                    *(str(theirs.fileno()), json.dumps(settings)),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -278,9 +287,7 @@ class _Zygote:
             )
         if not select.select([self._link], [], [], _START_S)[0]:
             self._process.kill()
-        with self._link.makefile("rb") as lines:
-            said = lines.readline()
-        answer = json.loads(said or "{}")
+        answer = json.loads(self._link.recv(_CHUNK_BYTES) or "{}")
         if "ready" not in answer:
             self.close()
             error = answer.get("error", f"it did not start within {_START_S:g} s")
@@ -297,10 +304,10 @@ class _Zygote:
         except OSError:
             return False
 
-    def send(self, link: socket.socket) -> None:
+    def send(self, link: socket.socket, prepared: bytes) -> None:
         """Have a snippet served over this socket; where the zygote has died, nobody does."""
         with contextlib.suppress(OSError):
-            socket.send_fds(self._link, [b"x"], [link.fileno()])
+            socket.send_fds(self._link, [prepared], [link.fileno()])
 
     def close(self) -> None:
         self._link.close()
@@ -336,8 +343,11 @@ async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, A
     received = b""
     try:
         async with asyncio.timeout(request["limits"]["wall_s"] + _GRACE_S):
-            await loop.sock_sendall(link, json.dumps(request).encode() + b"\n")
-            while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
+            with contextlib.suppress(OSError):  # refused; the answer says why
+                await loop.sock_sendall(link, json.dumps(request).encode() + b"\n")
+            while not received.endswith(b"\n"):
+                if not (chunk := await loop.sock_recv(link, _CHUNK_BYTES)):
+                    break
                 received += chunk
     except TimeoutError as error:
         raise SandboxError("the sandbox does not answer") from error

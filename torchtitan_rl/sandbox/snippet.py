@@ -45,7 +45,7 @@ def run_snippet(
         os.closerange(_FAILURE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         _enclose(request["limits"], address_bytes, settings)
         system_calls.load()
-        _prepare_python()
+        _prepare_python(settings["prepared"])
     except BaseException as error:
         os.write(_FAILURE, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
@@ -90,10 +90,12 @@ def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
-def _prepare_python() -> None:
+def _prepare_python(prepared: object) -> None:
     """As of a fresh interpreter, in a folder of its own."""
     sys.argv = [NAME]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if prepared is not None:
+        main.__dict__["prepared"] = prepared
     os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
     tempfile.tempdir = None
     cast(Any, sys.stdout).reconfigure(line_buffering=True)

@@ -1,9 +1,10 @@
 """The process that snippets are forked from: Python is started, and what they import is loaded.
 
 `main` is called in a new process with a socket of the `Sandbox`: it writes one JSON line when it is
-ready, or why it cannot be, then takes a descriptor for each snippet and forks a `keeper` that
-serves it. When the other end is closed it ends, and with it, as it is the first process of its
-namespace of process ids, everything that was forked from it.
+ready, or why it cannot be, then takes a message with a descriptor for each snippet: it makes what
+the message asks for, and forks a `keeper` that serves the snippet. When the other end is closed it
+ends, and with it, as it is the first process of its namespace of process ids, everything that was
+forked from it. No text of a policy ever gets here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from torchtitan_rl.sandbox import kernel, namespaces
 from torchtitan_rl.sandbox.filters import SyscallFilter
 from torchtitan_rl.sandbox.keeper import keep
+
+MESSAGE_BYTES = 1 << 17
 
 
 def main() -> None:
@@ -34,12 +38,15 @@ def main() -> None:
         if has_own_ids:
             namespaces.enter()
             _continue_in_child(control)
-            settings["temporary"] = namespaces.make_root(settings["readable"])
         elif settings["isolation"] == "landlock":
             kernel.landlock_version()  # raises where there is none
         settings["zygote"] = os.pidfd_open(os.getpid())
+        own_path, sys.path = sys.path, settings["path"]
         for name in settings["preload"]:
             import_module(name)
+        sys.path = own_path
+        if has_own_ids:
+            settings["temporary"] = namespaces.make_root(settings["readable"])
         own_ids = os.open("/proc/self/ns/pid", os.O_RDONLY) if has_own_ids else None
     except Exception as error:
         is_import = isinstance(error, ImportError)
@@ -74,17 +81,27 @@ def _serve(
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
         if not descriptors:
             os._exit(0)
         link = socket.socket(fileno=descriptors[0])
         try:
+            wanted = json.loads(message)
+            settings["prepared"] = wanted and _prepare(*wanted)
+            sys.stdout.flush()  # what that printed is no snippet's
             if own_ids is not None:
                 kernel.setns(own_ids, kernel.CLONE_NEWPID)  # undoes the last unshare
                 kernel.unshare(kernel.CLONE_NEWPID)
             if os.fork() == 0:
                 control.close()
                 keep(link, settings, system_calls)
-        except OSError as error:
-            _say(link, error=str(error))
+        except Exception as error:
+            _say(link, error=" ".join(f"{type(error).__name__}: {error}".split()))
         link.close()
+
+
+def _prepare(name: str, args: Sequence[Any] | None) -> Any:
+    """The object ``module:attribute``, or what it returns for the arguments."""
+    module, _, attribute = name.partition(":")
+    found = getattr(sys.modules[module], attribute)
+    return found if args is None else found(*args)

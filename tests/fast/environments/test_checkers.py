@@ -1,22 +1,32 @@
-"""Functions in processes: results, errors, time limits, and what a killed process leaves."""
+"""Functions in the sandbox: results, errors, limits, and what an answer can reach."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
+from torchtitan_rl.environments.checkers import (
+    CheckFailedError,
+    CheckTimeoutError,
+    checked_score,
+    checker_sandbox,
+    run_checker,
+)
 from torchtitan_rl.environments.gym_datasets import GYM_SCORE
 from torchtitan_rl.environments.scoring import MATH_SCORE
+from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxError
 
 HERE = __name__
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
 def double(value):
@@ -55,15 +65,21 @@ async def test_many_calls_share_the_processes():
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [("fail", "ValueError: of no use"), ("none", "has no attribute 'none'")],
+    ("function", "kind", "message"),
+    [
+        ("fail", CheckFailedError, "ValueError: of no use"),
+        ("eat_memory", CheckFailedError, "MemoryError"),
+        ("none", SandboxError, "has no attribute 'none'"),
+    ],
 )
-def test_an_error_of_the_function_is_raised_in_one_line(function: str, message: str) -> None:
-    with pytest.raises(CheckFailedError, match=message):
+def test_an_error_of_the_function_is_raised_in_one_line(
+    function: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
         asyncio.run(run_checker(f"{HERE}:{function}", timeout_s=5))
 
 
-@pytest.mark.parametrize("function", ["hang_in_c", "die", "eat_memory"])
+@pytest.mark.parametrize("function", ["hang_in_c", "die"])
 def test_a_function_that_hangs_or_dies_is_a_timeout_and_the_next_call_works(function: str) -> None:
     with pytest.raises(CheckTimeoutError):
         asyncio.run(run_checker(f"{HERE}:{function}", timeout_s=0.5))
@@ -97,6 +113,85 @@ def test_no_process_outlives_a_controller_that_was_killed() -> None:
 )
 def test_what_a_score_needs_is_imported_before_its_time_begins(function: str, library: str) -> None:
     pytest.importorskip(library)
-    code = "import sys; from torchtitan_rl.environments.checker_process import _load"
-    check = f"{code}; _load({function!r}); assert {library!r} in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True)
+
+    async def imported() -> str:
+        async with Sandbox(checker_sandbox(function, None)) as sandbox:
+            return (await sandbox.run(f"import sys; print({library!r} in sys.modules)")).stdout
+
+    assert asyncio.run(imported()) == "True\n"
+
+
+def evaluate(text: str) -> object:
+    """As scorers of libraries do with an answer."""
+    return eval(text)
+
+
+def check_of(*texts: str) -> list[object]:
+    """The results one after another."""
+
+    async def check() -> list[object]:
+        return [await run_checker(f"{HERE}:evaluate", text, timeout_s=10) for text in texts]
+
+    return asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "open({trace!r}, 'w').write('x')",
+        "open({mine!r}).read()",
+        "__import__('os').environ['TORCHTITAN_RL_ADMIN_KEY']",
+        "open('/proc/1/environ').read().index('secret')",
+        "open(f'/proc/{{__import__(\"os\").getppid()}}/environ').read().index('secret')",
+        "__import__('socket').create_connection(('127.0.0.1', {port}))",
+        "__import__('subprocess').run(['touch', {trace!r}], check=True)",
+        "__import__('signal') and __import__('os').kill({pid}, 9)",
+    ],
+)
+def test_an_answer_reaches_no_file_no_key_no_network_and_no_process(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_RL_ADMIN_KEY", "secret")
+    trace, mine = tmp_path / "trace", tmp_path / "mine"
+    mine.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = attack.format(trace=str(trace), mine=str(mine), port=port, pid=os.getpid())
+        with pytest.raises(CheckFailedError):
+            check_of(text)
+    assert not trace.exists()
+
+
+def test_what_an_answer_changes_in_its_process_is_not_there_for_the_next() -> None:
+    patch = "setattr(__import__('builtins'), 'eval', lambda text: 1.0)"
+    clear = "__import__('sys').modules.clear()"
+    assert check_of(patch, clear, "0", "0", "0") == [None, None, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "2.0",
+        "-1",
+        "float('nan')",
+        "'1.0'",
+        "[1.0]",
+        "'x' * 200_000",
+        "{}",
+        *(
+            f"[__import__('os').write(fd, {text}) for fd in range(3, 9)] and __import__('os')._exit(0)"
+            for text in (
+                "b'{}'",
+                "b'1.0'",
+                "b'[' * 60_000",
+                "b'9' * 60_000",
+                "b'\\x80\\x04cos\\nsystem\\n'",
+                "b'{\"error\": ' + b'[' * 900 + b']' * 900 + b'}'",
+                "b'{\"result\": ' + b'[' * 900 + b']' * 900 + b'}'",
+            )
+        ),
+    ],
+)
+def test_a_forged_result_is_no_score(forged: str) -> None:
+    with pytest.raises(CheckFailedError):
+        checked_score(*check_of(f"[{forged}][0]"))

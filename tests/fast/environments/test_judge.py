@@ -21,7 +21,7 @@ from torchtitan_rl.environments.judge.config import JudgeConfig
 from torchtitan_rl.environments.judge.judge import Judge
 from torchtitan_rl.environments.judge.requests import RateLimit
 from torchtitan_rl.environments.judge.task import JudgedTask
-from torchtitan_rl.environments.scoring import extract
+from torchtitan_rl.environments.scoring import last_match
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
@@ -112,7 +112,7 @@ async def test_the_score_is_that_of_the_judges_answer_from_0_to_1_and_has_its_co
     ],
 )
 def test_judges_may_write_their_score_in_several_ways(answer: str, score: str | None) -> None:
-    assert extract(JudgeConfig().score_pattern, answer) == score
+    assert last_match(JudgeConfig().score_pattern, answer) == score
 
 
 CLOSED, BUSY = Reply(status=0), Reply(status=429, headers={"retry-after": "0.01"})

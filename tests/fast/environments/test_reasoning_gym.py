@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,17 +16,15 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.data.levels import CurriculumConfig
-from torchtitan_rl.environments.gym_datasets import (
-    MadeFrom,
-    gym_dataset,
-    max_level,
-)
+from torchtitan_rl.environments.gym_datasets import call_gym
 from torchtitan_rl.environments.question import QuestionEnv
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome
+from torchtitan_rl.sandbox.sandbox import SandboxError
 from torchtitan_rl.types import Problem
 
 pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 TASK = ReasoningGymTask(
     tasks={"chain_sum": 3.0, "spell_backward": 1.0},
@@ -98,12 +100,73 @@ def test_an_answer_that_the_task_s_scorer_fails_on_scores_0_and_is_counted() -> 
 
 
 def test_another_problem_than_the_one_that_was_asked_is_an_error() -> None:
-    from torchtitan_rl.environments.gym_score import gym_score
+    problem = TASK.dataset("train", seed=0).next()
+    other = replace(problem, data={**problem.data, "question": "1 + 1 ="})
+    with pytest.raises(SandboxError, match=r"makes problem \d+ differently"):
+        asyncio.run(TASK.score("<answer>2</answer>", other))
 
-    made: MadeFrom = {"name": "chain_sum", "level": None, "options": {}, "seed": 1, "size": 9}
-    question = gym_dataset(made)[0]["question"]
-    with pytest.raises(ValueError, match="makes problem 1 differently"):
-        gym_score(made, 1, question, "x")
+
+def one_of_each(names: Sequence[str]) -> dict[str, Any]:
+    """The first problem of each task."""
+    tasks = {name: ReasoningGymTask(tasks={name: 1.0}, num_problems=20) for name in names}
+    return {name: task.dataset("train", seed=0).next().data for name, task in tasks.items()}
+
+
+def with_hash_seed(hash_seed: str, names: Sequence[str]) -> dict[str, Any]:
+    """`one_of_each` of a process with that hash seed."""
+    code = f"import json; from {__name__} import one_of_each; print(json.dumps(one_of_each({names})))"
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_problems_do_not_depend_on_the_hash_seed_of_the_process() -> None:
+    names = ["codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note"]
+    assert with_hash_seed("1", names) == with_hash_seed("2", names) == one_of_each(names)
+
+
+# Of those whose scorer evaluates the answer as Python.
+EVALUATED = (
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens"),
+    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix"),
+    "string_insertion",
+)
+FORGED = (
+    "[__import__('os').write(fd, b'{\"result\": 1.0}') for fd in range(3, 20)]"
+    " and __import__('os')._exit(0)"
+)
+
+
+async def rewards_of(name: str) -> list[float]:
+    """Of the right answer to a problem, of one that is a program, and of that with a wrong bracket."""
+    task = ReasoningGymTask(tasks={name: 1.0}, num_problems=20, check_timeout_s=60.0)
+    problem = task.dataset("train", seed=0).next()
+    env = QuestionEnv([], partial(task.score, problem=problem))
+    return [
+        (await env.step({"content": f"<answer>{answer}</answer>"})).reward
+        for answer in (problem.data["answer"], FORGED, f"({FORGED[1:]}")
+    ]
+
+
+async def rewards_of_all(names: Sequence[str]) -> dict[str, list[float]]:
+    return {name: await rewards_of(name) for name in names}
+
+
+def test_an_answer_that_is_a_program_cannot_forge_its_score() -> None:
+    for right, forged, no_program in asyncio.run(rewards_of_all(EVALUATED)).values():
+        assert right == 1.0
+        assert forged == no_program <= 0.01
+
+
+@pytest.mark.soak
+def test_every_task_makes_the_same_problems_knows_its_answer_and_resists_a_program() -> None:
+    names = sorted(call_gym("gym_names").keys() - {"composite"})  # which is made of others
+    assert with_hash_seed("1", names) == with_hash_seed("2", names)
+    rewards = asyncio.run(rewards_of_all(names))
+    without_answer = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+    assert {name for name, of in rewards.items() if of[0] < 1.0} == without_answer
+    assert {name for name, (_, forged, no_program) in rewards.items() if forged != no_program} == set()
 
 
 def test_the_level_rises_with_success_and_survives_a_checkpoint() -> None:
@@ -126,7 +189,7 @@ def test_with_a_curriculum_the_validation_set_has_all_levels() -> None:
     task = replace(TASK, curriculum=CURRICULUM)
     tasks = {problem.task for problem in take(task.dataset("validation", seed=0), 24)}
     assert tasks == {f"{name}/level{level}" for name in TASK.tasks for level in range(3)}
-    assert max_level("chain_sum") > 2
+    assert call_gym("max_level", "chain_sum") > 2
 
 
 @pytest.mark.parametrize(

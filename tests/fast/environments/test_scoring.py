@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_rl.environments.scoring import extract, score_text
+from torchtitan_rl.environments.scoring import last_match, score_text
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from torchtitan_rl.environments.scoring import extract, score_text
     ],
 )
 def test_the_answer_is_the_last_match(pattern: str, text: str, answer: str | None) -> None:
-    assert extract(pattern, text) == answer
+    assert last_match(pattern, text) == answer
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torchtitan_rl.data.columns import fill
+from torchtitan_rl.environments.checkers import CheckTimeoutError
 from torchtitan_rl.environments.judge.cache import ScoreCache
 from torchtitan_rl.environments.judge.config import JudgeConfig
 from torchtitan_rl.environments.judge.requests import Cost, JudgeClient, JudgeError
@@ -103,11 +104,11 @@ class Judge:
                 self._scores.put(key, score)
         return score
 
-    def _read(self, answer: str) -> float | None:
+    async def _read(self, answer: str) -> float | None:
         """The score in an answer, from 0 to 1; None where there is none."""
         try:
-            score = float(extract(self._config.score_pattern, answer) or "")
-        except ValueError:
+            score = float(await extract(self._config.score_pattern, answer) or "")
+        except (ValueError, CheckTimeoutError):
             return None
         lowest, highest = self._config.lowest, self._config.highest
         return (score - lowest) / (highest - lowest) if lowest <= score <= highest else None

@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,10 @@ class JudgeClient:
         self._limit = RateLimit(config.requests_per_minute)
 
     async def ask(
-        self, messages: Sequence[Message], read: Callable[[str], float | None], cost: Cost
+        self,
+        messages: Sequence[Message],
+        read: Callable[[str], Awaitable[float | None]],
+        cost: Cost,
     ) -> float:
         """The first answer of which ``read`` makes a score.
 
@@ -86,7 +89,7 @@ class JudgeClient:
                 await self._limit.wait()
                 answer, retry_after_s = await self._attempt(messages, cost)
             if answer is not None:
-                if (score := read(answer)) is not None:
+                if (score := await read(answer)) is not None:
                     return score
                 cost.last = f"its answer has no score: {answer[-200:]!r}"
             if attempt + 1 < self._config.attempts:
