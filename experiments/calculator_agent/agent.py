@@ -84,7 +84,7 @@ def _call(call: Any, results: list[str]) -> str:
         result = as_text(calculate(expression))
     except CalculatorError as error:
         return f"error: {error}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "error: the arguments must be one expression"
     results.append(result)
     return result

@@ -47,7 +47,7 @@ class CalculatorTask(vf.Task[CalculatorData]):
     async def right(self, trace: vf.Trace) -> float:
         """Whether the last number of the answer is the right one."""
         numbers = re.findall(r"-?\d+", trace.last_reply)
-        return float(bool(numbers) and int(numbers[-1]) == self.data.answer)
+        return float(numbers[-1:] == [str(self.data.answer)])
 
     @vf.metric
     async def calls(self, trace: vf.Trace) -> float:

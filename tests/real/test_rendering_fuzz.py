@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from tests.support.rollouts import PROBLEM, ScriptedGenerate, config
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
-from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.rollout.rendering import LibraryRenderer, make_renderer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.types import RolloutStatus
 
@@ -81,3 +82,53 @@ def test_an_unedited_rollout_of_any_tokens_is_one_episode(name, data):
         if mask
     ]
     assert trained == [token for completion in script for token in completion]
+
+
+LONG = 400_000  # characters: what is quadratic in them does not end in time
+PIECES = ("<tool_call>", "<tool_call></tool_call>", "<think>", "</think>", " ", "\n", "hello")
+HOSTILE = [piece * (LONG // len(piece)) for piece in PIECES] + [
+    f"<tool_call>{body}</tool_call>"
+    for body in (
+        "[" * LONG,
+        "[" * 900 + "]" * 900,
+        f'{{"name": "f", "arguments": {"[" * 900 + "]" * 900}}}',
+        f'{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}',
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": ["f"], "arguments": {}}',
+        '{"name": "f", "arguments": ' + '{"a": ' * 70 + "1" + "}" * 71,
+        "<function=f>" + "<parameter=a>" * (LONG // 13),
+        "<function=" * (LONG // 10),
+        "<function=f><parameter=a>" + "\n" * LONG + "</function>",
+    )
+]
+
+
+def renderers():
+    from renderers import PrimeQwen3RendererConfig
+    from renderers.prime_qwen3 import PrimeQwen3Renderer
+
+    prime = PrimeQwen3Renderer(TOKENIZERS["qwen3"], PrimeQwen3RendererConfig())
+    return {
+        "qwen3": make_renderer(TOKENIZERS["qwen3"]),
+        "prime-qwen3": LibraryRenderer(TOKENIZERS["qwen3"], prime),
+        "chatml": make_renderer(TOKENIZERS["chatml"], kind="chatml"),
+        "template": make_renderer(TOKENIZERS["smollm2"], kind="template"),
+    }
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", renderers())
+def test_no_completion_stops_a_renderer_and_its_message_is_json(name):
+    renderer = renderers()[name]
+    tokenizer = TOKENIZERS.get(name.removeprefix("prime-"), TOKENIZERS["smollm2"])
+    prompt = renderer.initial_prompt(FIRST)
+    for text in HOSTILE:
+        completion = tuple(tokenizer.encode(text, add_special_tokens=False))
+        message = renderer.parse(completion, prompt)
+        json.dumps(message, allow_nan=False, ensure_ascii=False).encode()
+        calls = message.get("tool_calls", ())
+        assert all(isinstance(call["function"]["name"], str) for call in calls)
+        extended = renderer.extend(prompt, completion, MORE)
+        assert extended is None or extended[: len(prompt + completion)] == prompt + completion
+        renderer.initial_prompt([*FIRST, {"role": "assistant", "content": text}, *MORE])

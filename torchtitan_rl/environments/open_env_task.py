@@ -76,7 +76,7 @@ class OpenEnvTask(GameTask):
         if not self.action_field:
             try:
                 found = json.loads(answer)
-            except ValueError:
+            except (ValueError, RecursionError):
                 found = None
             if not isinstance(found, dict):
                 raise InvalidActionError("That is no action: give a JSON object.")

@@ -26,8 +26,8 @@ class PythonTask(DataTask):
 
         PythonTask(train=("data/train.jsonl",), compare="number")
 
-    A completion without a call is the answer. The programs run in ``sandbox``. Needs a model whose chat format has tools (Qwen3 and
-    others), and room in ``rollout.max_turns`` for the calls.
+    A completion without a call is the answer. The programs run in ``sandbox``. Needs a model whose
+    chat format has tools (Qwen3 and others), and room in ``rollout.max_turns`` for the calls.
     """
 
     shows_tools: bool = True

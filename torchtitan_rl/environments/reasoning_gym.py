@@ -212,7 +212,7 @@ class ReasoningGymTask(Task):
         )
 
     def _highest(self, name: str) -> int:
-        return min(call_gym("max_level", name), self.curriculum.max_level)
+        return min(int(call_gym("max_level", name)), self.curriculum.max_level)
 
     def _made(self, name: str, level: int | None) -> MadeFrom:
         return {

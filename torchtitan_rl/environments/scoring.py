@@ -50,8 +50,8 @@ def last_match(pattern: str, text: str, timeout_s: float | None = None) -> str |
     if not pattern:
         return text.strip()
     found = None
-    for found in regex.finditer(pattern, text, concurrent=True, timeout=timeout_s):
-        pass
+    for match in regex.finditer(pattern, text, concurrent=True, timeout=timeout_s):
+        found = match
     if found is None:
         return None
     return str(found.group(1 if found.re.groups else 0) or "").strip()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan_rl.environments.question import QuestionEnv, ScoreFunction
-from torchtitan_rl.rollout.chatml import Message
+from torchtitan_rl.rollout.chatml import Message, is_plain_json
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.tasks import cancel_all, uninterrupted
@@ -111,9 +111,9 @@ class ToolEnv:
         arguments = function["arguments"]
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
-        if not isinstance(arguments, dict):
+        if not isinstance(arguments, dict) or not is_plain_json(arguments):
             return ToolAnswer(text="error: the arguments are not a JSON object", failed=True)
         return await self._tools.call(function["name"], arguments)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
 TokenIds = tuple[int, ...]
+
+_MAX_DEPTH = 64
 
 
 class ChatMLRenderer:
@@ -86,6 +89,21 @@ class ChatMLRenderer:
 
     def _encode(self, text: str) -> TokenIds:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def is_plain_json(value: Any) -> bool:
+    """Whether what a policy wrote as JSON is that for every reader: of finite numbers and whole
+    characters, and not nested deeply."""
+    level, depth = [value], 0
+    while level and depth < _MAX_DEPTH:
+        nests = [one for one in level if isinstance(one, dict | list)]
+        level = [i for one in nests for i in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    try:
+        json.dumps(None if level else value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return not level
 
 
 def _chatml(message: Message) -> str:

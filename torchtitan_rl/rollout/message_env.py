@@ -139,7 +139,8 @@ class MessageTokenEnv:
         return first
 
     async def step(self, completion: Completion) -> Observation | Terminal:
-        message, text = await self._compute(self._parse, completion)
+        size = len(completion.token_ids)
+        message, text = await self._compute(self._parse, completion, size=size)
         self._messages.append(message)
         answer = await self._env.step(dict(message))
         if isinstance(answer, Terminal):
@@ -160,10 +161,10 @@ class MessageTokenEnv:
     async def close(self) -> None:
         await self._env.close()
 
-    async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
-        """In another thread, unless the conversation is short: then it takes a fraction of a
-        millisecond, less than the change of threads."""
-        if sum(len(str(message.get("content"))) for message in self._messages) < _SHORT_CHARS:
+    async def _compute(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Any:
+        """In another thread, unless the conversation with ``size`` more tokens is short: then it
+        takes a fraction of a millisecond, less than the change of threads."""
+        if size + sum(len(str(message)) for message in self._messages) < _SHORT_CHARS:
             return function(*args)
         return await compute(function, *args)
 

@@ -19,12 +19,14 @@ from torchtitan_rl.rollout.chatml import (
     TokenIds,
     apply_template,
     has_token,
+    is_plain_json,
 )
 
 RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
 Thinking = Literal["off", "keep", "strip"]
 
 _CACHED_TEXTS = 4096
+_XML_TAGS, _MAX_TAGS = ("<function=", "<parameter="), 256  # the library reads the text for each
 _QWEN3_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -159,11 +161,18 @@ class LibraryRenderer:
         return None
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
-        parsed = self._renderer.parse_response(list(completion), prompt_ids=list(prompt))
+        text = self.decode(completion)
+        unread = {"role": "assistant", "content": "", "invalid_tool_calls": [text]}
+        if any(text.count(tag) > _MAX_TAGS for tag in _XML_TAGS):
+            return unread
+        try:
+            parsed = self._renderer.parse_response(list(completion), prompt_ids=list(prompt))
+        except (ValueError, RecursionError):  # JSON of long numbers, or nested deeply
+            return unread
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
-        calls = [call for call in parsed.tool_calls if call.status == "ok"]
+        calls = [call for call in parsed.tool_calls if _is_sound(call)]
         if calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -171,7 +180,7 @@ class LibraryRenderer:
             ]
         if len(calls) < len(parsed.tool_calls):
             message["invalid_tool_calls"] = [
-                call.raw for call in parsed.tool_calls if call.status != "ok"
+                call.raw for call in parsed.tool_calls if not _is_sound(call)
             ]
         return message
 
@@ -185,6 +194,10 @@ class LibraryRenderer:
             list(prompt), list(completion), [dict(message) for message in new_messages]
         )
         return None if rendered is None else tuple(rendered.token_ids)
+
+
+def _is_sound(call: Any) -> bool:
+    return call.status == "ok" and isinstance(call.name, str) and is_plain_json(call.arguments)
 
 
 def _detect(tokenizer: Any, thinking: Thinking) -> tuple[RendererKind, Thinking]:

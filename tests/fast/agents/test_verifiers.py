@@ -76,13 +76,24 @@ def test_an_environment_that_kills_its_process_fails_its_rollouts_and_no_later_o
     assert asyncio.run(solve(server)).reward == 0
 
 
+def test_an_environment_has_the_variables_that_are_named_and_no_other_key(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUMS_KEY", "secret")
+    task = replace(TASK, num_problems=3)
+    named = replace(task, variables=("SUMS_KEY",))
+    assert named.errors() == []
+    found = [asyncio.run(solve(server, one)).metrics["has_key"] for one in (task, named)]
+    assert found == [0.0, 1.0]
+
+
 def test_reward_and_metrics_are_the_environments_and_requests_belong_to_the_rollout(
     server: ChatServer,
 ) -> None:
     server.reply = lambda messages: "It is 2."
     result = asyncio.run(solve(server))
     assert result.reward == 2
-    assert result.metrics == {"turns": 1, "reward/right": 1, "truncated": 0}
+    assert result.metrics == {"turns": 1, "has_key": 0, "reward/right": 1, "truncated": 0}
     assert [message["content"] for message in result.messages] == ["1 + 1?", "It is 2."]
     ((key, session, _),) = server.asked
     assert key == "key"

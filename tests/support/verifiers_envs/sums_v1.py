@@ -30,6 +30,10 @@ class SumTask(vf.Task[SumData]):
     async def turns(self, trace: vf.Trace) -> float:
         return float(trace.num_turns)
 
+    @vf.metric
+    async def has_key(self, trace: vf.Trace) -> float:
+        return float("SUMS_KEY" in os.environ)
+
 
 class SumsConfig(vf.TasksetConfig):
     first: int = 0

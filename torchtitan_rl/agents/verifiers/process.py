@@ -23,10 +23,14 @@ from typing import IO, Any, cast
 
 from torchtitan_rl.agents.agent import AgentError
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
 
 _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
 _BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
+_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "TMPDIR"),
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "SSL_CERT_FILE", "DOCKER_HOST"),
+    *("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+)
 _LINES = 30  # of stderr that an error looks at
 _NOISE_S = 5.0
 _DESCRIBE_S = 600.0  # an environment may fetch its data first
@@ -45,6 +49,7 @@ class EnvironmentSpec:
     num_problems: int | None = None
     python: str = ""
     folders: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -57,10 +62,9 @@ class EnvironmentSpec:
         return [self.interpreter, str(_WORKER), name, self.as_text()]
 
     def environment(self) -> dict[str, str]:
-        """That of this process without its keys, and with the folders."""
-        environment = {
-            name: value for name, value in os.environ.items() if name not in (API_KEY, ADMIN_KEY)
-        }
+        """What of this process's every program needs, and what is named; with the folders."""
+        names = (*_VARIABLES, *self.variables)
+        environment = {name: os.environ[name] for name in names if name in os.environ}
         paths = [str(Path(folder).resolve()) for folder in self.folders]
         if already := environment.get("PYTHONPATH"):
             paths.append(already)

@@ -8,6 +8,7 @@ their text.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,9 @@ class VerifiersTask(AgentTask):
     virtual environment where ``make setup`` has made it, else this interpreter."""
     folders: tuple[str, ...] = ()
     """Folders of environments that are not installed."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that its process gets, such as ``OPENAI_API_KEY`` for a judge. Of the
+    others it gets PATH, HOME and what else every program needs, and no keys."""
     num_processes: int = 1
     """Processes that run the environment. More than one where its code computes for long."""
 
@@ -117,6 +121,9 @@ class VerifiersTask(AgentTask):
         for name in ("num_problems", "num_processes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 found.append(f"task.{name}={value}: must be at least 1")
+        for name in self.variables:
+            if name not in os.environ:
+                found.append(f"task.variables has {name}, which is not set; export it")
         if self.python and shutil.which(self.python) is None:
             found.append(f"task.python={self.python!r:.200}: there is no such program")
         if found:
@@ -139,6 +146,7 @@ class VerifiersTask(AgentTask):
             num_problems=self.num_problems,
             python=self.python,
             folders=self.folders,
+            variables=self.variables,
         )
 
 

@@ -127,5 +127,5 @@ def _parsed(arguments: str) -> Any:
     """As the task's hooks see them: a text where they are not JSON."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
