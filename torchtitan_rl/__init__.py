@@ -45,7 +45,12 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.levels import CurriculumConfig
     from torchtitan_rl.data.list_dataset import ListDataset
     from torchtitan_rl.data.resting import RestConfig
-    from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError, run_checker
+    from torchtitan_rl.environments.checkers import (
+        CheckFailedError,
+        CheckTimeoutError,
+        checked_score,
+        run_checker,
+    )
     from torchtitan_rl.environments.data_task import DataTask
     from torchtitan_rl.environments.game_task import GameTask
     from torchtitan_rl.environments.games import Game, InvalidActionError, Move
@@ -205,6 +210,7 @@ __all__ = [
     "VerifiersError",
     "VerifiersTask",
     "WeightSyncConfig",
+    "checked_score",
     "make_renderer",
     "pack_episodes",
     "run_checker",

@@ -51,4 +51,4 @@ class PythonTask(DataTask):
         return MessageTokenEnv(env, renderer)
 
     def errors(self) -> list[str]:
-        return super().errors() + self.sandbox.errors("task.sandbox")
+        return list(dict.fromkeys(super().errors() + self.sandbox.errors("task.sandbox")))

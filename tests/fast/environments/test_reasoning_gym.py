@@ -133,9 +133,8 @@ EVALUATED = (
     *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix"),
     "string_insertion",
 )
-FORGED = (
-    "[__import__('os').write(fd, b'{\"result\": 1.0}') for fd in range(3, 20)]"
-    " and __import__('os')._exit(0)"
+FORGED = (  # 3 is where the sandboxed process writes its result
+    "(__import__('os').write(3, b'{\"result\": 1.0}'), __import__('os')._exit(0))"
 )
 
 
@@ -146,7 +145,7 @@ async def rewards_of(name: str) -> list[float]:
     env = QuestionEnv([], partial(task.score, problem=problem))
     return [
         (await env.step({"content": f"<answer>{answer}</answer>"})).reward
-        for answer in (problem.data["answer"], FORGED, f"({FORGED[1:]}")
+        for answer in (problem.data["answer"], FORGED, f"[{FORGED[1:]}")
     ]
 
 
