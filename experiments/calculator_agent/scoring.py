@@ -7,12 +7,17 @@ answer.
 
 from __future__ import annotations
 
-from torchtitan_rl.environments.scoring import last_number
+import re
+from fractions import Fraction
+
 from torchtitan_rl.experiments.calculator_agent.agent import Solution
 
 RIGHT_ANSWER = 1.0
 RIGHT_RESULT = 0.3
 VALID_CALL = 0.1
+
+_MAX_DIGITS = 100
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def score(solution: Solution, right_answer: int) -> float:
@@ -26,4 +31,7 @@ def score(solution: Solution, right_answer: int) -> float:
 
 def is_right(solution: Solution, right_answer: int) -> bool:
     """Whether the last number of the answer is ``right_answer``."""
-    return last_number(solution.answer or "") == right_answer
+    numbers = _NUMBER.findall(solution.answer or "")
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        return False
+    return Fraction(numbers[-1]) == right_answer

@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +24,11 @@ from torchtitan_rl.environments.checkers import (
     checker_sandbox,
     run_checker,
 )
+from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.gym_datasets import GYM_SCORE
+from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.environments.scoring import MATH_SCORE
-from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxError
+from torchtitan_rl.sandbox.sandbox import Sandbox, SandboxConfig, SandboxError
 
 HERE = __name__
 pytestmark = pytest.mark.usefixtures("sandboxed")
@@ -119,6 +124,19 @@ def test_what_a_score_needs_is_imported_before_its_time_begins(function: str, li
             return (await sandbox.run(f"import sys; print({library!r} in sys.modules)")).stdout
 
     assert asyncio.run(imported()) == "True\n"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(ReasoningGymTask, tasks={"chain_sum": 1.0}),
+        partial(DataTask, train=("unused",), compare="math"),
+    ],
+)
+def test_a_task_without_its_sandbox_is_one_error_before_the_run(make: Callable[..., Any]) -> None:
+    errors = make(sandbox=SandboxConfig(preload=("no_such_module",))).errors()
+    wanted = "task.sandbox.preload: ModuleNotFoundError: No module named 'no_such_module'"
+    assert [error for error in errors if "sandbox" in error] == [wanted]
 
 
 def evaluate(text: str) -> object:
