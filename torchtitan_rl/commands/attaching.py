@@ -64,7 +64,7 @@ class Attachment:
             from torchtitan_rl.backends.monarch.hosts import attach
 
             given = self._config.policy.checkpoint
-            checkpoint = given if given.startswith("package:") else str(policy_dir)
+            checkpoint = str(policy_dir) if Path(given).exists() else given
             here = describe_host(LOCAL, checkpoint)
             self.hosts = attach_once_free(
                 lambda lives: attach(launch, own, lives=lives, checkpoint=checkpoint, here=here),

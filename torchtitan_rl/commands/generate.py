@@ -1,6 +1,6 @@
 """``torchtitan-rl generate``: completes a file of prompts with one vLLM replica, without Monarch.
 
-``torchtitan-rl generate --model DIR --input prompts.jsonl --output out.jsonl``. Under ``torchrun
+``torchtitan-rl generate --model MODEL --input prompts.jsonl --output out.jsonl``. Under ``torchrun
 --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N tensor-parallel ranks.
 `commands/prompts_file.py` describes the lines; answers come in the order of the input. What vLLM
 prints goes to ``out.jsonl.log``, of rank N to ``out.jsonl.rankN.log``.
@@ -37,12 +37,13 @@ from torchtitan_rl.config.checks.fields import but_about, field_errors, with_def
 from torchtitan_rl.config.checks.generator import generator_errors
 from torchtitan_rl.config.checks.paths import output_file_errors
 from torchtitan_rl.config.checks.rules import RULES, Bounds
-from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.policies import find_policy, resolve_checkpoint
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
 from torchtitan_rl.rollout.config import SamplingConfig
+from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -57,10 +58,12 @@ _SHARED = tuple(field.name for field in fields(EngineConfig))
 class GenerateOptions(EngineConfig):
     """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
 
-    model: Path
-    """A directory in Hugging Face format."""
+    model: str
+    """A directory in Hugging Face format, ``package:NAME``, or the name of a model on the Hugging
+    Face hub."""
     input: Path
-    """JSONL file: ``prompt`` or ``prompt_token_ids``, optionally ``id`` and sampling fields."""
+    """JSONL file: ``prompt``, ``prompt_token_ids`` or ``messages``, optionally ``id`` and sampling
+    fields such as ``stop``."""
     output: Path
     """JSONL file for the answers, in the order of the input."""
     max_tokens: int = 64
@@ -118,12 +121,10 @@ _BOUNDS = {
 
 def _model_errors(options: GenerateOptions) -> list[str]:
     """Of the model and of the lengths that it allows."""
-    if not os.path.isfile(options.model / "config.json"):
-        return [f"model is {options.model}: it has no config.json; give a Hugging Face directory"]
     try:
-        policy = read_policy_facts(options.model)
-    except (OSError, ValueError) as error:
-        return [f"model is {options.model}: no usable Hugging Face checkpoint ({error})"]
+        _, policy = find_policy(options.model, field="model")
+    except ConfigError as error:
+        return error.errors
     is_on_cpu = _device(options) == "cpu"
     return [
         message.removeprefix("generator.").replace(" generator.", " ")
@@ -140,6 +141,7 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, words, prog="torchtitan-rl generate")
     if errors := options.errors():
         raise ConfigError(errors)
+    model = resolve_checkpoint(options.model, field="model")
     device = _prepare_environment(options)
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
@@ -147,7 +149,7 @@ def main(words: Sequence[str]) -> int:
         from torchtitan_rl.backends.vllm.rank import build_loop
 
         spec = GeneratorSpec(
-            model=options.model,
+            model=model,
             name="generate",
             device=device,
             seed=options.engine_seed,
@@ -156,7 +158,7 @@ def main(words: Sequence[str]) -> int:
         loop = build_loop(spec, rank)
         loop.start()
         if rank == 0:
-            num_errors, outcome = _complete_file(options, loop)
+            num_errors, outcome = _complete_file(options, model, loop)
         else:
             loop.join()
             num_errors = int(loop.failure is not None)
@@ -184,12 +186,16 @@ def _device(options: GenerateOptions) -> Device:
     return installed_device() if options.device == "auto" else options.device
 
 
-def _complete_file(options: GenerateOptions, loop: EngineLoop) -> tuple[int, str]:
+def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> tuple[int, str]:
     """Submit every line, write every answer, close the loop; the number of lines that were not
     completed, and a sentence."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+
+    def render(messages: list[Any]) -> Sequence[int]:
+        return make_renderer(tokenizer, kind="template").initial_prompt(messages)
+
     defaults = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -203,7 +209,12 @@ def _complete_file(options: GenerateOptions, loop: EngineLoop) -> tuple[int, str
     try:
         with options.input.open(encoding="utf-8") as lines:
             answers = [
-                _submit(parse_line(text, number, defaults=defaults, encode=tokenizer.encode), loop)
+                _submit(
+                    parse_line(
+                        text, number, defaults=defaults, encode=tokenizer.encode, render=render
+                    ),
+                    loop,
+                )
                 for number, text in enumerate(lines, start=1)
                 if text.strip()
             ]

