@@ -6,8 +6,10 @@ import ast
 import doctest
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -38,6 +40,18 @@ def test_all_names_are_declared_and_each_is_what_its_module_defines() -> None:
     for name, module in declared().items():
         if module != TITAN:
             assert getattr(torchtitan_rl, name) is getattr(import_module(module), name)
+
+
+def test_each_section_of_a_configuration_is_exported() -> None:
+    def sections(config: type) -> Iterator[str]:
+        for kind in get_type_hints(config).values():
+            if is_dataclass(kind) and isinstance(kind, type):
+                yield kind.__name__
+                yield from sections(kind)
+
+    found = set(sections(torchtitan_rl.RunConfig))
+    assert len(found) > 10
+    assert found - set(torchtitan_rl.__all__) == set()
 
 
 @pytest.mark.slow

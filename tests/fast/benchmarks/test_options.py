@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,19 @@ def test_runs_under_unknown_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="files but no options"):
         keep_options(tmp_path, {"steps": 10})
     assert [path.name for path in tmp_path.iterdir()] == ["trl.json"]
+
+
+def test_a_script_runs_by_its_path_as_well_from_any_directory(tmp_path: Path) -> None:
+    """It imports others of its folder, and of the tests."""
+    script = Path(__file__).parents[3] / "benchmarks" / "router.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: router.py")
