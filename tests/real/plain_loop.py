@@ -52,7 +52,7 @@ async def loop(prepared: PreparedRun) -> None:
                         seed=config.seed,
                     )
                 )
-            batch, _ = batcher(groups)
+            batch = batcher(groups).batch
             assert batch is not None, [(r.status, r.cause) for g in groups for r in g.rollouts]
             await processes.trainer.train_step(batch)
             await router.sync_weights(await processes.trainer.publish(), mode="hot_swap")

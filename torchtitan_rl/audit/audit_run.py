@@ -1,9 +1,10 @@
-"""Reads the files of a run that is not running and runs all checks on them. Changes nothing."""
+"""Reads the files of a run, or of an evaluation, and runs all checks on them. Changes nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torchtitan_rl.audit.checkpoint_checks import (
 )
 from torchtitan_rl.audit.findings import Check, Rules, rules_of
 from torchtitan_rl.audit.metrics_checks import MetricsChecks
-from torchtitan_rl.audit.rollout_checks import check_log
-from torchtitan_rl.observability.jsonl import read_rows
-from torchtitan_rl.orchestration.journal import read_lines
+from torchtitan_rl.audit.rollout_checks import check_log, check_rollout
+from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE
+from torchtitan_rl.config.manifest import FIXES, MANIFEST, compare_with_manifest
+from torchtitan_rl.observability.jsonl import read_lines, read_rows
+from torchtitan_rl.orchestration import journal
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.training.checkpoint_files import check_contents
@@ -26,15 +29,20 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 _SavedRuns = Mapping[int, SavedRun]  # by step
 
 
-def audit(run_dir: Path) -> list[Check]:
-    """All checks of a run, in the order in which they are shown.
+def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
+    """All checks of a run or an evaluation, in the order in which they are shown.
+
+    Args:
+        is_running: it goes on writing, so that it is not complete.
 
     Raises:
         OSError: a file cannot be read.
-        FileNotFoundError: ``run_dir`` is not the folder of a run.
+        FileNotFoundError: ``run_dir`` is the folder of neither.
     """
     metrics = run_dir / "metrics.jsonl"
     checkpoints = CheckpointDirectory(run_dir / "checkpoints")
+    if (run_dir / SETTINGS_FILE).is_file():
+        return [*_audit_evaluation(run_dir), _audit_files(run_dir)]
     if not metrics.is_file() and not checkpoints.root.is_dir():
         raise FileNotFoundError(f"{run_dir}: no run (neither metrics.jsonl nor checkpoints)")
     saved, whole = _read_checkpoints(checkpoints)
@@ -46,9 +54,10 @@ def audit(run_dir: Path) -> list[Check]:
     checks = [*rows.results(), whole]
     for step, one in sorted(saved.items()):
         checks += _audit_checkpoint(checkpoints.path(step).name, step, one, rules, rows)
-    checks += _audit_journals(run_dir / "journal", saved)
+    checks += _audit_journals(run_dir / "journal", saved, rules)
     checks += _audit_rollouts(run_dir / "rollouts.jsonl", rules, rows)
-    return [*checks, _audit_end(run_dir, rules, rows, saved)]
+    checks += [_audit_files(run_dir), _audit_end(run_dir, rules, rows, saved, is_running)]
+    return checks
 
 
 def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check]:
@@ -59,21 +68,20 @@ def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check
         if path.suffix or not path.is_dir():
             continue  # set aside, half written or being removed
         check.looked_at += 1
-        with check.reports_errors(f"checkpoint {path.name}"):
+        with check.reports_errors(f"checkpoint {path.name}", FIXES["checkpoints/"]):
             check_contents(path)
             saved[step_of(path)] = read_saved_run(path)
     return saved, check
 
 
 def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
-    """That of the newest checkpoint; without one, that of the file written at the start."""
-    if saved and (identity := saved[max(saved)].document.get("identity")):
-        return dict(identity)
-    try:
-        loaded = json.loads((run_dir / "identity.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+    """That of the file written at each start, which is the newer one where a finished run was given
+    more steps; without it, that of the newest checkpoint."""
+    with suppress(FileNotFoundError, ValueError):
+        loaded = json.loads((run_dir / IDENTITY_FILE).read_text())
+        if isinstance(loaded, dict) and loaded:
+            return loaded
+    return dict(saved[max(saved)].document.get("identity") or {}) if saved else {}
 
 
 def _audit_checkpoint(
@@ -96,17 +104,24 @@ def _audit_checkpoint(
     return [unreadable]
 
 
-def _audit_journals(folder: Path, saved: _SavedRuns) -> list[Check]:
+def _audit_journals(folder: Path, saved: _SavedRuns, rules: Rules) -> list[Check]:
     checks: list[Check] = []
     for path in sorted(folder.glob("step-*.jsonl")):
         step, check = step_of(path), Check(name=f"journal {path.name}", what="turns")
         with check.reports_errors(check.name):
-            check_journal(check, read_lines(path), saved.get(step), is_first=step == 0)
+            check_journal(
+                check, journal.read_lines(path), saved.get(step), rules, is_first=step == 0
+            )
         checks.append(check)
     restored = Check(name="journal: continues the checkpoints", what="checkpoints")
     for step, one in saved.items():
         restored.looked_at += 1
         journals = JournalDirectory(folder)
+        restored.require(
+            journals.file(step).is_file(),
+            f"journal/{journals.file(step).name} is missing, which was begun with the checkpoint "
+            "of its step: restore it; without it, turns that it held are sampled again",
+        )
         with restored.reports_errors(f"checkpoint of step {step}"):
             journals.restore(step, one.groups.rollouts, mark=one.journal_mark)
             restored.violations += journals.passed_over
@@ -114,17 +129,44 @@ def _audit_journals(folder: Path, saved: _SavedRuns) -> list[Check]:
 
 
 def _audit_rollouts(path: Path, rules: Rules, rows: MetricsChecks) -> list[Check]:
-    if not path.exists():
-        return []
     unreadable = Check(name="rollouts: ids")
     with unreadable.reports_errors(path.name):
         return check_log(
-            read_rows(path), rules, last_step=rows.last_step, num_problems=rows.num_problems
+            read_lines(path),
+            rules,
+            last_step=rows.last_step,
+            num_problems=rows.num_problems,
+            logged=rows.logged,
         )
     return [unreadable]
 
 
-def _audit_end(run_dir: Path, rules: Rules, rows: MetricsChecks, saved: _SavedRuns) -> Check:
+def _audit_evaluation(folder: Path) -> list[Check]:
+    """Of ``torchtitan-rl eval``. A rollout that failed may be there again."""
+    tokens = Check(name="rollouts: tokens", what="turns")
+    endings = Check(name="rollouts: endings", what="rollouts")
+    for path in sorted(folder.rglob("rollouts.jsonl")):
+        finished: set[str] = set()
+        name = path.relative_to(folder).as_posix()
+        with endings.reports_errors(name):
+            for where, row in read_rows(path):
+                at = f"{name}: {where}"
+                check_rollout(endings, tokens, at, row, Rules(), is_train=False)
+                twice = row["rollout_id"] in finished
+                endings.require(not twice, f"{at}: {row['rollout_id']} is there twice")
+                if row["reward"] is not None:
+                    finished.add(row["rollout_id"])
+    return [tokens, endings]
+
+
+def _audit_files(folder: Path) -> Check:
+    number, errors = compare_with_manifest(folder)
+    return Check(name=f"{MANIFEST}: files as they were left", looked_at=number, violations=errors)
+
+
+def _audit_end(
+    run_dir: Path, rules: Rules, rows: MetricsChecks, saved: _SavedRuns, is_running: bool
+) -> Check:
     """What a run that has taken all of its steps leaves on disk."""
     check = Check(name="end of the run", what="finished runs")
     newest = max(saved, default=0)
@@ -133,8 +175,9 @@ def _audit_end(run_dir: Path, rules: Rules, rows: MetricsChecks, saved: _SavedRu
         f"the newest checkpoint is of step {newest}, the last row of step {rows.last_step}",
     )
     is_evaluated = not rows.evaluated or newest in rows.evaluated
-    if rules.num_steps is None or newest < rules.num_steps or not is_evaluated:
-        return check  # the run was stopped or killed and can be resumed
+    is_stopped = rules.num_steps is None or newest < rules.num_steps or not is_evaluated
+    if is_running or is_stopped:
+        return check  # it goes on, or can be resumed
     check.looked_at = 1
     check.require(
         rows.last_step == newest,
@@ -145,5 +188,10 @@ def _audit_end(run_dir: Path, rules: Rules, rows: MetricsChecks, saved: _SavedRu
     check.require(
         not rules.exports or is_exported,
         f"all steps are done, and {policy} holds no policy: resume the run to export it",
+    )
+    check.require(
+        not rows.logged or (run_dir / MANIFEST).is_file(),
+        f"all steps are done, and there is no {MANIFEST}: it was removed, or the run was killed in "
+        "its last moment; resume the run to write it again",
     )
     return check

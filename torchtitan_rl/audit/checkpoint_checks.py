@@ -129,18 +129,25 @@ def check_against_metrics(
 
 
 def check_journal(
-    check: Check, rows: Iterable[Mapping[str, Any]], saved: SavedRun | None, *, is_first: bool
+    check: Check,
+    rows: Iterable[Mapping[str, Any]],
+    saved: SavedRun | None,
+    rules: Rules,
+    *,
+    is_first: bool,
 ) -> None:
     """Check the lines of one journal file.
 
     Args:
         saved: the checkpoint of the file's step, if there is one.
         is_first: no file is read before this one, so no turn may be missing, except for those that
-            the checkpoint holds.
+            the checkpoint holds, or held before it was removed.
     """
     version = None if saved is None else saved.document["version"]
     entries = () if saved is None else saved.groups.entries
     finished = {entry.group_id for entry in entries if entry.group is not None}
+    if not rules.staleness:  # those that are not in the next batch begin again
+        finished.clear()
     mark = 0 if saved is None else saved.journal_mark
     newest: int | None = None
     position = 0
@@ -149,6 +156,7 @@ def check_journal(
         where = f"{check.name}, line {number}"
         if number == 1:
             newest = row.get("version")
+            is_first = is_first and version is None and not row.get("mark", 0)
             check.require(
                 newest is None or version is None or newest == version,
                 f"{where}: begun at version {newest}; its checkpoint has version {version}",
@@ -174,7 +182,7 @@ def check_journal(
                 f"{where}: turn {index} of {rollout_id} after turn {num_turns[rollout_id] - 1}",
             )
             num_turns[rollout_id] = index + 1
-        elif is_first and version is None:
+        elif is_first:
             check.violations.append(f"{where}: turn {index} of {rollout_id}, which did not begin")
         runs = row["turn"]["completion"]["version_runs"]
         has_tokens = bool(row["turn"]["completion"]["token_ids"])

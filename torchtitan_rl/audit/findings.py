@@ -48,12 +48,12 @@ class Check:
             self.violations.append(violation)
 
     @contextmanager
-    def reports_errors(self, where: str) -> Iterator[None]:
+    def reports_errors(self, where: str, fix: str = "restore it from a copy") -> Iterator[None]:
         """Report an error in the block, which reads what a run wrote, as a violation."""
         try:
             yield
         except _UNREADABLE as error:
-            self.violations.append(f"{where}: {type(error).__name__}: {error}")
+            self.violations.append(f"{where}: {type(error).__name__}: {error}; {fix}")
 
     @property
     def summary(self) -> str:

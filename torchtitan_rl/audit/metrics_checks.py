@@ -7,6 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
+from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.observability.rollout_log import LOGGED
 from torchtitan_rl.observability.sinks import is_evaluation_row, is_step_row
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals
@@ -23,8 +25,9 @@ _COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _COU
 class MetricsChecks:
     """Takes one row after another; `results` are complete after the last.
 
-    ``totals`` and ``versions`` are by step, ``evaluated`` are steps, and ``num_problems`` is that
-    of the largest evaluation.
+    ``totals`` and ``versions`` are by step, ``evaluated`` are steps, ``logged`` is what rows say of
+    their rollouts in ``rollouts.jsonl``, by step and split, and ``num_problems`` is that of the
+    largest evaluation.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -39,6 +42,7 @@ class MetricsChecks:
         self.evaluated: set[int] = set()
         self.totals: dict[int, LedgerTotals] = {}
         self.versions: dict[int, int] = {0: 0}
+        self.logged: dict[tuple[int, str], dict[str, float]] = {}
         self.last_step = 0
         self.num_problems: int | None = None
 
@@ -52,6 +56,10 @@ class MetricsChecks:
                 row[_UNACCOUNTED] == 0,
                 f"{where}: {row[_UNACCOUNTED]} tokens were sampled and are in no account",
             )
+        for split in Split:
+            of_split = {n: row[n] for n in row if n.startswith(f"{LOGGED}/{split}/")}
+            if of_split:
+                self.logged[row["step"], split.value] = of_split
         if is_evaluation_row(row):
             self._take_evaluation(where, row)
         if is_step_row(row):
@@ -147,6 +155,14 @@ class MetricsChecks:
                 rollouts == groups * rules.group_size,
                 f"{where}: {rollouts} rollouts of {groups} groups of {rules.group_size}",
             )
+        if rollouts is not None and row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all
+            sampled, rewards = row["tokens/generated"], row.get("train/reward_sum", 0.0)
+            logged = [row[f"{LOGGED}/train/{name}"] for name in ("tokens", "reward_sum")]
+            check.require(
+                logged == [sampled, rewards],
+                f"{where}: rollouts of {sampled} tokens and rewards of {rewards}; "
+                f"rollouts.jsonl has all of them, with {logged[0]} and {logged[1]}",
+            )
         if "buffer/capacity" in row:
             held = sum(row[f"buffer/{state}"] for state in GroupState)
             check.require(
@@ -187,9 +203,10 @@ def _by_cause(row: Row, name: str) -> dict[str, int]:
 
 
 def _growing(now: LedgerTotals, then: LedgerTotals) -> list[tuple[str, int, int]]:
+    """Without tokens_generated: a killed run loses tokens of groups that it had not finished."""
     pairs = [
         (name, getattr(now, name), getattr(then, name))
-        for name in ("tokens_generated", "tokens_trained", "groups_admitted", "groups_trained")
+        for name in ("tokens_trained", "groups_admitted", "groups_trained")
     ]
     for name in _COUNTS_BY_CAUSE:
         later, earlier = getattr(now, name), getattr(then, name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torchtitan_rl.config.evaluate import (
     write_identity,
 )
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.run_lock import hold_run, unwritable
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
@@ -37,6 +37,7 @@ from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finis
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
 from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
+from torchtitan_rl.training.checkpoint_files import replace_file
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 _PROG = "torchtitan-rl eval"
@@ -61,6 +62,7 @@ def main(words: Sequence[str]) -> int:
     with hold_run(prepared.folder):
         log_dir = prepared.run.config.log_dir
         try:
+            remove_manifest(prepared.folder)
             log_dir.mkdir(exist_ok=True)
             write_identity(prepared)
         except OSError as error:
@@ -240,7 +242,7 @@ async def _roll_out(
 ) -> tuple[RolloutGroup, ...]:
     problems = prepared.run.evaluation_problems
     by_id = {problem.problem_id: problem for problem in problems}
-    log = EvaluationLog(cell.file, step=cell.model.step)
+    log = EvaluationLog(cell.file, step=cell.model.step, decode=generation.tokenizer.decode)
 
     def note(rollout: Rollout) -> None:
         version = generation.router.newest_version
@@ -284,9 +286,11 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
     console.print(result_table(rows, width=console.width))
     picture = folder / "results.png" if evaluation_picture.can_draw() else None
     try:
-        _write(folder / "results.json", document)
+        text = json.dumps(document, indent=2) + "\n"
+        replace_file(folder / "results.json", text.encode())
         if picture is not None:
             evaluation_picture.draw(picture, rows)
+        write_manifest(folder)
     except OSError as error:
         raise OutputError(f"{folder}: {error}") from error
     print(f"results:  {folder / 'results.json'}")
@@ -301,9 +305,3 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
         file=sys.stderr,
     )
     return 1
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(temporary, path)

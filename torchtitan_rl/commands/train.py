@@ -28,10 +28,11 @@ from torchtitan_rl.commands.signals import StopSignals, end_within
 from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
+from torchtitan_rl.config.manifest import MANIFEST, write_manifest
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import ConfigError, RunTakenOverError
+from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
 from torchtitan_rl.launch.node import RESUME_COMMAND
 from torchtitan_rl.observability.engine_sampler import EngineSampler
 from torchtitan_rl.observability.progress import STEP_WORDS, format_seconds
@@ -167,9 +168,21 @@ async def _run(run: _Run, signals: StopSignals) -> int:
     except Exception as error:
         exit_code, ending = print_error(error), "failed"
     if recorder is not None:
+        noted = _note_files(run)
+        exit_code = exit_code or noted
         for line in recorder.summarize(ending, resume_command=run.resume_command):
             print(line)
     return exit_code
+
+
+def _note_files(run: _Run) -> int:
+    """List what the run has written, now that nothing changes any more; returns an exit code."""
+    try:
+        run.claim.check()
+        write_manifest(run.prepared.config.run_dir)
+    except (OSError, OutputError) as error:
+        return print_error(OutputError(f"{MANIFEST} was not written: {error}"))
+    return 0
 
 
 async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None:
@@ -179,6 +192,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     for line in (*prepared.notes, *found.passed_over):
         recorder.say(line)
     tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
+    recorder.decode_by(tokenizer.decode)
     losses = Losses(prepared, run.hosts, recorder)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(losses.watching())

@@ -6,7 +6,6 @@ The task, the limits of rollouts and the replicas are those of a run's configura
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.generator import generator_errors
 from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
-from torchtitan_rl.config.checks.paths import cannot_write
+from torchtitan_rl.config.checks.paths import SETTINGS_FILE, cannot_write
 from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
 from torchtitan_rl.config.checks.resume import CONTENTS, TASK, run_identity
 from torchtitan_rl.config.checks.rules import Bounds
@@ -35,9 +34,9 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.training.checkpoint_files import replace_file
 from torchtitan_rl.types import Problem
 
-IDENTITY_FILE = "settings.json"
 _COMPARED = (
     TASK,
     "rollout.max_turns",
@@ -55,9 +54,10 @@ class EvalConfig:
     train CONFIG --help`` lists them. The same command again continues where it was ended."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL_OR_RUN...")]
-    """Directories in Hugging Face format, ``package:NAME``, folders of runs (all checkpoints that
-    they keep), or single checkpoints (``outputs/NAME/checkpoints/step-000010``). The first one is
-    what the others are compared with."""
+    """Directories in Hugging Face format, names of models on the Hugging Face hub,
+    ``package:NAME``, folders of runs (all checkpoints that they keep), or single checkpoints
+    (``outputs/NAME/checkpoints/step-000010``). The first one is what the others are compared
+    with."""
     config: str
     """A configuration file, or the name of a ready configuration, with the task."""
     samples: int | None = None
@@ -311,7 +311,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
     """What `write_identity` wrote; empty where there is nothing."""
     saved: dict[str, dict[str, Any]] = {"fields": {}, "models": {}, "problems": {}}
     with suppress(OSError, ValueError):
-        saved |= json.loads((folder / IDENTITY_FILE).read_text())
+        saved |= json.loads((folder / SETTINGS_FILE).read_text())
     return saved
 
 
@@ -323,6 +323,5 @@ def write_identity(prepared: PreparedEvaluation) -> None:
     """
     saved = read_identity(prepared.folder)
     merged = {kind: saved[kind] | prepared.identity[kind] for kind in saved}
-    temporary = prepared.folder / f"{IDENTITY_FILE}.tmp"
-    temporary.write_text(json.dumps(merged, indent=2) + "\n")
-    os.replace(temporary, prepared.folder / IDENTITY_FILE)
+    text = json.dumps(merged, indent=2) + "\n"
+    replace_file(prepared.folder / SETTINGS_FILE, text.encode())

@@ -35,6 +35,7 @@ from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, count, made_up_hosts
 from torchtitan_rl.config.launch import has_hosts
+from torchtitan_rl.config.manifest import remove_manifest
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import find_policy, is_elsewhere
 from torchtitan_rl.config.run import RunConfig
@@ -240,6 +241,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
         try:
+            remove_manifest(run_dir)
             write_identity(run_dir, prepared.identity)
             prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:

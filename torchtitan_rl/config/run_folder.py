@@ -7,16 +7,15 @@ before its first checkpoint, and continues from its journal, can be compared too
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE
+from torchtitan_rl.config.manifest import MANIFEST
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.training.checkpoint_files import MARKER, read_document, write_file
+from torchtitan_rl.training.checkpoint_files import MARKER, read_document, replace_file
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 IDENTITY = "identity"  # its key in the document of a checkpoint
@@ -58,24 +57,15 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = run_dir / f"{IDENTITY_FILE}.tmp"
-    try:
-        write_file(temporary, json.dumps(identity, indent=2).encode() + b"\n")
-        temporary.replace(run_dir / IDENTITY_FILE)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(run_dir / IDENTITY_FILE, json.dumps(identity, indent=2).encode() + b"\n")
 
 
 def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
-    """Whether nothing is left to do: all steps, the last evaluation, and the export."""
+    """Whether nothing is left to do: all steps, the last evaluation, the export, and the list of
+    all files."""
     if saved.checkpoint is None or saved.step < config.num_steps:
+        return False
+    if not (config.run_dir / MANIFEST).is_file():
         return False
     if not config.checkpoint.export_hf:
         return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step

@@ -13,16 +13,18 @@ from pathlib import Path
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability.jsonl import JsonLines, read_rows
 from torchtitan_rl.observability.metric_table import Split
-from torchtitan_rl.observability.rollout_log import rollout_from_json, rollout_to_json
+from torchtitan_rl.observability.rollout_log import Decode, rollout_from_json, rollout_to_json
 from torchtitan_rl.types import Problem, Rollout, RolloutGroup
 
 
 class EvaluationLog:
-    """Appends to ``path``, after the lines that it has. ``step`` is that of the checkpoint."""
+    """Appends to ``path``, after the lines that it has. ``step`` is that of the checkpoint,
+    ``decode`` as in `RolloutLog`."""
 
-    def __init__(self, path: Path, *, step: int) -> None:
+    def __init__(self, path: Path, *, step: int, decode: Decode | None = None) -> None:
         self._lines = JsonLines(path, resume_step=sys.maxsize)
         self._step = step
+        self._decode = decode
 
     def write(self, problem: Problem, rollout: Rollout, *, version: int) -> None:
         """
@@ -31,7 +33,8 @@ class EvaluationLog:
         """
         head = {"step": self._step, "version": version, "split": Split.EVALUATION.value}
         group = RolloutGroup(group_id=rollout.group_id, problem=problem, rollouts=(rollout,))
-        self._lines.append(head | {"chosen": "all"} | rollout_to_json(group, rollout))
+        row = rollout_to_json(group, rollout, decode=self._decode)
+        self._lines.append(head | {"chosen": "all"} | row)
 
     def close(self) -> None:
         self._lines.close()

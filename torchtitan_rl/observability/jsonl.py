@@ -46,7 +46,7 @@ class JsonLines:
 
     Raises:
         OutputError: it cannot be opened, or holds lines that are not ours (with file and line, and
-            from `has` too); from `append` and `replace_last`: it cannot be written to.
+            from `lines_of` too); from `append` and `replace_last`: it cannot be written to.
     """
 
     def __init__(
@@ -77,20 +77,22 @@ class JsonLines:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(f"{path}: {error!r}") from error
 
-    def has(self, step: int, is_wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
-        """Is there a line of ``step`` that ``is_wanted``? Looks back to the step before it."""
+    def lines_of(self, step: int, is_wanted: Callable[[Mapping[str, Any]], bool]) -> list[bytes]:
+        """The lines of ``step`` that are wanted. Looks back to the step before it."""
+        self._require_open()
+        found = []
         for start, line in lines_from_the_end(self._file, self._file.tell()):
             row = _row(self._path, start, line)
             if row["step"] == step and is_wanted(row):
-                return True
-            if row["step"] < step and self._is_step(row):
-                return False
-        return False
+                found.append(line)
+            elif row["step"] < step and self._is_step(row):
+                break
+        return found[::-1]
 
-    def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write lines, all or none of them."""
+    def append(self, *rows: Mapping[str, Any]) -> list[bytes]:
+        """Write lines, all or none of them; returns them."""
         if not rows:
-            return
+            return []
         lines = [_line(row) for row in rows]
         self._require_open()
         try:
@@ -100,6 +102,7 @@ class JsonLines:
         except OSError as error:
             raise OutputError(f"{self._path}: {error}") from error
         self.last, self._last_start = dict(rows[-1]), self._file.tell() - len(lines[-1])
+        return lines
 
     def replace_last(self, row: Mapping[str, Any]) -> None:
         """Write ``row`` in the place of the last line. Where it fails, nothing can be written any
@@ -140,22 +143,34 @@ def rotated(path: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """(where, row) of all lines of ``path`` and of the files before it, as the next opening would
-    find them; changes nothing.
+    """(where, row) of all `read_lines`.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a line that is whole is no JSON object; the message says which.
     """
-    for where, line in _lines(path):
-        try:
-            row = _parse(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        yield where, row
+    for where, line in read_lines(path):
+        yield where, parse_line(where, line)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+def parse_line(where: str, line: bytes) -> Row:
+    """
+    Raises:
+        ValueError: it is no JSON object; the message says where.
+    """
+    try:
+        return _parse(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, line with its end) of ``path`` and of the files before it, as the next opening would
+    find them; changes nothing.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     cut_file, cut, tail = _read_tail(path) or ("", 0, b"")
     for file in [*rotated(path), path]:
         offset = 0
@@ -165,7 +180,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
             offset += len(line)
             yield f"{file.name}, line {number}", line
         if file.name == cut_file and file.exists():
-            yield from ((f"{file.name}, its tail", line) for line in tail.splitlines())
+            yield from ((f"{file.name}, its tail", line) for line in tail.splitlines(keepends=True))
             return
 
 

@@ -26,7 +26,7 @@ from torchtitan_rl.observability.progress import (
     format_seconds,
     make_progress,
 )
-from torchtitan_rl.observability.rollout_log import RolloutLog
+from torchtitan_rl.observability.rollout_log import Decode, RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
@@ -109,6 +109,10 @@ class RunRecorder:
         self._rollouts.close()
         self._tracer.close()
 
+    def decode_by(self, decode: Decode) -> None:
+        """Write the text of turns whose environment has none as ``decode`` gives it."""
+        self._rollouts.decode = decode
+
     def watch_engines(self, sampler: EngineSampler) -> None:
         """Add this sampler's metrics to each step's row."""
         self._engines = sampler
@@ -173,8 +177,11 @@ class RunRecorder:
             metrics[EFFICIENCY] = overlap.efficiency
             if (text := self._advisor.observe(overlap)) is not None:
                 self.say(text)
+        # The row is written last: it says what the other file holds.
+        metrics |= self._rollouts.record(
+            record.step, record.version, record.groups, Split.TRAIN, record.episodes
+        )
         self._metrics.record(record.step, record.version, metrics)
-        self._rollouts.record(record.step, record.version, record.groups, Split.TRAIN)
         self._show_first_failures(record)
         self._show_first_difference(record.step, metrics)
         self._state.end_step(
@@ -213,8 +220,10 @@ class RunRecorder:
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         metrics = evaluation_metrics(record)
+        metrics |= self._rollouts.record(
+            record.step, record.version, record.groups, Split.EVALUATION
+        )
         self._metrics.record(record.step, record.version, metrics)
-        self._rollouts.record(record.step, record.version, record.groups, Split.EVALUATION)
         self._state.end_evaluation(record.step, metrics.get("evaluation/reward_mean"))
         self._progress.say(describe_evaluation(self._state))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from math import fsum
 from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.metric_table import Split
@@ -63,6 +64,7 @@ def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if rewards:
         metrics = {
+            "reward_sum": fsum(rewards),
             "reward_mean": fmean(rewards),
             "reward_max": max(rewards),
             "reward_min": min(rewards),

@@ -44,7 +44,7 @@ class MetricsLog:
             OutputError: ``metrics.jsonl`` cannot be written.
         """
         check_names(metrics)
-        if is_evaluation_row(metrics) and self._lines.has(step, is_evaluation_row):
+        if is_evaluation_row(metrics) and self._lines.lines_of(step, is_evaluation_row):
             return
         row: dict[str, Any] = {"step": step, "wall_time_s": time.time(), "version": version}
         row |= {name: float(value) for name, value in metrics.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
@@ -17,6 +17,15 @@ from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, tr
 from torchtitan_rl.training.grammars import without_grammars
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode, Rollout, RolloutGroup
+
+
+class Batched(NamedTuple):
+    """``batch`` is None where it has no token to train on. ``episodes`` are those of all groups;
+    the mask of one that does not fit a row is empty."""
+
+    batch: TrainingBatch | None
+    tokens: TokenCounts
+    episodes: tuple[Episode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +42,8 @@ class EpisodeBatcher:
     max_tokens_per_turn: int = 0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
-    def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[TrainingBatch | None, TokenCounts]:
-        """The batch (None where it has no token to train on) and its token counts.
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
+        """The batch, its token counts and its episodes.
 
         Failed rollouts and episodes longer than a row are discarded; rollouts that were cut (where
         ``overlong.mask`` says so), turns that no agent saw, tokens of which it is not known what
@@ -63,6 +72,8 @@ class EpisodeBatcher:
         packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens
+            no_loss = (False,) * len(episodes[index].token_ids)
+            episodes[index] = replace(episodes[index], loss_mask=no_loss)
         batch, trained = packing.batch, 0
         if batch is not None:
             trained = int(trained_mask(batch).sum())
@@ -76,9 +87,8 @@ class EpisodeBatcher:
         generated = sum(
             rollout.num_sampled_tokens for group in groups for rollout in group.rollouts
         )
-        return batch if trained else None, TokenCounts(
-            generated=generated, trained=trained, discarded=+discarded
-        )
+        tokens = TokenCounts(generated=generated, trained=trained, discarded=+discarded)
+        return Batched(batch if trained else None, tokens, tuple(episodes))
 
     def _shaped_reward(self, rollout: Rollout) -> float | None:
         if rollout.reward is None:

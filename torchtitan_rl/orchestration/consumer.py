@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import Literal
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.reconciliation import Reconciliation
-from torchtitan_rl.orchestration.records import BufferStates, StepRecord, TokenCounts
+from torchtitan_rl.orchestration.records import BufferStates, StepRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
@@ -114,11 +115,11 @@ class Consumer:
         states = BufferStates(capacity=state.capacity.buffer, **counts)
         try:
             with self._times.measure("train"):
-                tokens, output = await self._train_on(groups)
+                batched, output = await self._train_on(groups)
         except BaseException:
             state.buffer.put_back()
             raise
-        self._commit(groups, tokens, output, states)
+        self._commit(groups, batched, output, states)
         state.notify()  # new groups reset their environments while the weights are on their way
         handle: WeightHandle | None = None
         if output is not None:
@@ -133,14 +134,15 @@ class Consumer:
 
     async def _train_on(
         self, groups: tuple[RolloutGroup, ...]
-    ) -> tuple[TokenCounts, StepOutput | None]:
+    ) -> tuple[Batched, StepOutput | None]:
         """Pack and train; without a token to train on, the weights stay."""
         step = self._state.step + 1
         with self._recorder.phase("train"):
-            batch, tokens = await asyncio.to_thread(self._parts.batcher, groups)
+            batched = await asyncio.to_thread(self._parts.batcher, groups)
+            batch = batched.batch
             if batch is None:
                 self._note_empty_batch(step, describe_failures(groups))
-                return tokens, None
+                return batched, None
             await self._devices.prepare_step()
             self._empty_batches = 0
             if not batch.advantages.any():
@@ -148,7 +150,7 @@ class Consumer:
             # The trainer's own deadline comes first, with a better message.
             limit_s = 2 * self._config.trainer.step_timeout_s
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
-                return tokens, await self._parts.trainer.train_step(batch)
+                return batched, await self._parts.trainer.train_step(batch)
 
     def _note_empty_batch(self, step: int, failures: str) -> None:
         self._parts.router.require_unreserved()
@@ -165,12 +167,12 @@ class Consumer:
     def _commit(
         self,
         groups: tuple[RolloutGroup, ...],
-        tokens: TokenCounts,
+        batched: Batched,
         output: StepOutput | None,
         states: BufferStates,
     ) -> None:
         """Record that the step was taken. No await: a checkpoint has all of it or nothing."""
-        state = self._state
+        state, tokens = self._state, batched.tokens
         metrics = {} if output is None else output.metrics
         masked = round(metrics.get("masked_share", 0.0) * tokens.trained)
         overtaken = state.buffer.overtaken_in_batch()
@@ -189,6 +191,7 @@ class Consumer:
                 version=state.version,
                 groups=groups,
                 tokens=tokens,
+                episodes=batched.episodes,
                 trainer=metrics,
                 syncs=self._feed.take_syncs(),
                 publish_s=seconds["publish"],

@@ -40,6 +40,9 @@ class JournalDirectory:
         self._journal: Journal | None = None
         self.passed_over: list[str] = []
 
+    def file(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}.jsonl"
+
     def restore(
         self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
     ) -> dict[str, RecordedRollout]:
@@ -86,7 +89,7 @@ class JournalDirectory:
         self.close()
         files = self._files()
         lineage = _next_lineage(files.values())
-        final = self._file(step)
+        final = self.file(step)
         journal = Journal(final.with_suffix(".tmp"), lineage=lineage, version=version, mark=mark)
         kept = {name for name, saved in base.items() if _continues(rollouts.get(name), saved)}
         for name in base.keys() - kept:
@@ -109,10 +112,10 @@ class JournalDirectory:
             JournalError: it cannot be written.
         """
         old = self._current()
-        if old.path == self._file(step):
+        if old.path == self.file(step):
             return old.next_mark()
         self._journal = Journal(
-            self._file(step), lineage=old.lineage, version=version, cut_off=old.cut_off()
+            self.file(step), lineage=old.lineage, version=version, cut_off=old.cut_off()
         )
         old.close()  # only now: if the new file cannot be created, the old one continues
         return self._journal.mark
@@ -158,9 +161,6 @@ class JournalDirectory:
         if self._journal is None:
             raise JournalError(f"{self.path}: no journal was begun")
         return self._journal
-
-    def _file(self, step: int) -> Path:
-        return self.path / f"step-{step:06d}.jsonl"
 
     def _files(self) -> dict[int, Path]:
         try:

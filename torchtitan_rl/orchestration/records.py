@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import Episode, RolloutGroup
 
 _MAX_UNWRITTEN = 64  # each record holds the groups of its step
 
@@ -62,14 +62,16 @@ class StepRecord:
     Durations are seconds since the record of the previous step, ``wall_s`` in all: ``rollout_s`` of
     waiting for the batch, ``train_s`` of training, ``publish_s`` of publishing the weights of the
     step before, ``trainer_busy_s`` of training, publishing and saving. ``syncs`` ended in that
-    time. ``overtaken``: ids of the groups in the batch that younger ones were trained before.
-    ``dataset``: its metrics after the outcomes of the step before.
+    time. ``episodes``: of the groups, as they were trained on. ``overtaken``: ids of the groups in
+    the batch that younger ones were trained before. ``dataset``: its metrics after the outcomes of
+    the step before.
     """
 
     step: int
     version: int
     groups: tuple[RolloutGroup, ...]
     tokens: TokenCounts
+    episodes: tuple[Episode, ...] = ()
     trainer: Mapping[str, float]
     syncs: tuple[SyncReport, ...] = ()
     publish_s: float

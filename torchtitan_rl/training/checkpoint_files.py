@@ -64,6 +64,19 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write all of a file or, where that fails, leave it as it was; it is on disk on return."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_file(temporary, content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
 def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
     """Add the caller's bytes, by name, to a checkpoint that is being written.
 

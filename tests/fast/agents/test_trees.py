@@ -184,7 +184,7 @@ def rewarded(kind="mean"):
     group = RolloutGroup(
         group_id="g", problem=PROBLEM, rollouts=roll_out(hosted, size=2, generate=SlowGenerate())
     )
-    batch, _ = EpisodeBatcher(advantage=kind, row_len=512, temperature=0.7)([group])
+    batch, _, _ = EpisodeBatcher(advantage=kind, row_len=512, temperature=0.7)([group])
     return group, batch
 
 

@@ -20,6 +20,7 @@ from torchtitan_rl.config.checks.resume import (
     resume_errors,
     run_identity,
 )
+from torchtitan_rl.config.manifest import write_manifest
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
@@ -265,6 +266,8 @@ def test_a_complete_run_is_told_so_and_ends_at_once(
     assert not resumed(config).is_complete  # its policy is not exported yet
     (config.run_dir / "policy").mkdir()
     (config.run_dir / "policy" / "config.json").write_text("{}")
+    assert not resumed(config).is_complete  # it was killed before it listed its files
+    write_manifest(config.run_dir)
     assert resumed(config).is_complete
     assert not resumed(config, num_steps=11).is_complete
     words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]

@@ -117,7 +117,7 @@ def test_a_damaged_row_ends_a_resume_with_its_file_and_line(
     assert file.read_bytes() == content
     assert opened(tmp_path, 5).last == step_row(5)  # no need to read so far
     with pytest.raises(OutputError, match=rf"m\.jsonl, line 3: {said}"):
-        opened(tmp_path, 5).has(2, lambda row: True)
+        opened(tmp_path, 5).lines_of(2, lambda row: True)
 
 
 class Killed(BaseException):
@@ -261,8 +261,8 @@ def test_a_evaluation_that_a_resumed_run_does_again_is_recorded_once(tmp_path: P
     groups = [make_group(make_rollout(1.0, make_turn((1,), (2,))))]
 
     def record(log: MetricsLog, rollouts: RolloutLog, step: int, split: Split) -> None:
-        log.record(step, step, {f"{split.value}/reward_mean": 0.5})
-        rollouts.record(step, step, groups, split)
+        said = rollouts.record(step, step, groups, split)
+        log.record(step, step, {f"{split.value}/reward_mean": 0.5} | said)
 
     for resume_step in (None, 1):
         log = MetricsLog(tmp_path, tensorboard=False, resume_step=resume_step)
@@ -284,6 +284,23 @@ def test_a_evaluation_that_a_resumed_run_does_again_is_recorded_once(tmp_path: P
     metrics = [row for _, row in read_rows(tmp_path / "metrics.jsonl")]
     validated = [row["step"] for row in metrics if "evaluation/reward_mean" in row]
     assert sorted(validated) == [1, 2]
+
+
+def test_after_a_row_that_could_not_be_merged_every_use_says_that_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = opened(tmp_path, None)
+    lines.append(step_row(1))
+
+    def refuse(path: Path) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(jsonl, "open_for_append", refuse)
+    with pytest.raises(OutputError):
+        lines.replace_last(step_row(1))
+    for use in (lines.append, lines.replace_last, lambda row: lines.lines_of(1, bool)):
+        with pytest.raises(OutputError, match="the file is closed"):
+            use(step_row(1))
 
 
 def test_the_files_before_are_numbered_in_the_order_they_were_written_in(tmp_path: Path) -> None:

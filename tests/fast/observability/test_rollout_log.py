@@ -1,10 +1,14 @@
 import json
+import math
 import random
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
+from tests.support.turns import group, rollout, turn
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_log import RolloutLog, choose_rollouts
+from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.types import RolloutStatus, VersionRun
 
 FAILED = make_rollout(None, status=RolloutStatus.ENV_ERROR)
@@ -47,6 +51,52 @@ def test_a_line_holds_text_tokens_logprobs_versions_rewards_and_status(tmp_path:
     assert written["token_ids"] == [3, 4, 5]
     assert written["logprobs"] == [-1.0, -1.0, -1.0]
     assert written["versions"] == [6, 6, 7]
+
+
+def test_a_trained_turn_has_its_advantage_and_its_mask_and_any_turn_how_it_was_sampled(
+    tmp_path: Path,
+) -> None:
+    first = turn([1, 2], [3, 4])
+    timings = make_turn((1, 2), (3, 4)).completion.metrics
+    assert timings is not None
+    unseen = replace(turn([7], [8]), is_seen=False)
+    own = replace(first.completion, stop_reason="</s>", logprobs=(-0.5, math.nan), metrics=timings)
+    good = rollout(replace(first, completion=own), turn([1, 2, 3, 4, 5], [6]), unseen, reward=1.0)
+    long = rollout(turn(range(40), [9]), rollout_id="g/r1", reward=0.0)
+    failed = rollout(turn([1], [2]), rollout_id="g/r2", reward=None, status=RolloutStatus.ENV_ERROR)
+    groups = [group(good, long, failed)]
+    episodes = EpisodeBatcher(advantage="mean", row_len=32, temperature=1.0)(groups).episodes
+    log = RolloutLog(tmp_path / "rollouts.jsonl", per_step=3, seed=0)
+    log.decode = lambda token_ids: "-".join(map(str, token_ids))
+    log.record(1, 1, groups, Split.TRAIN, episodes)
+    rows = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    found = {row["rollout_id"]: row["turns"] for row in rows}
+    trained = {
+        name: [(one["advantage"], one["loss_mask"]) for one in turns]
+        for name, turns in found.items()
+    }
+    assert trained == {
+        "g/r0": [(0.5, [1, 0]), (0.5, [1]), (None, [0])],
+        "g/r1": [(None, [0])],  # it does not fit a row
+        "g/r2": [(None, [0])],
+    }
+    written = found["g/r0"][0]
+    assert (written["stop_reason"], written["text"]) == ("</s>", "3-4")
+    assert written["metrics"] == asdict(timings)
+
+
+def test_a_row_tells_of_its_rollouts_the_same_when_it_is_written_again(tmp_path: Path) -> None:
+    groups = [make_group(make_rollout(0.5, make_turn((1,), (2, 3))), make_rollout(0.25))]
+    path = tmp_path / "rollouts.jsonl"
+    log = RolloutLog(path, per_step=2, seed=0)
+    for split in (Split.TRAIN, Split.EVALUATION):
+        said = log.record(1, 1, groups, split)
+        assert said[f"logged/{split}/rollouts"] == 2.0
+        assert said[f"logged/{split}/tokens"] == 2.0
+        assert said[f"logged/{split}/reward_sum"] == 0.75
+        content = path.read_text()
+        assert log.record(1, 1, groups, split) == said
+        assert path.read_text() == content
 
 
 def test_a_resumed_run_writes_the_same_lines_as_one_that_was_not_interrupted(

@@ -45,7 +45,7 @@ def reference_weights(plan: Plan, root: Path) -> int:
                         seed=plan.seed,
                     )
                 )
-            batch, _ = parts.batcher(groups)
+            batch = parts.batcher(groups).batch
             assert batch is not None
             await parts.trainer.train_step(batch)
             handle = await parts.trainer.publish()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torchtitan_rl.config.run import RunConfig
 
-IDENTITY_FILE = "identity.json"
+IDENTITY_FILE = "identity.json"  # of a run
+SETTINGS_FILE = "settings.json"  # of an evaluation
 _SIGNS_OF_A_RUN = ("metrics.jsonl", IDENTITY_FILE, "checkpoints")
 _MAX_NAME_BYTES = 200  # file systems take 255, and temporary names are longer
 
