@@ -48,7 +48,7 @@ class RetryOptions:
     """``keep_s``: an official client whose connection was cut silently repeats its request after
     its own timeout of 600 s. A remembered identity takes about 1 KB."""
 
-    grace_s: float = 5.0  # the official clients' first two retries come after at most 1 s each
+    grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0
     max_remembered: int = 200_000
     max_kept_bytes: int = 64 << 20

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from openai._constants import MAX_RETRY_DELAY
 
 from tests.support.async_tests import on_event_loop
 from tests.support.http_driver import Client, settle
 from tests.support.served_retries import AGAIN, FIRST, ID, IDENTIFIED, KEY, Served
+from torchtitan_rl.serving.retries import RetryOptions
 
 
 @pytest.mark.parametrize(("first", "again"), IDENTIFIED)
@@ -85,6 +87,10 @@ async def test_an_idempotency_key_with_another_body_is_refused() -> None:
     for key in ("", "x" * 256):
         refused = await served.ask({"Idempotency-Key": key})
         assert (await refused.refusal())[:2] == (400, "invalid_idempotency_key")
+
+
+def test_an_abandoned_request_runs_on_for_longer_than_official_clients_pause() -> None:
+    assert RetryOptions().grace_s > MAX_RETRY_DELAY
 
 
 @on_event_loop
