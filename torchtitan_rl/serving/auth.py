@@ -1,6 +1,6 @@
 """Authenticates requests, and finds their sessions.
 
-- `/health` needs no key; its answer says only whether the endpoint serves.
+- `GET /health` needs no key; its answer says only whether the endpoint serves.
 - Everything else, `/metrics` and the OpenAPI document included, needs the API key as a bearer
   token, or as ``x-api-key`` where there is none. Only a loopback address without a configured key
   accepts any token, or none.
@@ -24,7 +24,6 @@ from torchtitan_rl.serving import context
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.errors import HttpError
 
-OPEN_PATHS = frozenset({"/health"})
 ADMIN_PREFIX = "/admin"
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -50,6 +49,11 @@ def checked_session_id(text: str) -> str:
     return text
 
 
+def is_open(scope: Scope) -> bool:
+    """Whether the request needs no key."""
+    return bool(scope["path"] == "/health" and scope["method"] == "GET")
+
+
 class Authentication:
     """ASGI middleware that sets `context.session_id` for the requests that it passes on.
 
@@ -65,9 +69,6 @@ class Authentication:
         self._admin_key = keys.admin.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
         bearer = _bearer(scope)
         session_id = None
         if scope["path"] == ADMIN_PREFIX or scope["path"].startswith(ADMIN_PREFIX + "/"):

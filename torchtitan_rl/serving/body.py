@@ -83,8 +83,17 @@ class Handler(Protocol):
 class BufferedBody:
     """ASGI middleware: reads and checks the body, then calls ``handler`` with it."""
 
-    def __init__(self, handler: Handler, limits: EndpointConfig, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: EndpointConfig,
+        *,
+        timeout_s: float,
+        max_requests: int = sys.maxsize,
+    ) -> None:
         self._handler = handler
+        self._max_requests = max_requests
+        self._num_requests = 0  # that are whole
         self._limits = limits
         self._timeout_s = timeout_s
         self._held_bytes = 0
@@ -104,9 +113,23 @@ class BufferedBody:
                 caps_tokens = scope["path"] == MESSAGES_PATH
                 check_request(chunks[0], self._limits, caps_tokens=caps_tokens)
             request = BufferedRequest(chunks[0], _until_gone(receive), held)
-            await self._handler(scope, request, send)
+            await self._handle(scope, request, send)
         finally:
             held.release()
+
+    async def _handle(self, scope: Scope, request: BufferedRequest, send: Send) -> None:
+        if self._num_requests >= self._max_requests:
+            raise HttpError(
+                429,
+                f"{self._num_requests} requests are open, as many as may be.",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+        self._num_requests += 1
+        try:
+            await self._handler(scope, request, send)
+        finally:
+            self._num_requests -= 1
 
     async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> bool:
         """Whether the client stayed until the end of the body."""

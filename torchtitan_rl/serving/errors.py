@@ -53,10 +53,6 @@ class HttpError(Exception):
         return JSONResponse({"error": error}, self.status, self.headers)
 
 
-class ClientStalledError(Exception):
-    """The client has not read its response for too long; nothing more can be sent."""
-
-
 class OpenAIErrors:
     """ASGI middleware for HTTP requests; it passes any ``receive`` on to the layers inside.
 
@@ -77,8 +73,6 @@ class OpenAIErrors:
             if answer.has_begun:
                 raise
             await error.response()(scope, receive, send)
-        except ClientStalledError:
-            raise
         except Exception:
             # Starlette raises again what its own handler has answered: then it is only logged.
             answer.log("failed with an exception", exc_info=True)

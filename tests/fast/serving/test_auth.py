@@ -11,7 +11,7 @@ from tests.support.http_driver import CHAT, Client
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving import context
 from torchtitan_rl.serving.address import Keys, is_loopback
-from torchtitan_rl.serving.auth import Authentication, is_session_id
+from torchtitan_rl.serving.auth import Authentication, is_open, is_session_id
 from torchtitan_rl.serving.errors import HttpError, OpenAIErrors
 
 OPEN = {"host": "127.0.0.1", "keys": Keys()}
@@ -67,9 +67,11 @@ def test_a_key_that_is_not_ascii_is_compared_as_utf_8() -> None:
     assert ask(keys, bearer("schlussel")) == (401, "invalid_api_key")
 
 
-def test_health_is_open_and_metrics_and_the_openapi_document_are_not() -> None:
-    assert ask(LOCKED, path="/health") == (200, "None")
-    for path in ("/metrics", "/openapi.json", "/v1/models", "/health/", "//health", "/"):
+def test_only_a_get_of_health_is_open() -> None:
+    assert is_open({"path": "/health", "method": "GET"})
+    assert not is_open({"path": "/health", "method": "POST"})
+    for path in ("/health", "/metrics", "/openapi.json", "/v1/models", "/health/", "//health", "/"):
+        assert path == "/health" or not is_open({"path": path, "method": "GET"})
         assert ask(LOCKED, path=path) == (401, "invalid_api_key")
 
 

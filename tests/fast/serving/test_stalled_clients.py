@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
-from starlette.types import Message
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from tests.support.async_tests import on_virtual_clock
-from tests.support.endpoints import now
-from tests.support.http_driver import CHAT, Client, settle
+from tests.support.http_driver import CHAT
+from torchtitan_rl.backends.monarch.http_connections import (
+    BoundedProtocol,
+    ConnectionLimits,
+    Connections,
+)
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
@@ -23,116 +29,93 @@ from torchtitan_rl.serving.context import close_at_end
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.retries import RetryOptions
 
-KEY = {"Idempotency-Key": "k"}
-
-
-class SlowReader(Client):
-    """Its connection takes ``capacity`` messages, and then none until ``reads`` is set."""
-
-    def __init__(self, *args: Any, capacity: int = 3, **options: Any) -> None:
-        self._capacity = capacity
-        self.reads = asyncio.Event()
-        super().__init__(*args, **options)
-
-    async def _send(self, message: Message) -> None:
-        if len(self.sent) >= self._capacity:
-            await self.reads.wait()
-        await super()._send(message)
-
 
 class Streaming:
-    """An endpoint with an endless stream, one piece each ``piece_s``."""
+    """An endpoint with an endless stream."""
 
-    def __init__(self, *, piece: bytes = b"piece", piece_s: float = 0.1, **options: Any) -> None:
+    def __init__(self) -> None:
         self.has_ended = threading.Event()
-        self.num_streams = 0
-        self.num_pieces = 0
         app = FastAPI()
 
         async def pieces() -> Any:
-            self.num_streams += 1
             try:
                 while True:
-                    await asyncio.sleep(piece_s)
-                    self.num_pieces += 1
-                    yield piece
+                    await asyncio.sleep(0)
+                    yield bytes(1 << 20)
             finally:
-                self.num_streams -= 1
                 self.has_ended.set()
 
-        @app.post("/v1/chat/completions")
-        async def chat(request: Request) -> StreamingResponse:
+        @app.post(CHAT)
+        async def chat() -> StreamingResponse:
             stream = pieces()
             close_at_end(stream.aclose)
             return StreamingResponse(stream)
 
-        link = ControllerLink()
-        config = EndpointConfig(max_concurrent_requests=1)
-        self.app = EndpointApp(app, config, keys=Keys(), commands=link, **options)
+        self.app = EndpointApp(
+            app,
+            EndpointConfig(),
+            keys=Keys(),
+            commands=ControllerLink(),
+            retries=RetryOptions(grace_s=0.1),
+        )
 
-    @property
-    def counts(self) -> Any:
-        return self.app.counts()
-
-
-@pytest.mark.parametrize("headers", [{}, KEY])
-@on_virtual_clock
-async def test_a_client_that_does_not_read_loses_its_place_and_its_stream_ends(
-    headers: dict[str, str],
-) -> None:
-    served = Streaming(retries=RetryOptions(grace_s=5.0))
-    client = SlowReader(served.app, headers=headers)
-    await asyncio.sleep(10.0)
-    assert served.num_streams == served.counts["http_requests_running"] == 1
-    await client.task
-    assert now() == pytest.approx(60.2, abs=0.2)
-    assert served.counts["http_clients_stalled_total"] == 1
-    await asyncio.sleep(6.0)  # the grace in which it may ask again
-    assert served.num_streams == served.counts["http_requests_running"] == 0
-    assert not client.is_whole
+    async def build(self) -> EndpointApp:
+        return self.app
 
 
-@on_virtual_clock
-async def test_a_stream_that_is_not_read_is_not_generated_ahead() -> None:
+@pytest.mark.parametrize("header", [b"A: b", b"Idempotency-Key: k"])
+def test_a_client_that_does_not_read_is_cut_and_its_stream_ends(header: bytes) -> None:
     served = Streaming()
-    SlowReader(served.app)
-    await asyncio.sleep(50.0)
-    assert served.num_pieces <= 4
-    await asyncio.sleep(20.0)
-
-
-@on_virtual_clock
-async def test_a_client_that_reads_slowly_keeps_its_stream() -> None:
-    served = Streaming()
-    client = SlowReader(served.app)
-    for _ in range(10):
-        await asyncio.sleep(50.0)
-        client._capacity = len(client.sent) + 1
-        client.reads.set()
-        await settle()
-        client.reads.clear()
-    assert served.num_streams == 1
-    assert served.counts["http_clients_stalled_total"] == 0
-    await client.leave()
-    await settle()
-    assert served.num_streams == 0
-
-
-def test_the_real_server_closes_the_connection_of_a_client_that_does_not_read() -> None:
-    served = Streaming(piece=bytes(1 << 20), piece_s=0.0, stall_timeout_s=0.2)
-
-    async def build() -> Any:
-        return served.app
-
-    server = HttpServer(build, at_end=lambda: None, host="127.0.0.1", port=0)
+    server = HttpServer(
+        served.build,
+        at_end=lambda: None,
+        host="127.0.0.1",
+        port=0,
+        limits=ConnectionLimits(read_s=0.2),
+    )
     server.start()
-    with socket.socket() as client:
+    with closing(socket.socket()) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(60)
         client.connect(("127.0.0.1", server.port))
-        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n" % CHAT.encode())
+        client.sendall(
+            b"POST %b HTTP/1.1\r\n%b\r\nContent-Length: 0\r\n\r\n" % (CHAT.encode(), header)
+        )
         assert served.has_ended.wait(60)
-        while client.recv(1 << 20):  # what was on its way; then the end
-            pass
+        assert server.counts() == {"http_connections": 0, "http_connections_cut_total": 1}
     server.close(0.0)
-    assert served.num_streams == 0
+    assert served.app.counts()["http_requests_running"] == 0
+
+
+class SlowTransport(asyncio.Transport):
+    """Its other end has not read ``size`` bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@on_virtual_clock
+async def test_a_client_that_reads_slowly_is_not_cut_until_it_stops() -> None:
+    transport = SlowTransport(1 << 20)
+    protocol = BoundedProtocol(
+        Connections(ConnectionLimits(head_s=1e6)),
+        config=Config(Streaming().app),
+        server_state=ServerState(),
+        app_state={},
+    )
+    protocol.connection_made(transport)
+    protocol.pause_writing()
+    for _ in range(10):
+        await asyncio.sleep(50.0)
+        transport.size -= 64 << 10
+        assert not transport.is_aborted
+    await asyncio.sleep(121.0)
+    assert transport.is_aborted

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 60.0  # deadline of a poll or a delivery
 _CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
+_OTHER_CONNECTIONS = 8192  # than those of running and queued requests: idle, or for a lease
 
 
 class EndpointActor(Actor):
@@ -65,22 +66,36 @@ def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
     Raises:
         EndpointLostError: the address is taken.
     """
+    from torchtitan_rl.backends.monarch.http_connections import ConnectionLimits
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.backends.vllm.openai import build_application
     from torchtitan_rl.serving.app import EndpointApp
     from torchtitan_rl.serving.link import ControllerLink
 
     link = ControllerLink()
+    config = spec.endpoint
+    most_requests = config.max_concurrent_requests + config.max_queued_requests
 
     async def build() -> EndpointApp:
         link.attach()
         app = EndpointApp(
-            build_application(spec, link), spec.endpoint, keys=spec.keys, commands=link
+            build_application(spec, link),
+            config,
+            keys=spec.keys,
+            commands=link,
+            max_requests=server.max_requests,
         )
         link.add_gauges(app.counts)
+        link.add_gauges(server.counts)
         return app
 
-    server = HttpServer(build, at_end=link.close, host=spec.endpoint.host, port=spec.endpoint.port)
+    server = HttpServer(
+        build,
+        at_end=link.close,
+        host=config.host,
+        port=config.port,
+        limits=ConnectionLimits(max_connections=_OTHER_CONNECTIONS + most_requests),
+    )
     server.start()
     return server, link
 

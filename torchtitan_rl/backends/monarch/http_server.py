@@ -12,15 +12,25 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
+import psutil
 import uvicorn
 import uvloop
 
+from torchtitan_rl.backends.monarch.http_connections import (
+    BoundedProtocol,
+    ConnectionLimits,
+    Connections,
+)
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.serving.address import listen
 
@@ -31,11 +41,14 @@ _ANSWER_S = 2.0  # from the end of the grace: for refusals to be sent
 _JOIN_S = 5.0  # on top of both
 _BACKLOG = 2048
 _UNREAD_S = 120.0  # after which a connection whose other end takes nothing is dropped, as it is
+_OTHER_FILES = 256  # that the process may open in addition to connections
 
 
 class HttpServer:
     """``build`` makes the application, on the event loop that then serves it; ``at_end`` is called
-    there, once, in any case: when the grace of a close is over, or before the loop ends.
+    there, once, in any case: when the grace of a close is over, or before the loop ends. ``counts``
+    are those of `Connections`; where few files may be open, there are fewer than ``limits`` says.
+    The application is to refuse more than ``max_requests`` at once, so that others can connect.
 
     Raises:
         EndpointLostError: the address is taken.
@@ -48,6 +61,7 @@ class HttpServer:
         at_end: Callable[[], None],
         host: str,
         port: int,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._build = build
         self._at_end = at_end
@@ -57,6 +71,9 @@ class HttpServer:
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _UNREAD_S)
             )
         self.port = int(self._socket.getsockname()[1])
+        self._connections = Connections(_within_descriptors(limits or ConnectionLimits()))
+        self.counts = self._connections.counts
+        self.max_requests = 3 * self._connections.limits.max_connections // 4
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = False
         self._error: BaseException | None = None
@@ -118,7 +135,9 @@ class HttpServer:
             self._server = server = uvicorn.Server(
                 uvicorn.Config(
                     application,
-                    log_level="warning",
+                    http=cast(Any, partial(BoundedProtocol, self._connections)),
+                    ws="none",
+                    log_level="error",  # a warning for each bad request would fill the disk
                     access_log=False,
                     server_header=False,
                     lifespan="on",
@@ -136,6 +155,18 @@ class HttpServer:
                 raise EndpointLostError("the HTTP server ended before it was ready")
         finally:
             self._end_once()
+
+
+def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
+    """Raises this process's limit where they need more, and lowers theirs where that is too low."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (now, most))
+    num_others = psutil.Process().num_fds() + _OTHER_FILES
+    wanted = min(num_others + limits.max_connections, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    room = max(soft, wanted) - num_others
+    return replace(limits, max_connections=max(4, min(room, limits.max_connections)))
 
 
 async def _run_server(server: uvicorn.Server, listening: socket.socket) -> None:
