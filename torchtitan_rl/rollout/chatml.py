@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchtitan_rl.rollout.content_tokens import ContentTokenizer
+
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
 TokenIds = tuple[int, ...]
 
@@ -21,7 +23,7 @@ class ChatMLRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = ContentTokenizer(tokenizer)
         self._im_end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
         ends = {self._im_end, tokenizer.eos_token_id}
         if has_token(tokenizer, "<|endoftext|>"):
@@ -39,7 +41,7 @@ class ChatMLRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
         if not getattr(self._tokenizer, "chat_template", None):
-            return self._encode("".join(map(_chatml, messages)) + "<|im_start|>assistant\n")
+            return self._encode(self._chatml(messages) + "<|im_start|>assistant\n")
         return apply_template(self._tokenizer, messages, tools)
 
     def extend(
@@ -65,7 +67,7 @@ class ChatMLRenderer:
     ) -> TokenIds:
         ended = bool(completion) and completion[-1] in self._stop_token_ids
         missing_end = () if ended else (self._im_end,)
-        text = "\n" + "".join(map(_chatml, new_messages)) + "<|im_start|>assistant\n"
+        text = f"\n{self._chatml(new_messages)}<|im_start|>assistant\n"
         return prompt + completion + missing_end + self._encode(text)
 
     def _template_appends(self, role: str) -> bool:
@@ -87,6 +89,12 @@ class ChatMLRenderer:
             return False
         return rendered == extended
 
+    def _chatml(self, messages: Sequence[Message]) -> str:
+        return "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in self._tokenizer.marked_messages(messages)
+        )
+
     def _encode(self, text: str) -> TokenIds:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -104,10 +112,6 @@ def is_plain_json(value: Any) -> bool:
     except ValueError:
         return False
     return not level
-
-
-def _chatml(message: Message) -> str:
-    return f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
 
 
 def apply_template(

@@ -3,13 +3,14 @@
 The next prompt *extends* the tokens that the engine saw and sampled; history is tokenized again
 only if there is no other way. What the template puts after an assistant's turn (an end-of-turn
 token that was not sampled, a newline) goes into the next prompt, never into a completion.
+Control strings in contents are text (`content_tokens.py`).
 The only module that knows the `renderers` package.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import ConfigError
@@ -21,6 +22,7 @@ from torchtitan_rl.rollout.chatml import (
     has_token,
     is_plain_json,
 )
+from torchtitan_rl.rollout.content_tokens import ContentTokenizer
 
 RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
 Thinking = Literal["off", "keep", "strip"]
@@ -108,7 +110,7 @@ def make_renderer(
     if kind == "library":
         from renderers import create_renderer
 
-        return LibraryRenderer(tokenizer, create_renderer(_CachingTokenizer(tokenizer)))
+        return LibraryRenderer(tokenizer, create_renderer)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"tokenizer {_name(tokenizer)}: no chat template and no <|im_start|> token; "
@@ -117,17 +119,15 @@ def make_renderer(
     from renderers import DefaultRendererConfig
     from renderers.default import DefaultRenderer
 
-    return LibraryRenderer(
-        tokenizer, DefaultRenderer(_CachingTokenizer(tokenizer), DefaultRendererConfig())
-    )
+    return LibraryRenderer(tokenizer, lambda one: DefaultRenderer(one, DefaultRendererConfig()))
 
 
 class LibraryRenderer:
-    """A renderer of the `renderers` package as a `ChatRenderer`."""
+    """A renderer of the `renderers` package, which ``make`` makes for a tokenizer."""
 
-    def __init__(self, tokenizer: Any, renderer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._renderer = renderer
+    def __init__(self, tokenizer: Any, make: Callable[[Any], Any]) -> None:
+        self._tokenizer = ContentTokenizer(tokenizer)
+        self._renderer = make(_CachingTokenizer(self._tokenizer))
 
     @property
     def stop_token_ids(self) -> TokenIds:
@@ -137,8 +137,8 @@ class LibraryRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
         ids = self._renderer.render_ids(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
+            self._tokenizer.marked_messages(messages),
+            tools=self._tokenizer.marked(tools) or None,
             add_generation_prompt=True,
         )
         return tuple(ids)
@@ -191,7 +191,7 @@ class LibraryRenderer:
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
         rendered = self._renderer.bridge_to_next_turn(
-            list(prompt), list(completion), [dict(message) for message in new_messages]
+            list(prompt), list(completion), self._tokenizer.marked_messages(new_messages)
         )
         return None if rendered is None else tuple(rendered.token_ids)
 
@@ -223,7 +223,7 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
         enable_thinking=thinking != "off",
         thinking_retention="all" if thinking == "keep" else None,
     )
-    return LibraryRenderer(tokenizer, Qwen3Renderer(_CachingTokenizer(tokenizer), config))
+    return LibraryRenderer(tokenizer, lambda one: Qwen3Renderer(one, config))
 
 
 def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:
@@ -259,8 +259,8 @@ def _name(tokenizer: Any) -> str:
 
 
 class _CachingTokenizer:
-    """Wraps a `transformers` tokenizer for the `renderers` package, which encodes the same headers
-    and messages for all siblings of a group. All but encoding goes to the tokenizer itself.
+    """Wraps a tokenizer for the `renderers` package, which encodes the same headers and messages
+    for all siblings of a group. All but encoding goes to the tokenizer itself.
 
     May be called from any thread. Results of ``__call__`` (not of `encode`) are shared and must
     not be changed.

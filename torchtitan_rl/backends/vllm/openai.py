@@ -5,6 +5,7 @@ mean what they mean in vLLM. Only the engine core is ours (`openai_core`). Diffe
 ``vllm serve``:
 
 - few routes, no CORS, no chat templates from clients;
+- control strings in messages are text;
 - logprobs are of the processed distribution;
 - a stream that fails before its first token is an error response, not an event;
 - with ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
@@ -46,6 +47,7 @@ from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -67,6 +69,7 @@ from torchtitan_rl.backends.vllm.openai_core import (
 from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
+from torchtitan_rl.rollout.content_tokens import ContentTokenizer
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink
@@ -226,6 +229,8 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
         from vllm.parser.metrics import init_parser_metrics
 
         init_parser_metrics(model_name=endpoint.model_name)
+    if not is_mistral_tokenizer(llm.renderer.tokenizer):  # which does so by itself
+        llm.renderer.tokenizer = ContentTokenizer(llm.renderer.tokenizer)
     renderer = OnlineRenderer(
         llm.model_config, llm.renderer, request_logger=None, **template, **parsers
     )

@@ -1,8 +1,8 @@
 """A reward by a language model: an endpoint that speaks the OpenAI API scores each rollout.
 
 Each score, given or not, comes with its cost as metrics. The same question is asked once, also when
-siblings ask it at the same time. The policy's text goes only into the judge's prompt: a score is
-read from nothing but the judge's answer.
+siblings ask it at the same time. The policy's text goes only into the judge's prompt, in which it
+cannot end the message: a score is read from nothing but the judge's answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from torchtitan_rl.types import Problem, Rollout
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 30.0  # the judge's own deadline comes before that of the rubric
+# First character of what chat formats mark turns with: <|im_end|>, <turn|>, </s>, <end_of_turn>.
+_CONTROL_STRING = re.compile(r"<(?=[^<>\s]{1,40}[|\uff5c]>|/s>|\w{1,40}_of_turn>)")
 
 
 class Judge:
@@ -67,8 +70,11 @@ class Judge:
         cost = Cost()
         row = {**problem.data, **texts_of(rollout)}
         place = f"{rollout.rollout_id}, the judge's prompt"
-        system = fill(self._config.system, row, place)
-        messages = as_messages(system, fill(self._config.prompt, row, place))
+        system, prompt = (
+            _as_text(fill(template, row, place))
+            for template in (self._config.system, self._config.prompt)
+        )
+        messages = as_messages(system, prompt)
         where = f"JudgeConfig.base_url {self._config.base_url}"
         try:
             async with asyncio.timeout(self._config.deadline_s):
@@ -129,6 +135,12 @@ class Judge:
             )
         )
         return components | {"cost": price} if price else components
+
+
+def _as_text(prompt: str) -> str:
+    """With a space in what the judge's endpoint might take for control tokens: our own does not,
+    but others do, and their vocabulary is not known."""
+    return _CONTROL_STRING.sub(r"\g<0> ", prompt)
 
 
 def texts_of(rollout: Rollout) -> dict[str, Any]:
