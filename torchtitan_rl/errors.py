@@ -105,6 +105,10 @@ class DivergedError(TorchtitanRLError):
     """Loss or gradient is NaN or Inf; the weights were not updated."""
 
 
+class NothingTrainedError(TorchtitanRLError):
+    """A run has nothing to train on: rollouts fail, or all its groups are skipped."""
+
+
 class DeadlineError(TorchtitanRLError):
     """A wait reached its deadline; names what it waited for."""
 

@@ -23,7 +23,13 @@ from tests.campaign.timeline import (
 )
 from torchtitan_rl.audit.checkpoint_checks import check_document, check_groups
 from torchtitan_rl.audit.findings import Check, Rules
-from torchtitan_rl.errors import CheckpointError, DivergedError, OutputError, TrainerLostError
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DivergedError,
+    NothingTrainedError,
+    OutputError,
+    TrainerLostError,
+)
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
@@ -69,8 +75,19 @@ def fails_for_a_reason(life: Life) -> Iterator[str]:
     """A life fails where something failed that it cannot do without."""
     if life.ending is not Ending.FAILED or isinstance(life.error, (LedgerError, StalenessError)):
         return
+    if had_nothing_to_train(life):
+        return
     if not any(_may_end_a_run(life, type(life.error), one) for one in _strikes(life)):
         yield f"{type(life.error).__name__}: {life.error}"
+
+
+def had_nothing_to_train(life: Life) -> bool:
+    """No step trained, as all rollouts failed: time-outs may be that short."""
+    if life.simulation is None or not isinstance(life.error, NothingTrainedError):
+        return False
+    groups = [group for record in life.simulation.recorder.steps for group in record.groups]
+    has_failed = all(one.status.is_failure for group in groups for one in group.rollouts)
+    return has_failed and life.simulation.controller._state.version == 0
 
 
 def _strikes(life: Life) -> list[tuple[str, str]]:

@@ -23,6 +23,8 @@ from torchtitan_rl.audit.env_findings import (
     says_nothing_of_the_end,
 )
 from torchtitan_rl.audit.env_probe import Watched, watching
+from torchtitan_rl.generation.engine import EngineLimits
+from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.env_session import EnvSession, NotResumableError
@@ -58,15 +60,18 @@ _STOPS_CHECKS = {
 
 class ScriptedPolicy:
     """A `GenerateFn` that says the same in every rollout: one text a turn, again from the first
-    one after the last, each with a stop token."""
+    one after the last, each with a stop token. It refuses what an engine with a vocabulary of this
+    size would refuse."""
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, texts: Sequence[str], *, vocab_size: int) -> None:
+        self._limits = EngineLimits(max_model_len=2 * _MANY_TOKENS, vocab_size=vocab_size)
         self._texts = [tuple(tokenizer.encode(one, add_special_tokens=False)) for one in texts]
         self._eos = tokenizer.eos_token_id
 
     async def __call__(
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
     ) -> Completion:
+        validate_request(request, self._limits, outstanding=())
         turn, sampling = int(request.request_id.rsplit("/t", 1)[1]), request.sampling
         ends = sampling.stop_token_ids or (() if self._eos is None else (self._eos,))
         end = (self._eos,) if self._eos in ends else ends[:1]

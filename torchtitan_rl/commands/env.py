@@ -30,6 +30,7 @@ from torchtitan_rl.config.checks.problems import (
     find_problems,
 )
 from torchtitan_rl.config.evaluate import prepare_generation
+from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.prepare import PreparedRun
@@ -108,7 +109,7 @@ async def _with_script(
 
     tokenizer = AutoTokenizer.from_pretrained(prepared.policy_dir)
     config = prepared.config
-    scripted = ScriptedPolicy(tokenizer, options.say)
+    scripted = _scripted(tokenizer, options, prepared)
     checker = EnvChecker(
         environment=environment_factory(
             config.task, tokenizer=tokenizer, limits=config.rollout, host=None
@@ -122,6 +123,11 @@ async def _with_script(
         max_block_s=options.max_block_ms / 1000,
     )
     return await _show(checker, problems, options)
+
+
+def _scripted(tokenizer: Any, options: EnvCheckConfig, prepared: PreparedRun) -> ScriptedPolicy:
+    vocab_size = read_architecture(prepared.policy_dir).vocab_size
+    return ScriptedPolicy(tokenizer, options.say, vocab_size=vocab_size)
 
 
 async def _with_replica(
@@ -139,7 +145,7 @@ async def _with_replica(
                 limits=config.rollout,
                 rubric=config.task.rubric(),
                 generate=generation.router.generate,
-                scripted=ScriptedPolicy(generation.tokenizer, options.say),
+                scripted=_scripted(generation.tokenizer, options, prepared),
                 decode=_decoder(generation.tokenizer),
                 seed=config.seed,
                 max_block_s=options.max_block_ms / 1000,

@@ -36,6 +36,7 @@ from torchtitan_rl.observability import evaluation_picture
 from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
+from torchtitan_rl.rollout.failures import describe_failures
 from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
 from torchtitan_rl.training.checkpoint_files import replace_file
 from torchtitan_rl.types import Rollout, RolloutGroup
@@ -296,12 +297,8 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
     print(f"results:  {folder / 'results.json'}")
     print(evaluation_picture.MISSING if picture is None else f"picture:  {picture}")
     print(f"rollouts: {prepared.rollout_files()}")
-    failed = [one for of_one in evaluated for one in of_one.rollouts if one.status.is_failure]
-    if not failed:
+    failures = describe_failures([group for one in evaluated for group in one.groups])
+    if not failures:
         return 0
-    print(
-        f"error: {len(failed)} rollouts failed; the same command runs them again. The first one: "
-        f"{failed[0].rollout_id}: {failed[0].status.value}: {failed[0].cause}",
-        file=sys.stderr,
-    )
+    print(f"error: {failures}; the same command runs them again", file=sys.stderr)
     return 1

@@ -205,7 +205,8 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
         ignore_eos=options.ignore_eos,
         seed=options.seed,
     )
-    start_s, num_tokens, num_errors = time.monotonic(), 0, 0
+    start_s, num_tokens = time.monotonic(), 0
+    failed: list[str] = []
     try:
         with options.input.open(encoding="utf-8") as lines:
             answers = [
@@ -224,13 +225,15 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
                 output.write(text + "\n")
                 output.flush()
                 num_tokens += sampled or 0
-                num_errors += sampled is None
+                if sampled is None:
+                    failed.append(text)
     finally:
         loop.close()
     took_s = time.monotonic() - start_s
-    return num_errors, (
-        f"{len(answers) - num_errors} completions, {num_errors} errors, {num_tokens} tokens in "
-        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}"
+    first = f"; the first error: {failed[0]}" if failed else ""
+    return len(failed), (
+        f"{len(answers) - len(failed)} completions, {len(failed)} errors, {num_tokens} tokens in "
+        f"{took_s:.1f} s ({num_tokens / took_s:.0f} tokens/s): {options.output}{first}"
     )
 
 

@@ -27,6 +27,7 @@ class ResumePoint:
 
     checkpoint: Path | None
     step: int
+    version: int = 0
     evaluated_step: int | None
     identity: dict[str, Any] | None
 
@@ -43,6 +44,7 @@ def find_resume_point(run_dir: Path) -> ResumePoint | None:
         return ResumePoint(
             checkpoint=directory.path(step),
             step=step,
+            version=document.get("version", 0),
             evaluated_step=document.get("evaluated_step"),
             identity=document.get(IDENTITY) or launched,
         )
@@ -62,8 +64,8 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
 
 def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
     """Whether nothing is left to do: all steps, the last evaluation, the export, and the list of
-    all files."""
-    if saved.checkpoint is None or saved.step < config.num_steps:
+    all files. A run in which no step trained is never complete."""
+    if saved.checkpoint is None or saved.step < config.num_steps or saved.version == 0:
         return False
     if not (config.run_dir / MANIFEST).is_file():
         return False

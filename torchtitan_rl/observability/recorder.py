@@ -225,7 +225,9 @@ class RunRecorder:
         )
         self._metrics.record(record.step, record.version, metrics)
         self._state.end_evaluation(record.step, metrics.get("evaluation/reward_mean"))
-        self._progress.say(describe_evaluation(self._state))
+        failures = describe_failures(record.groups)
+        warning = f"; warning: {failures}" if failures else ""
+        self._progress.say(f"{describe_evaluation(self._state)}{warning}")
 
     def record_account(self, record: AccountRecord) -> None:
         self._metrics.record(record.step, record.version, account_metrics(record))

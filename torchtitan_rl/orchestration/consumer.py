@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import NothingTrainedError, TorchtitanRLError
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
@@ -27,7 +27,7 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
-from torchtitan_rl.rollout.failures import describe_failures
+from torchtitan_rl.rollout.failures import all_failed_alike, describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle
@@ -60,7 +60,8 @@ class Consumer:
         self._devices = devices
         self._checkpointer = checkpointer
         self._reconciliation = reconciliation
-        self._empty_batches = 0  # in a row
+        # Batches in a row, of this life, without a token to train on.
+        self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
         self._times = _Times()
 
@@ -71,11 +72,14 @@ class Consumer:
             StopRequested: a stop was requested; no step is half done.
             DivergedError, TrainerLostError: the trainer's state cannot be saved any more.
             GenerationError: no replica is left.
+            NothingTrainedError: see `_require_progress`.
         """
         state, num_steps = self._state, self._config.num_steps
         self._times = _Times()
+        self._require_progress()
         while state.step < num_steps:
             await self._take_step(await self._next_batch())
+            self._require_progress()
             is_last = state.step == num_steps  # the controller saves after the last step
             if not is_last:
                 every = self._config.checkpoint.every
@@ -141,10 +145,13 @@ class Consumer:
             batched = await asyncio.to_thread(self._parts.batcher, groups)
             batch = batched.batch
             if batch is None:
-                self._note_empty_batch(step, describe_failures(groups))
+                self._parts.router.require_unreserved()
+                self._empty_batches.append(groups)
+                why = _in_brackets(describe_failures(groups))
+                self._recorder.say(f"step {step} has no token to train on; its weights stay{why}")
                 return batched, None
             await self._devices.prepare_step()
-            self._empty_batches = 0
+            self._empty_batches.clear()
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
             # The trainer's own deadline comes first, with a better message.
@@ -152,17 +159,26 @@ class Consumer:
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return batched, await self._parts.trainer.train_step(batch)
 
-    def _note_empty_batch(self, step: int, failures: str) -> None:
-        self._parts.router.require_unreserved()
-        self._empty_batches += 1
-        reason = f" ({failures})" if failures else ""
-        self._recorder.say(f"step {step} has no token to train on; its weights stay{reason}")
-        if self._empty_batches >= self._config.schedule.max_empty_batches:
-            raise TorchtitanRLError(
-                f"{self._empty_batches} steps in a row had no token to train on{reason}; see "
-                "the endings by status and tokens/discarded/* in metrics.jsonl, and the causes "
-                "in rollouts.jsonl"
-            )
+    def _require_progress(self) -> None:
+        """
+        Raises:
+            NothingTrainedError: all rollouts of the run's first two steps failed for one cause;
+                all steps are done, and none trained; or too many in a row had no token to train on.
+        """
+        state, empty = self._state, self._empty_batches
+        groups = tuple(group for batch in empty[-2:] for group in batch)
+        if len(empty) == state.step == 2 and all_failed_alike(groups):
+            what = "all rollouts of the first two steps failed for one cause"
+        elif state.version == 0 and state.step >= self._config.num_steps:
+            what = "no step of the run had a token to train on"
+        elif len(empty) >= self._config.schedule.max_empty_batches:
+            what = f"{len(empty)} steps in a row had no token to train on"
+        else:
+            return
+        raise NothingTrainedError(
+            f"{what}{_in_brackets(describe_failures(groups))}; see the endings by status and "
+            "tokens/discarded/* in metrics.jsonl, and the causes in rollouts.jsonl"
+        )
 
     def _commit(
         self,
@@ -219,6 +235,10 @@ class Consumer:
             return text
         activities = self._parts.rollouter.activities()
         return f"{text}; {describe_group(oldest.group_id, activities, state.waits.now_s())}"
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 class _Times:

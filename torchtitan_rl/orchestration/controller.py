@@ -88,6 +88,7 @@ class Controller:
             StopRequested: `request_stop` was called; a checkpoint is written.
             DivergedError, TrainerLostError: no checkpoint is written; the newest is an older one.
             GenerationError, WeightSyncError: no replica is left; a checkpoint is written.
+            NothingTrainedError: there is nothing to train on; a checkpoint is written.
             DeadlineError: nothing changed for too long.
             RunTakenOverError: another controller owns the run's folder; nothing is saved.
         """

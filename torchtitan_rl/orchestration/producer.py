@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from torchtitan_rl.errors import OutputError, TorchtitanRLError
+from torchtitan_rl.errors import NothingTrainedError, OutputError, TorchtitanRLError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
@@ -228,7 +228,7 @@ class Producer:
         most = schedule.max_empty_batches * self._config.rollout.groups_per_step
         most *= _PATIENCE if self._adapts else 1
         if self._skipped_in_a_row >= most:
-            raise TorchtitanRLError(
+            raise NothingTrainedError(
                 f"{self._skipped_in_a_row} groups in a row had rewards that do not differ, and "
                 "schedule.zero_variance is skip: the problems are all solved or all too hard; see "
                 "the rewards in rollouts.jsonl, or give schedule.zero_variance train or a higher "

@@ -28,6 +28,9 @@ COMPUTES_S, MAX_WHILE_COMPUTING_S = 0.01, 0.25
 WAITS_S, MAX_WHILE_WAITING_S = 0.6, 0.5
 
 
+VOCAB_SIZE = 1000
+
+
 class Tokenizer:
     """A token for each letter."""
 
@@ -45,7 +48,7 @@ def check(
     **limits: Any,
 ) -> CheckedProblem:
     """Of the second problem, when caches are warm."""
-    policy = ScriptedPolicy(Tokenizer(), ["ab", "c"])
+    policy = ScriptedPolicy(Tokenizer(), ["ab", "c"], vocab_size=VOCAB_SIZE)
     checker = EnvChecker(
         environment=lambda problem: make(),  # type: ignore[arg-type, return-value]
         limits=config(**{"max_turns": 4, "step_timeout_s": 2.0, **limits}),
@@ -196,6 +199,16 @@ class LongPrompt(CountingEnv):
         return Observation(prompt_token_ids=tuple(range(700)))
 
 
+class OutsideTheVocabulary(CountingEnv):
+    async def reset(self) -> Observation:
+        return Observation(prompt_token_ids=(1, VOCAB_SIZE))
+
+
+class StopsOutsideTheVocabulary(CountingEnv):
+    async def reset(self) -> Observation:
+        return Observation(prompt_token_ids=(1,), stop_token_ids=(VOCAB_SIZE,))
+
+
 class Hangs(CountingEnv):
     async def step(self, completion: Completion) -> Observation | Terminal:
         await asyncio.Event().wait()
@@ -217,6 +230,8 @@ MISTAKES = [
     (RaisesInClose, Mistake.EXCEPTION, "close: OSError: gone"),
     (Plain, Mistake.EXCEPTION, "Plain.reset must be an async method; wrap environments"),
     (LongPrompt, Mistake.PROMPT_LENGTH, "700 tokens leaves no room in rollout.max_total_tokens"),
+    (OutsideTheVocabulary, Mistake.GENERATION, "holds 1000, outside the vocabulary 0..999"),
+    (StopsOutsideTheVocabulary, Mistake.GENERATION, "use ids inside the vocabulary 0..999"),
     (Hangs, Mistake.TIMEOUT, "step: no answer after 0.3 s"),
 ]
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.support.scripted_engine import ScriptedEngine
+from torchtitan_rl.commands.generate import GenerateOptions, _complete_file
 from torchtitan_rl.commands.prompts_file import format_completion, format_error, parse_line
+from torchtitan_rl.configs.calculator_agent_tiny import config
+from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
@@ -87,3 +93,17 @@ def test_trap_15_a_logprob_that_is_not_a_number_is_null_in_the_answer() -> None:
     assert answer["logprobs"] == [None, -0.5]
     assert (answer["id"], answer["text"], answer["versions"]) == ("a", "éé", [4, 4])
     assert json.loads(format_error(2, "why")) == {"id": 2, "error": "why"}
+
+
+def test_a_file_of_which_nothing_was_completed_ends_with_a_cause(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt_token_ids": [5, 1000]}\n' * 2)
+    options = GenerateOptions(
+        model=config.policy.checkpoint, input=tmp_path / "in", output=tmp_path / "out"
+    )
+    loop = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True, config=LoopConfig())
+    loop.start()
+    num_errors, said = _complete_file(options, loop)
+    assert num_errors == 2
+    assert said.startswith("0 completions, 2 errors, ")
+    assert "the first error: " in said
+    assert "prompt_token_ids holds 1000, outside the vocabulary 0..999" in said

@@ -23,6 +23,7 @@ from torchtitan_rl.config.checks.resume import (
 from torchtitan_rl.config.manifest import write_manifest
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run_folder import is_complete
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.mcp_session import McpServer
@@ -220,7 +221,9 @@ def checkpoint(config: RunConfig, step: int, **document: Any) -> Path:
     folder = config.run_dir / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"tensors")
-    seal(folder, {"version": step, "ranks": 1, "extra": {"step": step, **document}})
+    seal(
+        folder, {"version": step, "ranks": 1, "extra": {"step": step, "version": step, **document}}
+    )
     return folder
 
 
@@ -270,6 +273,9 @@ def test_a_complete_run_is_told_so_and_ends_at_once(
     write_manifest(config.run_dir)
     assert resumed(config).is_complete
     assert not resumed(config, num_steps=11).is_complete
+    found = resumed(config).resume_point
+    assert found is not None
+    assert not is_complete(dataclasses.replace(found, version=0), config)  # nothing was trained
     words = ["--output-dir", str(tmp_path), "--num-steps", "10", "--checkpoint.resume"]
     assert main(["train", TINY_FILE, *words]) == 0
     assert "all 10 steps are done" in capsys.readouterr().out

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.fast.orchestration.runs import failing, live, run
+from tests.fast.orchestration.test_checkpointing import NothingToTrain
 from tests.support.simulated_parts import SimEnv
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     DeadlineError,
     DivergedError,
+    NothingTrainedError,
     TorchtitanRLError,
     TrainerLostError,
 )
@@ -237,8 +239,44 @@ def test_trap_19_problems_that_are_all_solved_are_trained_on_with_a_word_otherwi
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    with pytest.raises(TorchtitanRLError, match="no token to train on"):
-        run(Plan(env_fails=1.0, turns=1, max_empty_batches=3), tmp_path)
+    plan = Plan(env_fails=1.0, turns=1, staleness=1)
+    simulation, error = live(plan, tmp_path)
+    assert isinstance(error, NothingTrainedError)
+    assert "first two steps failed for one cause (12 of 12 rollouts failed: env_" in str(error)
+    assert simulation.checkpoints.steps() == [2]
+    assert simulation.recorder.steps[-1].step == 2
+    simulation, error = live(plan, tmp_path, resume=True)
+    assert isinstance(error, NothingTrainedError)
+    assert "no step of the run had a token to train on" in str(error)
+    assert simulation.checkpoints.steps()[-1] == plan.num_steps
+
+
+def test_steps_without_a_token_to_train_on_end_the_run_whatever_their_causes(
+    tmp_path: Path,
+) -> None:
+    plan = Plan(num_steps=3)
+    for most, said in ((2, "2 steps in a row had no"), (9, "no step of the run had a")):
+        root = tmp_path / str(most)
+        for resume in (False, most == 9):
+            simulation, error = live(
+                replace(plan, max_empty_batches=most), root, resume=resume, prepare=without_tokens
+            )
+            assert isinstance(error, NothingTrainedError)
+            assert str(error).startswith(f"{said} token to train on; see")
+        assert simulation.checkpoints.steps()[-1] == min(most, 3)
+
+
+def without_tokens(simulation: Simulation) -> None:
+    object.__setattr__(simulation.controller._parts, "batcher", NothingToTrain())
+
+
+def test_two_failed_steps_do_not_end_a_run_that_has_trained(tmp_path: Path) -> None:
+    simulation, error = live(Plan(num_steps=1), tmp_path)
+    assert error is None
+    plan = Plan(num_steps=5, env_fails=1.0, max_empty_batches=3)
+    simulation, error = live(plan, tmp_path, resume=True)
+    assert str(error).startswith("3 steps in a row had no token to train on (12 of 12")
+    assert simulation.controller.step == 4
 
 
 def test_an_environment_that_hangs_now_and_then_costs_its_rollouts_only(tmp_path: Path) -> None:
