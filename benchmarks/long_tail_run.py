@@ -212,9 +212,8 @@ def _controller(
                 num_replicas=len(replicas),
             ),
             batcher=EpisodeBatcher(
-                advantage=rollout.advantage,
+                config=rollout,
                 row_len=config.trainer.row_len,
-                temperature=rollout.sampling.temperature,
             ),
             trainer=trainer,
             router=router,

@@ -101,6 +101,8 @@ if TYPE_CHECKING:
         SandboxStatus,
         shared_sandbox,
     )
+    from torchtitan_rl.training.losses.policy import policy_loss
+    from torchtitan_rl.training.losses.tokens import LossOutput, LossTokens, StepTotals
     from torchtitan_rl.training.packing import pack_episodes
     from torchtitan_rl.types import (
         Completion,
@@ -149,6 +151,8 @@ __all__ = [
     "LaunchConfig",
     "ListDataset",
     "LossConfig",
+    "LossOutput",
+    "LossTokens",
     "McpServer",
     "McpServerError",
     "McpTask",
@@ -197,6 +201,7 @@ __all__ = [
     "Score",
     "Split",
     "Stateful",
+    "StepTotals",
     "Task",
     "Terminal",
     "Thinking",
@@ -215,6 +220,7 @@ __all__ = [
     "checked_score",
     "make_renderer",
     "pack_episodes",
+    "policy_loss",
     "run_checker",
     "shared_sandbox",
     "threaded",
@@ -261,6 +267,7 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "agents.verifiers.process",
     "agents.verifiers.task",
     "training.packing",
+    "training.losses",
     "backends.titan.trainer",
 )
 

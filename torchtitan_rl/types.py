@@ -253,7 +253,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One prompt, its completion, and the environment's reward for it.
+    """One prompt, its completion, and the environment's reward for it, which is trained on with
+    ``rollout.credit`` ``turn``.
 
     A turn that was not seen (its agent ended before it got the completion) is not trained on.
     ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; the last

@@ -26,9 +26,8 @@ async def loop(prepared: PreparedRun) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepared.policy_dir)
     dataset = config.task.dataset("train", seed=config.seed)
     batcher = EpisodeBatcher(
-        advantage=config.rollout.advantage,
+        config=config.rollout,
         row_len=config.trainer.row_len,
-        temperature=config.rollout.sampling.temperature,
     )
     async with run_processes(prepared, trace_dir=None) as processes:
         router = GeneratorRouter(processes.replicas)

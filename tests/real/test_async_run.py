@@ -33,6 +33,49 @@ def test_trap_26_staleness_0_equals_a_plain_loop_bit_for_bit_on_real_vllm(
     assert weights(tmp_path / "plain") == weights(whole)
 
 
+MINE = """
+from dataclasses import replace
+
+from my_scale import SCALE
+from torchtitan_rl import policy_loss
+
+
+def loss(tokens, *, totals, config):
+    output = policy_loss(tokens, totals=totals, config=config)
+    return replace(output, sums={**output.sums, "own/trained": tokens.trained_T.sum().float()})
+
+
+def advantage(values, rollouts):
+    return [SCALE * (value - min(values)) for value in values]
+"""
+
+
+def test_credit_by_turn_several_updates_and_functions_of_ones_own_equal_a_plain_loop_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    """The trainer's process loads the file, and its neighbour, from the controller's path."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "my_scale.py").write_text("SCALE = 0.5\n")
+    more = (
+        *("--num-steps", "3", "--rollout.credit", "turn", "--rollout.turn-discount", "0.9"),
+        *(
+            "--trainer.updates-per-batch",
+            "2",
+            "--trainer.loss.function",
+            f"{tmp_path}/mine.py:loss",
+        ),
+        *("--rollout.advantage", f"{tmp_path}/mine.py:advantage"),
+    )
+    run_module("tests.real.plain_loop", *options(tmp_path, "plain", *more, *ONE_REPLICA))
+    run_dir = train(tmp_path, "run", *more)
+    require_audit(run_dir)
+    assert weights(run_dir) == weights(tmp_path / "plain")
+    rows = [row for row in read_metrics(run_dir) if "trainer/loss" in row]
+    assert [row["policy/version"] for row in rows] == [1, 2, 3]
+    assert all(row["trainer/updates"] == 2.0 for row in rows)
+    assert all(row["trainer/own/trained"] == 1.0 for row in rows)
+
+
 @pytest.mark.soak
 def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path: Path) -> None:
     """As benchmarks.long_tail shows of "over-admit restart", with a real trainer."""

@@ -226,6 +226,19 @@ def test_learning_curves_are_those_of_the_runs_that_are_there(whole, tmp_path):
         assert [step for step, _, _ in curve] == [0, NUM_STEPS]
 
 
+def test_credits_are_compared_by_the_runs_that_are_there(whole, tmp_path):
+    for side in ("outcome", "turn"):
+        copy_of_run(tmp_path / f"{side}-seed0", of=whole)
+    bench(
+        "turn_credit",
+        *("--seeds", "0", "--steps", str(NUM_STEPS)),
+        *("--output-dir", str(tmp_path), "--results", str(tmp_path)),
+    )
+    report = json.loads((tmp_path / "turn_credit.json").read_text())
+    assert list(report["medians"]["turn"]) == ["0", str(NUM_STEPS)]
+    assert report["medians"]["turn"] == report["medians"]["outcome"]
+
+
 @pytest.mark.soak
 def test_serving_answers_the_same_tokens_from_both_servers(tmp_path):
     path, plot = tmp_path / "serving.json", tmp_path / "serving.png"

@@ -43,7 +43,8 @@ def random_batch(
     temperature: float = 0.7,
     cuts_tokens: bool = False,
 ) -> TrainingBatch:
-    """Several episodes a row; about two thirds of the tokens are sampled, near -5 nats each."""
+    """Several episodes a row, of four groups; about two thirds of the tokens are sampled, near -5
+    nats each."""
     rng = np.random.default_rng(seed)
     episodes = []
     for index, length in enumerate(rng.integers(5, 30, num_episodes)):
@@ -55,7 +56,7 @@ def random_batch(
         episodes.append(
             Episode(
                 rollout_id=f"rollout-{index}",
-                group_id="group",
+                group_id=f"group-{index % 4}",
                 token_ids=token_ids,
                 loss_mask=tuple(mask),
                 logprobs=tuple(

@@ -8,7 +8,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.simulated_faults import Fate, Strike, Undisturbed
@@ -26,6 +26,7 @@ class Habits:
 
     turns: int = 2
     reward_levels: int = 5
+    turn_reward_levels: int = 0  # without trees; 0: turns have no rewards
     env_fails: float = 0.0
     env_hangs: float = 0.0
     env_delay_s: float = 1.0
@@ -98,9 +99,11 @@ class SimEnv(_Simulated):
         self._prompt = (*self._prompt, *completion.token_ids, 0)
         self._turns += 1
         self._answered.append(completion)
+        levels = self._habits.turn_reward_levels
+        earned = float(zlib.crc32(bytes(self._prompt)) % levels) if levels else None
         if self._turns == self._habits.turns:
-            return self._terminal()
-        return Observation(prompt_token_ids=self._prompt)
+            return replace(self._terminal(), turn_reward=earned)
+        return Observation(prompt_token_ids=self._prompt, turn_reward=earned)
 
 
 class SavedEnv(SimEnv):

@@ -48,6 +48,7 @@ class Plan(Habits):
     window: float = 0.0
     during_step: str = "running"
     zero_variance: str = "train"
+    credit: str = "outcome"
     replicas: int = 2
     train_s: float = 1.0
     order: str = "together"
@@ -127,7 +128,7 @@ class Simulation:
             rubric=rubric,
             active_time=self.router.active_time,
         )
-        self.batcher = EpisodeBatcher(advantage="mean", row_len=256, temperature=1.0)
+        self.batcher = EpisodeBatcher(config=self.config.rollout, row_len=256)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
         self.controller = Controller(
             self.config,
@@ -209,6 +210,7 @@ def run_config(plan: Plan) -> RunConfig:
             max_total_tokens=200,
             step_timeout_s=plan.env_timeout_s,
             rollout_timeout_s=plan.rollout_timeout_s,
+            credit=plan.credit,
             sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens, top_p=0.9),
         ),
         schedule=ScheduleConfig(

@@ -40,6 +40,7 @@ from torchtitan_rl.agents.problem_queue import LeaseLostError
 from torchtitan_rl.agents.running import RunningAgent
 from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.episodes import previous_turns
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.response_names import choices_of_response, requests_of_response
@@ -286,10 +287,15 @@ class AgentEnv:
         )
 
     def _reward_parts(self, rewards: Mapping[str, float]) -> None:
+        """Each to the last turns of the part's branches."""
+        if self._turns is None:
+            return
         for part, reward in rewards.items():
-            for turn_id in self._parts.get(part, ()):
-                assert self._turns is not None
-                self._turns.reward(turn_id, reward)
+            of_part = set(self._parts.get(part, ()))
+            turns = [one for one in self._turns.turns if one.completion.request_id in of_part]
+            previous = previous_turns(turns)
+            for last in previous.keys() - previous.values():
+                self._turns.reward(turns[last].completion.request_id, reward)
 
     @property
     def _outcome(self) -> AgentResult | BaseException | None:

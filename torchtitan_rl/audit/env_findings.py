@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -106,9 +105,6 @@ def rollout_findings(
             f"the first prompt of {tokens} tokens leaves no room in rollout.max_total_tokens "
             f"({limits.max_total_tokens})",
         )
-    for number, turn in enumerate(rollout.turns, start=1):
-        if turn.reward is not None and not math.isfinite(turn.reward):
-            note(Mistake.REWARD, f"the reward of turn {number} is {turn.reward}")
     if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
         seen = (n for n, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn))
         if (left := next(seen, None)) is not None:

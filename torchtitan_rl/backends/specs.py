@@ -44,6 +44,7 @@ class TrainerSpec:
     log_dir: Path
     trace_dir: Path | None
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    python_path: tuple[str, ...] = ()  # where `LossConfig.function` may import from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

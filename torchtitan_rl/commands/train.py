@@ -285,14 +285,11 @@ def _parts(
             num_replicas=config.generator.replicas - len(reserved_replicas(config)),
         ),
         batcher=EpisodeBatcher(
-            advantage=config.rollout.advantage,
+            config=config.rollout,
             row_len=config.trainer.row_len,
-            temperature=config.rollout.sampling.temperature,
             replay_grammars=GrammarReplay(
                 tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
             ),
-            max_tokens_per_turn=config.rollout.sampling.max_tokens_per_turn,
-            overlong=config.rollout.overlong,
         ),
         trainer=trainer,
         router=router,

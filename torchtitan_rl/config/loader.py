@@ -5,8 +5,6 @@ The ready configurations of the package are found by their names alone: ``alphab
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +14,7 @@ from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.functions import import_file
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
 
@@ -29,14 +28,10 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         SystemExit: ``--help``.
     """
     file = _config_file(path)
-    spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise ConfigError(f"CONFIG is {path}: give a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # tyro reads the help texts from its source
-    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours, as a script
     try:
-        spec.loader.exec_module(module)
+        module = import_file(file, f"config_file_{path.stem}", path.parent)
     except (ConfigError, SystemExit):
         raise
     except Exception as error:

@@ -75,7 +75,7 @@ class RunConfig:
     seed: int = 0
     """Seed of the dataset, of sampling and of the trainer."""
     num_steps: int = 50
-    """Optimizer steps of the whole run."""
+    """Training steps of the whole run: a batch, its optimizer updates, a new version each."""
     pin_cores: bool = False
     """On a CPU: give each replica and the trainer cores of their own."""
     placement: Literal["separate", "colocated"] = "separate"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import fsum
 from statistics import fmean, pstdev
 
@@ -12,12 +12,14 @@ from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], split: Split, *, flat: Collection[str] | None = None
+) -> dict[str, float]:
     """All metrics of one step's (or one evaluation's) rollouts, under ``train/`` or
-    ``evaluation/``."""
+    ``evaluation/``. ``flat``: ids of the groups without variance; None: whose rewards are equal."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics: dict[str, float] = {"groups": len(groups), "rollouts": len(rollouts)}
-    metrics |= _reward_metrics(groups)
+    metrics |= _reward_metrics(groups, flat)
     metrics |= _shape_metrics(rollouts)
     endings = Counter(rollout.status for rollout in rollouts)
     metrics |= {f"ended_{status.value}": endings[status] for status in RolloutStatus}
@@ -25,7 +27,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], split: Split) -> dict[str, f
     first_turns = [rollout.turns[0] for rollout in rollouts if rollout.turns]
     metrics |= _cached_share("generation/first_turn_cached_share", first_turns)
     metrics |= _task_metrics(rollouts)
-    metrics |= _part_metrics(groups)
+    metrics |= _part_metrics(groups, flat)
     return {f"{split.value}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -58,7 +60,9 @@ def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
             yield run.version, end - run.start
 
 
-def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def _reward_metrics(
+    groups: Sequence[RolloutGroup], flat_ids: Collection[str] | None
+) -> dict[str, float]:
     rewards_by_group = [[r.reward for r in g.rollouts if r.reward is not None] for g in groups]
     rewards = [reward for of_group in rewards_by_group for reward in of_group]
     metrics: dict[str, float] = {}
@@ -71,7 +75,7 @@ def _reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             "reward_std": pstdev(rewards),
         }
     flat = [
-        len(set(of_group)) < 2
+        len(set(of_group)) < 2 if flat_ids is None else group.group_id in flat_ids
         for group, of_group in zip(groups, rewards_by_group, strict=True)
         if len(group.rollouts) > 1
     ]
@@ -134,7 +138,7 @@ def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGrou
     return dict(sorted(by_part.items()))
 
 
-def _part_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def _part_metrics(groups: Sequence[RolloutGroup], flat: Collection[str] | None) -> dict[str, float]:
     """Of each part of a mixture: its share, rewards and lengths."""
     metrics: dict[str, float] = {}
     for part, of_part in groups_by_part(groups).items():
@@ -143,7 +147,7 @@ def _part_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             "groups": float(len(of_part)),
             "response_length_mean": fmean(one.num_sampled_tokens for one in rollouts),
         }
-        rewards = _reward_metrics(of_part)
+        rewards = _reward_metrics(of_part, flat)
         for name in ("reward_mean", "groups_without_variance_share"):
             if name in rewards:
                 values[name] = rewards[name]

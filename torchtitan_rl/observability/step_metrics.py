@@ -29,7 +29,7 @@ from torchtitan_rl.weights.handle import Fetched
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Everything that its record tells of one step."""
-    metrics = rollout_metrics(record.groups, Split.TRAIN)
+    metrics = rollout_metrics(record.groups, Split.TRAIN, flat=record.flat)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
     metrics |= _token_metrics(record.tokens, record.wall_s)
     if record.trainer:

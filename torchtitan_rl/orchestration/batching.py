@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
-from torchtitan_rl.rollout.advantages import group_advantages
-from torchtitan_rl.rollout.config import OverlongConfig
+from torchtitan_rl.rollout.advantages import turn_advantages
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
 from torchtitan_rl.rollout.overlong import is_cut, overlong_penalty
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
@@ -35,12 +35,9 @@ class EpisodeBatcher:
     ``replay_grammars`` finds what tokens were sampled from under a grammar.
     """
 
-    advantage: Literal["mean", "std", "leave_one_out"]
+    config: RolloutConfig
     row_len: int
-    temperature: float
     replay_grammars: Callable[[Episode], Episode] = without_grammars
-    max_tokens_per_turn: int = 0
-    overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
         """The batch, its token counts and its episodes.
@@ -56,20 +53,20 @@ class EpisodeBatcher:
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
         for group in groups:
-            rewards = [self._shaped_reward(rollout) for rollout in group.rollouts]
-            advantages = group_advantages(rewards, self.advantage)
-            for rollout, advantage in zip(group.rollouts, advantages.values, strict=True):
+            advantages = turn_advantages(list(map(self._shaped, group.rollouts)), self.config)
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
-                elif self.overlong.mask and is_cut(rollout):
+                elif self.config.overlong.mask and is_cut(rollout):
                     discarded["overlong"] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    made = rollout_to_episodes(rollout, advantage, advantages.of)
+                    made = rollout_to_episodes(rollout, advantage)
                     episodes += map(self.replay_grammars, made)
         unknown = sum(episode.num_unknown_tokens for episode in episodes)
         discarded["truncated_sampling"] += unknown
-        packing = pack_episodes(episodes, row_len=self.row_len, temperature=self.temperature)
+        temperature = self.config.sampling.temperature
+        packing = pack_episodes(episodes, row_len=self.row_len, temperature=temperature)
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens
             no_loss = (False,) * len(episodes[index].token_ids)
@@ -90,8 +87,10 @@ class EpisodeBatcher:
         tokens = TokenCounts(generated=generated, trained=trained, discarded=+discarded)
         return Batched(batch if trained else None, tokens, tuple(episodes))
 
-    def _shaped_reward(self, rollout: Rollout) -> float | None:
-        if rollout.reward is None:
-            return None
-        limit = self.max_tokens_per_turn
-        return rollout.reward - overlong_penalty(rollout, self.overlong, max_tokens=limit)
+    def _shaped(self, rollout: Rollout) -> Rollout:
+        """With the reward that is trained on."""
+        if rollout.reward is None or not self.config.overlong.buffer_tokens:
+            return rollout
+        limit = self.config.sampling.max_tokens_per_turn
+        penalty = overlong_penalty(rollout, self.config.overlong, max_tokens=limit)
+        return replace(rollout, reward=rollout.reward - penalty)

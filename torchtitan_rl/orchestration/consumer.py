@@ -27,6 +27,7 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
+from torchtitan_rl.rollout.advantages import has_signal
 from torchtitan_rl.rollout.failures import all_failed_alike, describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
@@ -63,6 +64,7 @@ class Consumer:
         # Batches in a row, of this life, without a token to train on.
         self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
+        self._may_note_ignored = config.rollout.credit == "outcome"
         self._times = _Times()
 
     async def run(self) -> None:
@@ -152,6 +154,7 @@ class Consumer:
                 return batched, None
             await self._devices.prepare_step()
             self._empty_batches.clear()
+            self._note_ignored_rewards(groups)
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
             # The trainer's own deadline comes first, with a better message.
@@ -180,6 +183,19 @@ class Consumer:
             "tokens/discarded/* in metrics.jsonl, and the causes in rollouts.jsonl"
         )
 
+    def _note_ignored_rewards(self, groups: tuple[RolloutGroup, ...]) -> None:
+        """Say once that turns have rewards, and nothing is trained on them."""
+        if self._may_note_ignored and any(
+            len(rollout.turns) > 1 and any(turn.reward for turn in rollout.turns)
+            for group in groups
+            for rollout in group.rollouts
+        ):
+            self._may_note_ignored = False
+            self._recorder.say(
+                "note: turns have rewards of their own, and rollout.credit outcome trains on those "
+                "of rollouts alone; rollout.credit turn trains on both"
+            )
+
     def _commit(
         self,
         groups: tuple[RolloutGroup, ...],
@@ -188,7 +204,8 @@ class Consumer:
         states: BufferStates,
     ) -> None:
         """Record that the step was taken. No await: a checkpoint has all of it or nothing."""
-        state, tokens = self._state, batched.tokens
+        state, tokens, config = self._state, batched.tokens, self._config.rollout
+        flat = frozenset(one.group_id for one in groups if not has_signal(one.rollouts, config))
         metrics = {} if output is None else output.metrics
         masked = round(metrics.get("masked_share", 0.0) * tokens.trained)
         overtaken = state.buffer.overtaken_in_batch()
@@ -217,6 +234,7 @@ class Consumer:
                 trainer_busy_s=seconds["train"] + seconds["publish"] + seconds["save"],
                 buffer=states,
                 overtaken=overtaken,
+                flat=flat,
                 totals=state.ledger.totals(),
                 switch_s=self._devices.take_switch_s(),
                 dataset=state.dataset_metrics,

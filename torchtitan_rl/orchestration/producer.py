@@ -19,6 +19,7 @@ from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
+from torchtitan_rl.rollout.advantages import has_signal
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.tasks import cancel_all
@@ -214,7 +215,7 @@ class Producer:
         schedule = self._config.schedule
         is_resampled = schedule.zero_variance == "resample"
         is_last_try = is_resampled and entry.resamples >= schedule.max_resamples
-        if schedule.zero_variance == "train" or is_last_try or _has_signal(group):
+        if schedule.zero_variance == "train" or is_last_try or self._has_signal(group):
             self._skipped_in_a_row = 0
             self._buffer.finish(group)
             return
@@ -234,6 +235,11 @@ class Producer:
                 "the rewards in rollouts.jsonl, or give schedule.zero_variance train or a higher "
                 "schedule.max_empty_batches"
             )
+
+    def _has_signal(self, group: RolloutGroup) -> bool:
+        """Groups without any reward count too: the batcher reports how they failed."""
+        failed = all(rollout.reward is None for rollout in group.rollouts)
+        return failed or has_signal(group.rollouts, self._config.rollout)
 
     def _take_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
         """The group's turns from before the run was resumed; their tokens enter the ledger here."""
@@ -260,16 +266,3 @@ class Producer:
         if task in self._restarted:
             return  # all that its group had is discarded, and what comes later when it ends
         self._ledger.discard_tokens(group_of(rollout_id), cause, num_tokens)
-
-
-def _has_signal(group: RolloutGroup) -> bool:
-    """Rewards differ, of rollouts or of their branches. Groups without any reward count too: the
-    batcher reports how they failed."""
-    scored = [rollout for rollout in group.rollouts if rollout.reward is not None]
-    rewards = {rollout.reward for rollout in scored} | {
-        turn.branch_reward
-        for rollout in scored
-        for turn in rollout.turns
-        if turn.branch_reward is not None
-    }
-    return len(rewards) != 1

@@ -63,8 +63,8 @@ class StepRecord:
     waiting for the batch, ``train_s`` of training, ``publish_s`` of publishing the weights of the
     step before, ``trainer_busy_s`` of training, publishing and saving. ``syncs`` ended in that
     time. ``episodes``: of the groups, as they were trained on. ``overtaken``: ids of the groups in
-    the batch that younger ones were trained before. ``dataset``: its metrics after the outcomes of
-    the step before.
+    the batch that younger ones were trained before; ``flat``: of those whose advantages are all 0.
+    ``dataset``: its metrics after the outcomes of the step before.
     """
 
     step: int
@@ -81,6 +81,7 @@ class StepRecord:
     trainer_busy_s: float | None = None
     buffer: BufferStates | None = None
     overtaken: frozenset[str] = frozenset()
+    flat: frozenset[str] = frozenset()
     totals: LedgerTotals | None = None
     switch_s: float = 0.0
     dataset: Mapping[str, float] = field(default_factory=dict)

@@ -60,8 +60,17 @@ class RolloutConfig:
     rollout_timeout_s: float = 3600.0
     """Seconds from reset to the last turn, without pauses. It interrupts generation, but no call of
     the environment, which has ``step_timeout_s``. A rollout that reaches it is not trained on."""
-    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    advantage: str = "mean"
     """``mean``: reward minus the group's mean (Dr. GRPO); ``std``: that divided by the group's
-    standard deviation (GRPO); ``leave_one_out``: reward minus the mean of the others (RLOO)."""
+    standard deviation (GRPO); ``leave_one_out``: reward minus the mean of the others (RLOO); or a
+    function of your own, ``package.module:function`` or ``path/file.py:function``."""
+    credit: Literal["outcome", "turn"] = "outcome"
+    """What a turn is trained on: the ``outcome`` of its rollout, or its own ``turn_reward`` with
+    what comes after it, compared with the siblings' at the same turn."""
+    turn_discount: float = 1.0
+    """With ``credit`` ``turn``: weight of what the next turn earns, 0 to 1."""
+    final_reward_weight: float = 1.0
+    """With ``credit`` ``turn``: weight of the rollout's reward, which counts after the last turn. 0
+    where the rewards of the turns are all there is, as in games."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -29,7 +29,8 @@ class Observation:
     As long as it extends the previous prompt and completion, the rollout stays one episode.
     ``constraints`` are engine options that cut tokens (structured_outputs, allowed_token_ids,
     bad_words), which the loss takes into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
-    describe the completion that `TokenEnv.step` was called with.
+    describe the completion that `TokenEnv.step` was called with; the reward is trained on with
+    ``rollout.credit`` ``turn``.
     """
 
     prompt_token_ids: tuple[int, ...]

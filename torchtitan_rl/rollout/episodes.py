@@ -12,31 +12,28 @@ tokens it was sampled from; no other token has loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.types import Completion, Episode, GrammarSpan, KeptTokens, Rollout, Turn
 
 
-def rollout_to_episodes(
-    rollout: Rollout, advantage: float, advantage_of: Callable[[float], float] | None = None
-) -> list[Episode]:
+def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) -> list[Episode]:
     """The episodes of one rollout, in the order of their tokens; none if nothing was sampled.
 
-    ``advantage_of`` turns a branch's own reward (`Turn.branch_reward`), which replaces the
-    rollout's in its episode, into its advantage; None ignores those rewards.
+    ``advantage`` is that of all turns, or has one for each of them.
 
     Raises:
         ValueError: a completion's token-aligned fields differ in length.
     """
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)
-    episodes = []
-    for turns in turns_by_episode(rollout):
-        own = [turn.branch_reward for turn in turns if turn.branch_reward is not None]
-        value = advantage_of(own[-1]) if own and advantage_of is not None else advantage
-        episodes.append(_episode(rollout, turns, value))
-    return episodes
+    of_each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
+    advantage_of = dict(zip(map(id, rollout.turns), of_each, strict=True))
+    return [
+        _episode(rollout, turns, [advantage_of[id(turn)] for turn in turns])
+        for turns in turns_by_episode(rollout)
+    ]
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
@@ -47,9 +44,7 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
     """
     episodes: list[list[Turn]] = []
     tokens_of: list[tuple[int, ...]] = []  # of each episode so far
-    for turn in sorted(
-        rollout.turns, key=lambda one: (one.prompt_token_ids, one.completion.token_ids)
-    ):
+    for turn in sorted(rollout.turns, key=_tokens_in_order):
         if not turn.completion.token_ids or not turn.is_seen:
             continue
         tokens = turn.prompt_token_ids + turn.completion.token_ids
@@ -63,14 +58,52 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
     return episodes
 
 
+def outcome_rewards(rollout: Rollout) -> list[float]:
+    """For each turn the reward of its episode: its own (the last `Turn.branch_reward`), or else
+    that of the rollout, which has one."""
+    assert rollout.reward is not None
+    rewards = dict.fromkeys(map(id, rollout.turns), rollout.reward)
+    if any(turn.branch_reward is not None for turn in rollout.turns):
+        for turns in turns_by_episode(rollout):
+            own = [turn.branch_reward for turn in turns if turn.branch_reward is not None]
+            rewards |= dict.fromkeys(map(id, turns), own[-1]) if own else {}
+    return [rewards[id(turn)] for turn in rollout.turns]
+
+
+def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
+    """By the index of each turn that was seen: that of the turn before it, None for a first one.
+    A turn comes after the one before it.
+
+    An environment's turns follow one another in the order of the record, also where it edited the
+    history. Turns that an agent asked for itself (`TurnTree`) follow the one that their prompt
+    extends; those without tokens are left out.
+    """
+    seen = [index for index, turn in enumerate(turns) if turn.is_seen]
+    if all(turns[index].request_key is None for index in seen):
+        return dict(zip(seen, [None, *seen], strict=False))
+    previous: dict[int, int | None] = {}
+    tokens_of: list[tuple[int, ...]] = []
+    for index in sorted(seen, key=lambda one: _tokens_in_order(turns[one])):
+        turn = turns[index]
+        if turn.completion.token_ids:
+            found = _extended(tokens_of, turn.prompt_token_ids)
+            previous[index] = None if found is None else list(previous)[found]
+            tokens_of.append(turn.prompt_token_ids + turn.completion.token_ids)
+    return previous
+
+
 def num_unseen_tokens(rollout: Rollout) -> int:
     """Sampled tokens of turns that their agent never saw: masked by rule, in no episode."""
     unseen = (turn for turn in rollout.turns if not turn.is_seen)
     return sum(len(turn.completion.token_ids) for turn in unseen)
 
 
+def _tokens_in_order(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return turn.prompt_token_ids, turn.completion.token_ids
+
+
 def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
-    """Index of the episode that the prompt extends: the longest, the last of equal ones."""
+    """Index of the tokens that the prompt extends: the longest, the last of equal ones."""
     found, longest = None, 0
     for index, tokens in enumerate(tokens_of):
         length = len(tokens)
@@ -80,20 +113,23 @@ def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int 
     return found
 
 
-def _episode(rollout: Rollout, turns: list[Turn], advantage: float) -> Episode:
+def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) -> Episode:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
+    advantages: list[float] = []
     versions: list[int] = []
     kept_tokens: list[KeptTokens] = []
     grammars: list[GrammarSpan] = []
-    for turn in turns:
+    for turn, advantage in zip(turns, turn_advantages, strict=True):
         observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
         kept = _known_kept(sampled)
         token_ids += observed + sampled.token_ids
         loss_mask += [False] * len(observed) + [one is not None for one in kept]
         logprobs += [0.0] * len(observed) + list(sampled.logprobs)
+        advantages += [0.0] * len(observed)
+        advantages += [0.0 if one is None else advantage for one in kept]
         versions += [-1] * len(observed) + list(sampled.versions)
         kept_tokens += [WHOLE_VOCABULARY] * len(observed) + kept
         if sampled.grammar is not None:
@@ -106,7 +142,7 @@ def _episode(rollout: Rollout, turns: list[Turn], advantage: float) -> Episode:
         token_ids=tuple(token_ids),
         loss_mask=tuple(loss_mask),
         logprobs=tuple(logprobs),
-        advantages=tuple(advantage if trained else 0.0 for trained in loss_mask),
+        advantages=tuple(advantages),
         versions=tuple(versions),
         kept_tokens=tuple(kept_tokens) if is_cut else (),
         grammars=tuple(grammars),

@@ -153,9 +153,20 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
     """The scored rollout; components become metrics ``reward/<name>``."""
     components = {f"reward/{name}": value for name, value in score.components.items()}
     metrics = {**rollout.metrics, **components}
-    if score.reward is not None and math.isfinite(score.reward):
-        return replace(rollout, reward=score.reward, metrics=metrics)
     cause = score.cause or f"the reward is {score.reward}"
+    if score.reward is not None and math.isfinite(score.reward):
+        cause = _wrong_turn(rollout)
+        if not cause:
+            return replace(rollout, reward=score.reward, metrics=metrics)
     return replace(
         rollout, status=RolloutStatus.REWARD_ERROR, reward=None, cause=cause, metrics=metrics
     )
+
+
+def _wrong_turn(rollout: Rollout) -> str:
+    """Names a turn whose reward is not finite; empty if there is none."""
+    for number, turn in enumerate(rollout.turns, start=1):
+        for reward in (turn.reward, turn.branch_reward):
+            if reward is not None and not math.isfinite(reward):
+                return f"the reward of turn {number} is {reward}"
+    return ""

@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan_rl.generation.kept_tokens import kept_to_json
 from torchtitan_rl.rollout.episodes import (
     num_unseen_tokens,
+    outcome_rewards,
     rollout_to_episodes,
     turns_by_episode,
 )
@@ -205,7 +206,7 @@ def session_report(
     temperatures: list[tuple[float, ...]] = []
     if ending is SessionEnding.REWARDED and reward is not None:
         rollout = _rollout(session_id, done, reward)
-        known = rollout_to_episodes(rollout, reward, float)
+        known = rollout_to_episodes(rollout, outcome_rewards(rollout))
         episodes = tuple(map(_without_nonfinite, known))
         pairs = zip(rollout.turns, done, strict=True)
         temperature_of = {id(turn): sampled.temperature for turn, sampled in pairs}

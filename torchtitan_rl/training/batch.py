@@ -1,4 +1,4 @@
-"""The episodes of one optimizer step: what the controller sends to the trainer, in numpy, and its
+"""The episodes of one training step: what the controller sends to the trainer, in numpy, and its
 answer. How they are computed (`training/trees.py`, `training/splitting.py`) is the trainer's part.
 
 Shapes: N tokens of all episodes, one episode after another.
@@ -14,14 +14,15 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One optimizer step. Entry i of an array describes token i.
+    """One training step. Entry i of an array describes token i.
 
     ``loss_mask`` is True on sampled tokens; ``logprobs`` are the behaviour policy's. Logprobs,
     advantages and versions are valid only where ``loss_mask`` is True. An episode's first token has
     no distribution, so it is never trained on.
 
     Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `generation/kept_tokens.py`);
-    -1 stands for the whole vocabulary, as None does for all tokens.
+    -1 stands for the whole vocabulary, as None does for all tokens. ``groups`` are the numbers of
+    the episodes' groups, which several updates of a step do not cut.
     """
 
     episode_lengths: npt.NDArray[np.int64]  # of each episode, at least 1
@@ -31,6 +32,7 @@ class TrainingBatch:
     advantages: npt.NDArray[np.float32]  # [N]
     versions: npt.NDArray[np.int64]  # [N]
     temperature: float  # of sampling
+    groups: npt.NDArray[np.int64]  # of each episode
     kept: npt.NDArray[np.int32] | None = None  # [N]
     kept_sets: tuple[bytes, ...] = ()
 
@@ -79,7 +81,7 @@ def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Result of an optimizer step; ``metrics`` are reduced over all trainer ranks."""
+    """Result of a training step; ``metrics`` are reduced over all trainer ranks."""
 
     version: int  # of the weights after the step
     metrics: dict[str, float] = field(default_factory=dict)

@@ -12,6 +12,9 @@ class LossConfig:
     options of published methods. The defaults are GRPO's clipped surrogate with DAPO's clip-higher
     and token mean."""
 
+    function: str = ""
+    """A loss of your own instead, ``package.module:function`` or ``path/file.py:function``. It gets
+    the other fields, which have the meaning that it gives them."""
     surrogate: Literal["clip", "cispo"] = "clip"
     """PPO's clipped surrogate, or CISPO's clipped weights on the log-likelihood."""
     ratio: Literal["token", "sequence"] = "token"
@@ -109,8 +112,11 @@ class TrainerConfig:
     less, which pays in runs of several hundred steps: each begins with 10 to 40 s of compiling."""
     threads: int = 2
     """OpenMP threads of each rank."""
+    updates_per_batch: int = 1
+    """Optimizer updates of each step: the batch is cut into so many minibatches of whole groups. At
+    most ``rollout.groups_per_step``."""
     step_timeout_s: float = 1800.0
-    """Deadline of one optimizer step, and of a collective between the ranks, in seconds."""
+    """Deadline of one training step, and of a collective between the ranks, in seconds."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

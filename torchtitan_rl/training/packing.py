@@ -48,6 +48,7 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
         temperature=temperature,
         kept=kept,
         kept_sets=kept_sets,
+        groups=np.unique([one.group_id for one in fitting], return_inverse=True)[1],
     )
     return Packing(batch=batch, oversized=oversized)
 

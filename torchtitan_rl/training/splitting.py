@@ -1,4 +1,5 @@
-"""One batch split over data-parallel ranks and microbatches.
+"""One batch split into minibatches, one for each optimizer update, and each of these over
+data-parallel ranks and microbatches.
 
 All ranks get the same number of microbatches, since each forward and backward pass is a collective;
 some may be empty. An episode is whole in one microbatch. A microbatch computes at most a given
@@ -11,6 +12,7 @@ belongs to the episodes).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +49,30 @@ class Share:
     @property
     def padding_share(self) -> float:
         return self.num_padding / (self.num_computed + self.num_padding)
+
+
+def sum_of_shares(shares: Sequence[Share]) -> Share:
+    """The sizes of several shares together."""
+    return Share(
+        parts=(),
+        num_needed=sum(share.num_needed for share in shares),
+        num_computed=sum(share.num_computed for share in shares),
+        num_padding=sum(share.num_padding for share in shares),
+    )
+
+
+def minibatches(
+    batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], number: int, *, seed: tuple[int, int]
+) -> list[npt.NDArray[np.bool_]]:
+    """The selected tokens of each of ``number`` minibatches: whole groups in a random order, as
+    many in each as in the others, or one more. Fewer minibatches where fewer groups have a selected
+    token. The same on every rank."""
+    if number == 1:
+        return [selected_N]
+    group_N = batch.groups[batch.episode_ids]
+    groups = np.random.default_rng(seed).permutation(np.unique(group_N[selected_N]))
+    number = min(number, max(len(groups), 1))
+    return [selected_N & np.isin(group_N, chosen) for chosen in np.array_split(groups, number)]
 
 
 def rank_share(

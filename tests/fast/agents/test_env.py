@@ -16,6 +16,7 @@ from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.serving.messages import RefusedError
@@ -286,7 +287,7 @@ def test_whatever_agents_do_every_sampled_token_is_accounted_for(scripts, max_tu
     group = RolloutGroup(group_id="g", problem=PROBLEM, rollouts=rollouts)
     sampled = sum(len(turn.completion.token_ids) for r in rollouts for turn in r.turns)
     assert len(generate.requests) == sum(len(rollout.turns) for rollout in rollouts)
-    batch = EpisodeBatcher(advantage="mean", row_len=512, temperature=0.7)
+    batch = EpisodeBatcher(config=RolloutConfig(), row_len=512)
     _, counts, _ = batch([group])
     assert counts.generated == sampled == counts.trained + sum(counts.discarded.values())
     unseen = sum(

@@ -22,6 +22,7 @@ from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
 from torchtitan_rl.observability.metric_table import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.tasks import cancel_all
@@ -316,7 +317,7 @@ def test_whatever_workers_do_every_rollout_ends_once_and_every_token_is_accounte
     ids = [turn.completion.request_id for rollout in rollouts for turn in rollout.turns]
     assert sorted(ids) == sorted(request.request_id for request in run.generate.requests)
     group = RolloutGroup(group_id="g", problem=PROBLEM, rollouts=rollouts)
-    _, counts, _ = EpisodeBatcher(advantage="mean", row_len=512, temperature=0.7)([group])
+    _, counts, _ = EpisodeBatcher(config=RolloutConfig(), row_len=512)([group])
     assert counts.generated == counts.trained + sum(counts.discarded.values())
     queue = run.queue.counts()
     assert queue["problems_waiting"] == queue["problems_leased"] == 0

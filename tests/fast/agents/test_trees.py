@@ -14,7 +14,8 @@ from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import PROBLEM
 from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.episodes import outcome_rewards, rollout_to_episodes
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.types import Progress, RolloutGroup, RolloutStatus
 
@@ -184,7 +185,7 @@ def rewarded(kind="mean"):
     group = RolloutGroup(
         group_id="g", problem=PROBLEM, rollouts=roll_out(hosted, size=2, generate=SlowGenerate())
     )
-    batch, _, _ = EpisodeBatcher(advantage=kind, row_len=512, temperature=0.7)([group])
+    batch, _, _ = EpisodeBatcher(config=RolloutConfig(advantage=kind), row_len=512)([group])
     return group, batch
 
 
@@ -207,3 +208,23 @@ def test_parts_of_a_session_have_rewards_of_their_own():
     (rollout,) = roll_out(hosted)
     assert [turn.branch_reward for turn in rollout.turns] == [1.0, -1.0, 1.0]
     assert rollout.reward == 0.0
+
+
+def test_the_reward_of_a_part_is_that_of_the_last_turns_of_its_branches():
+    async def forks(ask, call):
+        session = f"{call.session_id}.part"
+        first = await hosted.sessions.complete(asked((1, 2), session, max_tokens=3))
+        for number in (3, 4):
+            grown = (1, 2, *first.token_ids, number)
+            await hosted.sessions.complete(asked(grown, session, max_tokens=3))
+        return AgentResult(reward=0.0, part_rewards={"part": 1.0, "no such part": 2.0})
+
+    hosted = Hosted(forks)
+    (rollout,) = roll_out(hosted)
+    assert [turn.branch_reward for turn in rollout.turns] == [None, 1.0, 1.0]
+    assert [
+        one.advantages[-1] for one in rollout_to_episodes(rollout, outcome_rewards(rollout))
+    ] == [
+        1.0,
+        1.0,
+    ]

@@ -13,10 +13,11 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
-from torchtitan_rl.rollout.config import OverlongConfig
+from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig, SamplingConfig
 from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus
 
-BATCHER = EpisodeBatcher(advantage="mean", row_len=32, temperature=0.7)
+CONFIG = RolloutConfig(sampling=SamplingConfig(temperature=0.7, max_tokens_per_turn=10))
+BATCHER = EpisodeBatcher(config=CONFIG, row_len=32)
 
 
 def rollout(
@@ -138,7 +139,7 @@ def cut(rollout: Rollout) -> Rollout:
 )
 def test_an_answer_near_the_limit_loses_reward_in_proportion(num_sampled, is_cut, advantage):
     """With a limit of 10 and a buffer of 4; both siblings are right."""
-    batcher = replace(BATCHER, max_tokens_per_turn=10, overlong=OverlongConfig(buffer_tokens=4))
+    batcher = replace(BATCHER, config=replace(CONFIG, overlong=OverlongConfig(buffer_tokens=4)))
     long = rollout(0, 1.0, num_sampled=num_sampled)
     batch, _, _ = batcher([group(cut(long) if is_cut else long, rollout(1, 1.0, num_sampled=2))])
     assert batch is not None
@@ -148,7 +149,7 @@ def test_an_answer_near_the_limit_loses_reward_in_proportion(num_sampled, is_cut
 
 
 def test_a_cut_answer_can_be_masked_and_still_counts_in_the_baseline():
-    batcher = replace(BATCHER, overlong=OverlongConfig(mask=True))
+    batcher = replace(BATCHER, config=replace(CONFIG, overlong=OverlongConfig(mask=True)))
     batch, tokens, _ = batcher([group(cut(rollout(0, 0.0, num_sampled=5)), rollout(1, 1.0))])
     assert batch is not None
     assert batch.advantages[batch.loss_mask].tolist() == [0.5, 0.5]

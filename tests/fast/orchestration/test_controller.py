@@ -230,6 +230,32 @@ def test_trap_19_problems_that_are_all_solved_end_the_run_with_a_message_where_t
         run(Plan(reward_levels=1, zero_variance="skip"), tmp_path)
 
 
+TURN_REWARDS = Plan(reward_levels=1, turn_reward_levels=3, num_steps=3)
+
+
+def test_groups_that_differ_in_the_rewards_of_turns_alone_are_flat_by_outcome_and_not_by_turn(
+    tmp_path: Path,
+) -> None:
+    skipping = replace(TURN_REWARDS, zero_variance="skip")
+    with pytest.raises(TorchtitanRLError, match="rewards that do not differ"):
+        run(skipping, tmp_path / "outcome")
+    simulation = run(replace(skipping, credit="turn"), tmp_path / "turn")
+    assert simulation.trainer.version == 3
+    assert all(record.flat == frozenset() for record in simulation.recorder.steps)
+    assert all(batch.advantages.any() for batch in simulation.trainer.batches)
+    flat = run(TURN_REWARDS, tmp_path / "flat").recorder.steps
+    assert [len(record.flat) for record in flat] == [3, 3, 3]
+
+
+def test_rewards_of_turns_that_are_not_trained_on_are_noted_once(tmp_path: Path) -> None:
+    def notes(plan: Plan, name: str) -> list[str]:
+        return [line for line in run(plan, tmp_path / name).recorder.said if "note: turns" in line]
+
+    assert len(notes(TURN_REWARDS, "ignored")) == 1
+    assert notes(replace(TURN_REWARDS, credit="turn"), "used") == []
+    assert notes(replace(TURN_REWARDS, turn_reward_levels=0), "none") == []
+
+
 def test_trap_19_problems_that_are_all_solved_are_trained_on_with_a_word_otherwise(
     tmp_path: Path,
 ) -> None:

@@ -14,7 +14,9 @@ from tests.support.rollouts import (
     raising,
     run_rollouts,
 )
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
+from tests.support.turns import rollout as made_rollout
+from tests.support.turns import turn
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score, with_score
 from torchtitan_rl.types import RolloutStatus
 
 
@@ -75,6 +77,14 @@ def test_without_a_rubric_an_environment_that_gives_no_finite_reward_is_a_reward
     rollout = only(Factory(lambda: CountingEnv(reward=reward)))
     assert (rollout.status, rollout.reward) == (RolloutStatus.REWARD_ERROR, None)
     assert rollout.cause
+
+
+@pytest.mark.parametrize("field", ["reward", "branch_reward"])
+def test_a_turn_whose_reward_is_not_finite_makes_its_rollout_a_reward_error(field):
+    turns = turn([1], [2]), turn([1, 2], [3], **{field: float("nan")})
+    scored = with_score(made_rollout(*turns), Score(reward=1.0))
+    assert (scored.status, scored.reward) == (RolloutStatus.REWARD_ERROR, None)
+    assert scored.cause == "the reward of turn 2 is nan"
 
 
 def test_failed_rollouts_are_not_scored():

@@ -118,6 +118,22 @@ def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_rest(
     assert output.sums["weight_mean"].item() == pytest.approx(5.0)
 
 
+def test_in_a_later_update_the_proximal_policy_is_that_of_the_weights_before_the_step() -> None:
+    """policy / behaviour 3, before / behaviour 2: the ratio is 1.5 and clipped, the weight is 2."""
+    tokens = make_tokens([3.0, 3.0, 3.0], [1.0, -1.0, 1.0], ages=[0, 1, 2])
+    before_T = tokens.behaviour_T + math.log(2.0)
+    tokens = dataclasses.replace(tokens, before_T=before_T)
+    recomputed = LossConfig(
+        proximal_policy="recomputed", importance_weight="token", importance_weight_cap=3.0
+    )
+    output, gradient = loss_of(tokens, recomputed)
+    assert output.loss.item() == pytest.approx(-2.0 * (1.28 - 1.5 + 1.28) / 3)
+    assert gradient == pytest.approx([0.0, 2.0 * 1.5 / 3, 0.0])
+    interpolated = dataclasses.replace(recomputed, proximal_policy="interpolated")
+    way_T = proximal_logprobs(tokens, interpolated) - tokens.behaviour_T
+    assert way_T.tolist() == pytest.approx([math.log(2.0), 0.0, math.log(2.0) / 2])
+
+
 def test_cispo_bounds_the_weight_and_keeps_every_tokens_gradient() -> None:
     config = LossConfig(surrogate="cispo", clip_low=0.2, clip_high=0.28)
     tokens = make_tokens([1.5, 1.1, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
@@ -215,7 +231,7 @@ def test_masks_and_weights_do_not_touch_the_kl_in_the_loss() -> None:
 def random_tokens(size: int = 24) -> LossTokens:
     """Four sequences of different lengths, one of them without a trained token."""
     torch.manual_seed(0)
-    return make_tokens(
+    tokens = make_tokens(
         (0.4 * torch.randn(size)).exp().tolist(),
         torch.randn(size).tolist(),
         trained=[i % 5 != 0 and i < 20 for i in range(size)],
@@ -223,6 +239,8 @@ def random_tokens(size: int = 24) -> LossTokens:
         sequences=[0] * 3 + [1] * 9 + [2] * 8 + [3] * (size - 20),
         reference_ratios=(0.3 * torch.randn(size)).exp().tolist(),
     )
+    before_T = tokens.logprobs_T.detach() + 0.3 * torch.randn(size)
+    return dataclasses.replace(tokens, before_T=before_T)
 
 
 def part_of(tokens: LossTokens, part: slice) -> LossTokens:
@@ -257,7 +275,7 @@ def test_tokens_that_are_not_trained_are_never_read_not_even_their_nans(name: st
     clean, gradient = loss_of(tokens, OPTIONS[name])
     broken = {
         field: torch.where(tokens.trained_T, getattr(tokens, field).detach(), math.nan)
-        for field in ("logprobs_T", "behaviour_T", "advantages_T", "reference_T")
+        for field in ("logprobs_T", "behaviour_T", "advantages_T", "reference_T", "before_T")
     }
     broken["logprobs_T"].requires_grad_()
     broken["ages_T"] = torch.where(tokens.trained_T, tokens.ages_T, 1_000)

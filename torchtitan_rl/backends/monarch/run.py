@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.functions import absolute
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
@@ -211,10 +214,10 @@ async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightHo
 
 
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
-    config = prepared.config
+    config, loss = prepared.config, prepared.config.trainer.loss
     return TrainerSpec(
         checkpoint=prepared.policy_dir,
-        trainer=config.trainer,
+        trainer=replace(config.trainer, loss=replace(loss, function=absolute(loss.function))),
         dtype=config.policy.dtype,
         seed=config.seed,
         num_steps=config.num_steps,
@@ -222,6 +225,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
         weight_sync=config.weight_sync,
+        python_path=tuple(map(os.path.abspath, sys.path)) if loss.function else (),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class TrainerRank:
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
         listen_privately()
+        sys.path += [folder for folder in spec.python_path if folder not in sys.path]
         self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(

@@ -1,7 +1,8 @@
-"""The policy loss of a step: per microbatch, and its metrics over all microbatches and ranks."""
+"""The policy loss of an update: per microbatch, and its metrics over all microbatches and ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,8 @@ from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.config.hf_model import PolicyArchitecture
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
-from torchtitan_rl.training.losses import (
-    LossOutput,
-    LossTokens,
-    StepTotals,
-    loss_metrics,
-    policy_loss,
-)
+from torchtitan_rl.training.losses import LossOutput, LossTokens, StepTotals
+from torchtitan_rl.training.losses.contract import LossFunction
 from torchtitan_rl.training.trees import Microbatch
 
 
@@ -45,26 +41,32 @@ def load_reference(
 
 
 class PolicyObjective:
-    """The policy loss of one step, called with each microbatch.
+    """The policy loss of one update, called with each microbatch.
 
     Args:
-        selected_N: which tokens of the whole step are trained on.
+        function: `policy_loss`, or the user's.
+        selected_N: which tokens the update is trained on.
         version: policy version of the weights before the step.
+        before_N: logprobs under these weights, where earlier updates of the step changed them.
     """
 
     def __init__(
         self,
+        function: LossFunction,
         config: LossConfig,
         batch: TrainingBatch,
         selected_N: npt.NDArray[np.bool_],
         *,
         version: int,
+        before_N: npt.NDArray[np.float32] | None,
         reference: PolicyModel | None,
         layout: Layout,
     ) -> None:
+        self._function = function
         self._config = config
         self._batch = batch
         self._version = version
+        self._before_N = before_N
         self._reference = reference
         self._layout = layout
         self._episode_ids_N = batch.episode_ids
@@ -92,32 +94,35 @@ class PolicyObjective:
             ages_T=self._version - of_entries(batch.versions),
             sequences_T=to_device(sequences_E, self._layout),
             reference_T=reference_E,
+            before_T=None if self._before_N is None else of_entries(self._before_N),
         )
-        return policy_loss(tokens, totals=self._totals, config=self._config)
+        return self._function(tokens, totals=self._totals, config=self._config)
 
 
+@dataclass(slots=True)
 class StepSums:
-    """Sums and maxima of a step's microbatches, of any shapes; first of this rank, then of all."""
+    """Sums and maxima of any shapes, of microbatches or of what they add up to."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, output: LossOutput, entropy: torch.Tensor) -> None:
-        """Add one microbatch; ``entropy`` is the sum over its trained tokens."""
+    def add(self, other: StepSums) -> None:
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+
+    def add_microbatch(self, output: LossOutput, entropy: torch.Tensor) -> None:
+        """``entropy`` is the sum over its trained tokens."""
         sums = {**output.sums, "loss": output.loss.detach(), "entropy": entropy}
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        for name, value in output.maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
+        self.add(StepSums(sums, output.maxima))
 
-    def metrics(self, num_trained: int, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Metrics of the whole step, over the data-parallel ranks of ``group``; values of
-        tensor-parallel ranks are equal. Collective."""
-        return loss_metrics(
-            _reduced(self._sums, dist.ReduceOp.SUM, group),
-            _reduced(self._maxima, dist.ReduceOp.MAX, group),
-            num_trained=num_trained,
+    def of_all_ranks(self, group: dist.ProcessGroup | None) -> StepSums:
+        """Over the data-parallel ranks of ``group``; values of tensor-parallel ranks are equal.
+        Collective."""
+        return StepSums(
+            _reduced(self.sums, dist.ReduceOp.SUM, group),
+            _reduced(self.maxima, dist.ReduceOp.MAX, group),
         )
 
 

@@ -19,7 +19,7 @@ from torchtitan_rl.training.config import OptimizerConfig
 
 
 class PolicyOptimizer:
-    """For each step call `clip`, then `step` or `discard`."""
+    """For each update call `clip`, then `step` or `discard`; after a step's last one `end_step`."""
 
     def __init__(self, model: Any, config: OptimizerConfig, *, max_steps: int) -> None:
         self._model = model
@@ -41,7 +41,7 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """The learning rate of all updates of the next step."""
         return float(self._scheduler.schedulers[0].get_last_lr()[0])
 
     def clip(self) -> float:
@@ -49,9 +49,13 @@ class PolicyOptimizer:
         return float(clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
 
     def step(self) -> None:
+        """One update."""
         self.container.step()
-        self._scheduler.step()
         self.container.zero_grad()
+
+    def end_step(self) -> None:
+        """Go on in the schedule, which counts training steps."""
+        self._scheduler.step()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of the optimizer state."""
@@ -64,7 +68,7 @@ class PolicyOptimizer:
         self.container.zero_grad()
 
     def restore_schedule(self, step: int) -> None:
-        """Set the learning rate to that after ``step`` optimizer steps."""
+        """Set the learning rate to that after ``step`` training steps."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*get_last_lr.*")  # from torchtitan's call
             self._scheduler.load_state_dict({"last_epoch": step})

@@ -2,17 +2,20 @@
 
 Public methods are collective unless they say otherwise: all ranks call them with the same arguments
 in the same order. Each rank gets the whole batch and takes its share. A step either ends with new
-weights and ``version + 1``, or raises and changes neither weights nor optimizer nor version.
+weights and ``version + 1``, or raises and changes neither weights nor optimizer nor version. One
+that fails between two of its updates leaves weights of no version: then everything but
+`load_checkpoint` and `close` is refused.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +33,7 @@ from torchtitan_rl.backends.titan.objective import PolicyObjective, StepSums, lo
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.errors import DivergedError
+from torchtitan_rl.functions import load_function
 from torchtitan_rl.training.batch import (
     StepOutput,
     TrainingBatch,
@@ -39,12 +43,15 @@ from torchtitan_rl.training.batch import (
     trained_mask,
 )
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss
-from torchtitan_rl.training.splitting import Share, rank_share
+from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss, loss_metrics, policy_loss
+from torchtitan_rl.training.losses.contract import LossFunction
+from torchtitan_rl.training.splitting import Share, minibatches, rank_share, sum_of_shares
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
 
 _Objective = Callable[[Microbatch, ForwardOutput], LossOutput]
+_OF_LAST_UPDATE = ("loss", "grad_norm", "ratio_mean", "ratio_max", "clip_share", "kl_k1", "kl_k3")
+_TORN = "an update of the step failed after earlier ones had changed the weights"
 
 
 class PolicyTrainer:
@@ -52,12 +59,14 @@ class PolicyTrainer:
 
     Args:
         checkpoint_dir: policy in Hugging Face format.
-        seed: of the random generators (nothing uses them today; they are checkpointed).
+        seed: of minibatches, and of the random generators (nothing uses them today; they are
+            checkpointed).
         max_steps: of the whole run, for the learning-rate schedule.
         dtype: of matrix multiplications; the CPU always uses float32.
 
     Raises:
-        ConfigError: the checkpoint is missing or of an unsupported model.
+        ConfigError: the checkpoint is missing or of an unsupported model, or `LossConfig.function`
+            cannot be loaded.
         ValueError: the world size differs from the configuration's.
     """
 
@@ -72,6 +81,9 @@ class PolicyTrainer:
     ) -> None:
         self._source = Path(checkpoint_dir)
         self._config = config
+        self._seed = seed
+        function = config.loss.function
+        self._loss: LossFunction = load_function(function) if function else policy_loss
         self._architecture = read_architecture(self._source)
         torch.set_num_threads(config.threads)
         self._layout = titan_setup.set_up(config)
@@ -85,36 +97,50 @@ class PolicyTrainer:
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
         self._memory = DeviceMemory(self.state_tensors)
         self._version = 0
+        self._is_between_updates = False
         self._writer = CheckpointWriter(timeout=timedelta(seconds=config.step_timeout_s))
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps that led to the weights."""
+        """Number of training steps that led to the weights."""
         return self._version
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step of the clipped policy loss.
+        """One training step of the policy loss, of `TrainerConfig.updates_per_batch` optimizer
+        updates; each is computed from a minibatch and normalized by its totals.
 
         Raises:
             DivergedError: on all ranks, if loss or gradient is NaN or Inf.
             ValueError: no token is trained on, or an episode is longer than the configured row.
         """
         selected_N = trained_mask(batch)
-        objective = PolicyObjective(
-            self._config.loss,
-            batch,
-            selected_N,
-            version=self._version,
-            reference=self._reference,
-            layout=self._layout,
-        )
-        output = self._step(batch, selected_N, objective)
+        config, seed = self._config, (self._seed, self._version)
+        parts = minibatches(batch, selected_N, config.updates_per_batch, seed=seed)
+        is_anchored = config.updates_per_batch > 1 and config.loss.proximal_policy != "behaviour"
+        before_N = self._logprobs(batch, selected_N) if is_anchored else None
+        updates = [
+            (
+                part_N,
+                PolicyObjective(
+                    self._loss,
+                    config.loss,
+                    batch,
+                    part_N,
+                    version=self._version,
+                    before_N=before_N,
+                    reference=self._reference,
+                    layout=self._layout,
+                ),
+            )
+            for part_N in parts
+        ]
+        output = self._step(batch, updates)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
         output.metrics["cut_share"] = cut_share(batch, selected_N)
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step on the mean negative logprob (of temperature 1 and the whole
+        """One optimizer update on the mean negative logprob (of temperature 1 and the whole
         vocabulary) over ``loss_mask``.
 
         Raises:
@@ -126,14 +152,21 @@ class PolicyTrainer:
         def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
             return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        return self._step(replace(batch, temperature=1.0, kept=None), selected_N, objective)
+        batch = replace(batch, temperature=1.0, kept=None)
+        return self._step(batch, [(selected_N, objective)])
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Logprob [N] of every token given the tokens before it in its episode, at the batch's
         temperature; 0 on first tokens. Every rank returns the whole array."""
-        self._memory.require()
+        return self._logprobs(batch, predicted_mask(batch))
+
+    def _logprobs(
+        self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float32]:
+        """[N]; 0 on tokens that are not selected."""
+        self._require()
         logprobs_N = torch.zeros(batch.num_tokens)
-        for part in self._share(batch, predicted_mask(batch)).parts:
+        for part in self._share(batch, selected_N).parts:
             with torch.no_grad():
                 output = forward(self._model, batch, part, self._layout)
             num_entries = len(part.sources_E)  # without a placeholder
@@ -147,18 +180,18 @@ class PolicyTrainer:
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
         policy computes in. May share memory with the model: valid until the next step."""
-        self._memory.require()
+        self._require()
         return hf_state(self._model, getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
         """This rank's part of the same weights; None if they must be gathered (see `hf.hf_parts`).
         Not collective; valid until the next step."""
-        self._memory.require()
+        self._require()
         return hf_parts(self._model, getattr(torch, self._dtype))
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
         """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type)."""
-        self._memory.require()
+        self._require()
         state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
         try:
             if self._layout.rank == 0:
@@ -172,7 +205,7 @@ class PolicyTrainer:
         """Copy model, optimizer, schedule, random state, version, ``extra`` (for JSON) and rank 0's
         ``attachments``, and write them to ``path`` in the background: see `CheckpointWriter.save`.
         """
-        self._memory.require()
+        self._require()
         self._writer.save(
             Path(path),
             self._model,
@@ -199,6 +232,7 @@ class PolicyTrainer:
         self._memory.require()
         self._writer.finish()
         self._version, extra = load_state(Path(path), self._model, self._optimizer)
+        self._is_between_updates = False
         return extra
 
     def offload(self) -> None:
@@ -231,27 +265,47 @@ class PolicyTrainer:
             titan_setup.tear_down(self._layout)
 
     def _step(
-        self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], objective: _Objective
+        self,
+        batch: TrainingBatch,
+        updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
     ) -> StepOutput:
-        self._memory.require()
+        """``updates``: what each is trained on, and its objective."""
+        self._require()
         started = time.perf_counter()
-        num_trained = int(selected_N.sum())
+        num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
-        sums = StepSums()
-        share = self._share(batch, selected_N)
-        for part in share.parts:
-            output = forward(self._model, batch, part, self._layout)
-            loss = objective(part, output)
-            loss.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(loss, (output.entropy_E * output.is_entry_E).sum())
-        metrics = sums.metrics(num_trained, self._layout.data_group)
+        total, shares, of_updates = StepSums(), [], []
         learning_rate = self._optimizer.learning_rate
-        metrics["grad_norm"] = self._optimizer.clip()
-        self._refuse_divergence(metrics)
-        self._optimizer.step()
+        for number, (selected_N, objective) in enumerate(updates, start=1):
+            shares.append(self._share(batch, selected_N))
+            own = StepSums()
+            for part in shares[-1].parts:
+                output = forward(self._model, batch, part, self._layout)
+                loss = objective(part, output)
+                loss.loss.backward()  # type: ignore[no-untyped-call]
+                own.add_microbatch(loss, (output.entropy_E * output.is_entry_E).sum())
+            update = own.of_all_ranks(self._layout.data_group)
+            total.add(update)
+            of_update = loss_metrics(update.sums, update.maxima, num_trained=int(selected_N.sum()))
+            of_update["grad_norm"] = self._optimizer.clip()
+            self._refuse_divergence(of_update)
+            self._optimizer.step()
+            self._is_between_updates = number < len(updates)
+            of_updates.append(of_update)
+        self._optimizer.end_step()
         self._version += 1
         step_s = time.perf_counter() - started
+        share = sum_of_shares(shares)
+        metrics = loss_metrics(total.sums, total.maxima, num_trained=num_trained)
+        for name in ("loss", "grad_norm"):
+            metrics[name] = fmean(of_update[name] for of_update in of_updates)
+        if len(updates) > 1:
+            first, last = of_updates[0], of_updates[-1]
+            metrics = {n: v for n, v in metrics.items() if "logprob_diff_" not in n}
+            metrics |= {n: v for n, v in first.items() if "logprob_diff_" in n}
+            metrics |= {f"last_update/{n}": last[n] for n in _OF_LAST_UPDATE if n in last}
+            metrics["updates"] = float(len(updates))
         metrics |= {
             "learning_rate": learning_rate,
             "trained_tokens": float(num_trained),
@@ -290,7 +344,19 @@ class PolicyTrainer:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
                 self._optimizer.discard()
+                state = f"the weights are still those of version {self._version}"
+                if self._is_between_updates:
+                    state = f"{_TORN}; nothing of the step is saved or published"
                 raise DivergedError(
-                    f"{name} is {metrics[name]} in the step after version {self._version}; the "
-                    f"weights are still those of version {self._version}"
+                    f"{name} is {metrics[name]} in the step after version {self._version}; {state}"
                 )
+
+    def _require(self) -> None:
+        """
+        Raises:
+            RuntimeError: the trainer is offloaded.
+            DivergedError: the weights are of no version.
+        """
+        self._memory.require()
+        if self._is_between_updates:
+            raise DivergedError(f"{_TORN}; resume from a checkpoint")

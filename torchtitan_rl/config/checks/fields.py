@@ -28,6 +28,7 @@ _MAY_BE_EMPTY = (
     "launch.hosts",
     "launch.address",
     "launch.interface",
+    "trainer.loss.function",
 )
 
 

@@ -45,6 +45,7 @@ _MAY_CHANGE = (
     "trainer.activation_checkpointing",
     "trainer.compile",
     "trainer.threads",
+    "trainer.updates_per_batch",
     "trainer.step_timeout_s",
     "trainer.loss",
     "trainer.optimizer.learning_rate",

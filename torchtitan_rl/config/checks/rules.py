@@ -76,6 +76,8 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "max_total_tokens": _count(2, 1 << 24),
         "step_timeout_s": _SECONDS,
         "rollout_timeout_s": _SECONDS,
+        "turn_discount": _SHARE,
+        "final_reward_weight": Bounds(least=0.0, most=_MAX_FLOAT),
     },
     c.OverlongConfig: {
         "buffer_tokens": _count(0, 1 << 24),
@@ -166,6 +168,7 @@ RULES: Mapping[type, Mapping[str, Bounds]] = {
         "row_len": _TOKENS,
         "rows_per_microbatch": _count(1, 1 << 16),
         "threads": _THREADS,
+        "updates_per_batch": _count(1, 1 << 16),
         "step_timeout_s": _SECONDS,
     },
     c.EvaluationConfig: {

@@ -14,7 +14,7 @@ from torchtitan_rl.config.checks.endpoint import endpoint_errors
 from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
 from torchtitan_rl.config.checks.generator import generator_errors, head_errors
 from torchtitan_rl.config.checks.launch import host_errors, launch_errors
-from torchtitan_rl.config.checks.loss import loss_errors
+from torchtitan_rl.config.checks.loss import advantage_errors, loss_errors
 from torchtitan_rl.config.checks.machine import (
     MachineFacts,
     file_errors,
@@ -83,7 +83,13 @@ def _relations(
         errors += head_errors("trainer.tensor_parallel", config.trainer.tensor_parallel, policy)
     errors += [
         *launch_errors(config),
-        *loss_errors(config.trainer.loss, staleness=config.schedule.staleness),
+        *loss_errors(
+            config.trainer.loss,
+            staleness=config.schedule.staleness,
+            updates=config.trainer.updates_per_batch,
+        ),
+        *_updates(config),
+        *advantage_errors(config.rollout),
         *([] if on_hosts else parallelism_errors(config, machine)),
         *_placement(config),
         *_weight_sync(config),
@@ -137,6 +143,16 @@ def _lengths(config: RunConfig) -> list[str]:
             f"trainer.tensor_parallel ({config.trainer.tensor_parallel})"
         )
     return errors
+
+
+def _updates(config: RunConfig) -> list[str]:
+    updates, groups = config.trainer.updates_per_batch, config.rollout.groups_per_step
+    if updates <= groups:
+        return []
+    return [
+        f"trainer.updates_per_batch is {updates}: give at most rollout.groups_per_step ({groups}), "
+        "for a minibatch has whole groups"
+    ]
 
 
 def _schedule(config: RunConfig) -> list[str]:

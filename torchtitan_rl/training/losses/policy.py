@@ -101,24 +101,25 @@ def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
 
     The others are decoupled PPO (Hilton et al. 2021, 2110.00641; for language models AReaL, Fu et
     al. 2025, 2505.24298): the trust region is around the trainer's own step, and
-    `importance_weights` corrects for the sampling policy. `recomputed`: the weights before this
-    step. The trainer takes one step per batch, so these are the weights of this forward pass: its
+    `importance_weights` corrects for the sampling policy. `recomputed`: p_before, the weights
+    before this step. In the only update of a step these are the weights of this forward pass: its
     detached logprobs are p_prox, the ratio is 1, and nothing is clipped. `interpolated`: one
-    version before the current one, estimated from behaviour and current by the token's age d >= 1:
+    version before p_before, estimated from behaviour and p_before by the token's age d >= 1:
 
-    log p_prox = log p_behaviour + (d - 1) / d x (log p - log p_behaviour)
+    log p_prox = log p_behaviour + (d - 1) / d x (log p_before - log p_behaviour)
 
     (AReaL's prox_approx document, alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1,
-    and A-3PO, Li et al. 2025, 2512.06547). At d = 1 it is the behaviour policy; for d = 0 the
-    current policy is used.
+    and A-3PO, Li et al. 2025, 2512.06547). At d = 1 it is the behaviour policy; for d = 0 it is
+    p_before.
     """
+    before_T = tokens.logprobs_T.detach() if tokens.before_T is None else tokens.before_T
     match config.proximal_policy:
         case "behaviour":
             return tokens.behaviour_T
         case "recomputed":
-            return tokens.logprobs_T.detach()
+            return before_T
         case "interpolated":
-            difference_T = tokens.logprobs_T.detach() - tokens.behaviour_T
+            difference_T = before_T - tokens.behaviour_T
             share_T = 1.0 - 1.0 / tokens.ages_T.clamp_min(1).to(difference_T.dtype)
             share_T = torch.where(tokens.ages_T > 0, share_T, torch.ones_like(share_T))
             return tokens.behaviour_T + share_T * difference_T

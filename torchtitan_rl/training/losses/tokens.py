@@ -22,6 +22,7 @@ class LossTokens:
     ages_T: torch.Tensor  # int64; trainer version minus the version that sampled the token
     sequences_T: torch.Tensor  # int64; number of the token's sequence, in 0 .. T - 1
     reference_T: torch.Tensor | None = None  # logprobs under the reference model
+    before_T: torch.Tensor | None = None  # under the weights before the step; None: as logprobs_T
 
     def cleaned(self) -> LossTokens:
         """The same tokens with logprobs and advantages of untrained tokens set to 0."""
@@ -36,6 +37,7 @@ class LossTokens:
             behaviour_T=clean(self.behaviour_T),
             advantages_T=clean(self.advantages_T),
             reference_T=None if self.reference_T is None else clean(self.reference_T),
+            before_T=None if self.before_T is None else clean(self.before_T),
         )
 
     def sequence_sum(self, values_T: torch.Tensor) -> torch.Tensor:
@@ -54,8 +56,9 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Sizes of a whole optimizer step, over all ranks and microbatches. Tokens that the loss masks
-    by their ratio are included, so the totals are known before the first forward pass."""
+    """Sizes of all that an optimizer update is computed from, over all ranks and microbatches: the
+    batch, or its minibatch. Tokens that the loss masks by their ratio are included, so the totals
+    are known before the first forward pass."""
 
     num_tokens: int  # trained on
     num_sequences: int  # with at least one trained token
