@@ -80,8 +80,9 @@ class ChildProcess:
             _, found, rest = text.partition(self._ready_at)
             if found and not self._ready.done():
                 self._ready.set_result(rest.strip())
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            with suppress(OSError):  # no one reads it any more; the process goes on
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     async def _end(self, within_s: float) -> None:
         self.send(signal.SIGTERM)
