@@ -65,6 +65,12 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
         await asyncio.wait(ending)
 
 
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Mark its error as retrieved, which asyncio otherwise logs: no one waits for it any more."""
+    if not task.cancelled():
+        task.exception()
+
+
 async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
     """The result of the work that ends first; of several at once, that of the first one given.
 
@@ -80,8 +86,7 @@ async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
     finally:
         await uninterrupted(cancel_all(tasks))
         for task in tasks:
-            if not task.cancelled():
-                task.exception()  # else asyncio logs that nobody asked
+            retrieve(task)
 
 
 async def uninterrupted(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.monarch_environment import set_monarch_defaults
 from torchtitan_rl.weights.leftovers import remove_leftovers
 
 COMMANDS = {
@@ -44,8 +44,7 @@ words after it."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Monarch's own log, /tmp/USER/monarch_log.log, has no limit: it gets errors alone.
-    os.environ.setdefault("MONARCH_FILE_LOG", "error")
+    set_monarch_defaults()
     if words and not words[0].startswith("-"):
         remove_leftovers()  # shared memory of runs that were killed
     return exit_code_of(lambda: _run(words))

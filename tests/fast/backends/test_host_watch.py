@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +88,38 @@ def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
 
     assert run_virtually(play(2))
     assert not run_virtually(play(1))
+
+
+class SilentAgent:
+    """Answers no beat, and fails later, as Monarch does when it gives an actor up."""
+
+    beat: Any
+
+    def __init__(self) -> None:
+        self.beat = self
+
+    async def call_one(self) -> int:
+        await asyncio.sleep(60.0)
+        raise RuntimeError("the actor is lost")
+
+
+def test_a_beat_that_is_not_waited_for_any_more_leaves_no_error_behind() -> None:
+    unhandled: list[Any] = []
+
+    async def play() -> str:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+        mesh, agent = cast(Any, None), SilentAgent()
+        host = Host(index=0, name="there", ip="127.0.0.77", mesh=mesh, agent=agent)
+        watch = HostWatch(
+            Hosts(), log_dir=Path(), trace_dir=None, say=print, on_lost=lambda index, cause: None
+        )
+        cause = await watch._beat_until_lost(host)
+        await asyncio.sleep(120.0)
+        gc.collect()
+        return cause
+
+    assert run_virtually(play()) == "no answer for 12 s"
+    assert unhandled == []
 
 
 def test_a_lost_host_is_not_attached_at_once_where_it_was_lost() -> None:

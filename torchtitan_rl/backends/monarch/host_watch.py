@@ -22,7 +22,7 @@ from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
 from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
 from torchtitan_rl.observability.trace import clocks_of_files, write_clocks
-from torchtitan_rl.tasks import cancel_all, first_of
+from torchtitan_rl.tasks import cancel_all, first_of, retrieve
 
 logger = logging.getLogger(__name__)
 
@@ -144,21 +144,26 @@ class HostWatch:
         silence, num_answers = Silence(loop.time()), 0
         round_trips: deque[RoundTrip] = deque(maxlen=_NUM_ROUND_TRIPS)
         beat: asyncio.Task[RoundTrip] | None = None
-        while True:
-            beat = beat or asyncio.create_task(_beat(host))
-            await asyncio.wait({beat}, timeout=BEAT_S)
-            if beat.done():
-                if (error := beat.exception()) is not None:
-                    return _cause(error)
-                round_trips.append(beat.result())
-                beat, num_answers = None, num_answers + 1
-                self._note_answer(host.index)
-                await self._note_clock(host.index, round_trips)
-            silent_s = silence.look(loop.time(), num_answers)
-            if silent_s >= HOST_LOST_S:
-                return f"no answer for {silent_s:.0f} s"
-            if beat is None:
-                await asyncio.sleep(BEAT_S)
+        try:
+            while True:
+                beat = beat or asyncio.create_task(_beat(host))
+                await asyncio.wait({beat}, timeout=BEAT_S)
+                if beat.done():
+                    if (error := beat.exception()) is not None:
+                        return _cause(error)
+                    round_trips.append(beat.result())
+                    beat, num_answers = None, num_answers + 1
+                    self._note_answer(host.index)
+                    await self._note_clock(host.index, round_trips)
+                silent_s = silence.look(loop.time(), num_answers)
+                if silent_s >= HOST_LOST_S:
+                    return f"no answer for {silent_s:.0f} s"
+                if beat is None:
+                    await asyncio.sleep(BEAT_S)
+        finally:
+            if beat is not None:
+                beat.add_done_callback(retrieve)
+                beat.cancel()
 
     def _note_loss(self, host: Host) -> None:
         self._hosts.lose(host)

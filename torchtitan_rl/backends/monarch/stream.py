@@ -16,7 +16,7 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from torchtitan_rl.backends.monarch.runtime import call
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.tasks import cancel_all, first_of
+from torchtitan_rl.tasks import cancel_all, first_of, retrieve
 
 _ToActor = TypeVar("_ToActor")
 _FromActor = TypeVar("_FromActor")
@@ -77,7 +77,7 @@ class Stream(Generic[_ToActor, _FromActor]):
         port, self._receiver = Channel[Any].open()
         what = f"{self._name}: connection"
         self._running = asyncio.ensure_future(call(self._run(port), what=what))
-        self._running.add_done_callback(_retrieve)
+        self._running.add_done_callback(retrieve)  # it matters only to those who receive
         self._port: Port[_ToActor] = await self._next(timeout_s)
 
     def send(self, message: _ToActor) -> None:
@@ -121,9 +121,3 @@ class Stream(Generic[_ToActor, _FromActor]):
         if self._running.done():
             self._running.result()
         raise DeadlineError(f"{self._name}: nothing came within {timeout_s} s")
-
-
-def _retrieve(task: asyncio.Future[None]) -> None:
-    """Mark the error as retrieved: it matters only to those who wait for messages."""
-    if not task.cancelled():
-        task.exception()

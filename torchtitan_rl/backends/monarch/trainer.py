@@ -31,7 +31,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, retrieve
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.transport import Transport
@@ -50,7 +50,7 @@ class TrainerActor(Actor):
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
-        self._rank = int(os.environ["RANK"])
+        self._rank = int(os.environ.get("RANK", "0"))  # alone without it
         self._attachments: dict[str, bytes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
@@ -144,7 +144,7 @@ class MonarchTrainer:
         await self._on_all("save_checkpoint", path, state, version, what=what)
         # One wait for all who ask: the ranks tell a failure once.
         self._writing = asyncio.ensure_future(self._write(what))
-        self._writing.add_done_callback(_retrieve)
+        self._writing.add_done_callback(retrieve)  # who awaits it gets its error
 
     async def finish_checkpoint(self) -> None:
         writing = self._writing
@@ -207,13 +207,14 @@ class MonarchTrainer:
         """A process that dies while nobody calls it is noticed, too."""
         try:
             await call(part.stay.call(), what="trainer")
-        except ProcessLostError as error:
+        except (ProcessLostError, DeadlineError) as error:
             self.lose(str(error))
 
     async def _call(self, answers: Any, what: str) -> Any:
         calling = asyncio.ensure_future(
             call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
         )
+        calling.add_done_callback(retrieve)  # also where this call is cancelled
         try:
             await asyncio.wait({calling, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
@@ -227,9 +228,3 @@ class MonarchTrainer:
     async def _run(self, method: str, *arguments: Any, what: str = "") -> Any:
         """Rank 0's answer; the others' are the same, or None."""
         return (await self._on_all("run", method, *arguments, what=what or method))[0]
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Mark the failure as retrieved: a caller that awaits the task still gets it."""
-    if not task.cancelled():
-        task.exception()
