@@ -26,6 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torchtitan_rl.backends.monarch  # noqa: F401  (before Monarch)
+
+# isort: split
 from monarch.actor import enable_transport
 
 from benchmarks.options import at_least

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import torchtitan_rl.backends.monarch  # noqa: F401  (before Monarch)
+
+# isort: split
 from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current_rank
 
 from benchmarks.weight_sync_session import ROW_LEN, batch
@@ -36,11 +40,7 @@ from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
 READERS = 2  # on each host
-_WORKER = """
-import sys
-from monarch.actor import run_worker_loop_forever
-run_worker_loop_forever(address=sys.argv[1], ca="trust_all_connections")
-"""
+_WORKER = "torchtitan_rl.backends.monarch.worker_loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ async def worker_hosts(number: int, work_dir: Path) -> AsyncIterator[FetchingHos
 
 @contextmanager
 def _workers(addresses: Sequence[str]) -> Iterator[None]:
-    workers = [subprocess.Popen([sys.executable, "-c", _WORKER, one]) for one in addresses]
+    workers = [subprocess.Popen([sys.executable, "-m", _WORKER, one]) for one in addresses]
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ def workers(keys: Path, other_keys: Path) -> Iterator[dict[str, str]]:
     options = {
         "ours": [ours, "--keys", str(keys)],
         "theirs": [theirs, "--keys", str(other_keys)],
-        "plain": [plain],
+        "plain": [plain, "--allow-plain-tcp"],
     }
     with ExitStack() as stack:
         started = []
@@ -87,6 +87,7 @@ def test_workers_that_cannot_be_attached_end_the_run_with_their_causes(
     [
         ("tls://127.0.0.2:26600", "tls:// needs --keys"),
         ("tcp://10.0.0.2:26600", "tcp:// is neither encrypted nor authenticated"),
+        ("tcp://127.0.0.2:26600", "tcp:// is neither encrypted nor authenticated"),
         ("tls://0.0.0.0:26600", "that is every interface of the machine"),
     ],
 )

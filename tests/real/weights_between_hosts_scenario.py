@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import torchtitan_rl.backends.monarch  # noqa: F401  (before Monarch)
+
+# isort: split
 from monarch.actor import (
     Actor,
     attach_to_workers,

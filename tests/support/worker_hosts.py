@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 from torchtitan_rl.backends.monarch.ports import free_port
 
-_WORKER = """
-import sys
-from monarch.actor import run_worker_loop_forever
-run_worker_loop_forever(address=sys.argv[1], ca="trust_all_connections")
-"""
+_WORKER = "torchtitan_rl.backends.monarch.worker_loop"
 
 
 @contextmanager
@@ -21,7 +17,7 @@ def worker_hosts(number: int) -> Iterator[list[str]]:
     """Their addresses; the workers end with the context."""
     names = [f"127.0.0.{index + 2}" for index in range(number)]
     addresses = [f"tcp://{name}:{free_port(name)}" for name in names]
-    workers = [subprocess.Popen([sys.executable, "-c", _WORKER, address]) for address in addresses]
+    workers = [subprocess.Popen([sys.executable, "-m", _WORKER, address]) for address in addresses]
     try:
         yield addresses
     finally:

@@ -42,6 +42,8 @@ from torchtitan_rl.config.policies import find_policy, resolve_checkpoint
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
+from torchtitan_rl.launch.private_folder import use_private_folder
+from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.rollout.config import SamplingConfig
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.types import Completion, SamplingParams
@@ -174,6 +176,8 @@ def _prepare_environment(options: GenerateOptions) -> Device:
     """Must run before torch is imported; what the caller has set stays."""
     from torchtitan_rl.backends.vllm.cpu import engine_environment
 
+    use_private_folder()
+    listen_privately()
     device = _device(options)
     for name, value in engine_environment(options.threads, device).items():
         os.environ.setdefault(name, value)

@@ -44,7 +44,7 @@ from torchtitan_rl.launch.lives import MEMORY_VARIABLE
 from torchtitan_rl.launch.meeting import Joining, Round
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
-from torchtitan_rl.tasks import cancel_all
+from torchtitan_rl.tasks import cancel_all, retrieve
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 _WORKER_PORTS = 16  # of one worker, where they are given
@@ -275,6 +275,7 @@ class _Launcher:
                 await asyncio.sleep(BEAT_S)
 
         task = asyncio.create_task(beat())
+        task.add_done_callback(retrieve)  # whoever asks the store gets the same error
         try:
             yield
         finally:
@@ -311,15 +312,15 @@ def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
     """Where a process of this node listens.
 
     Raises:
-        ConfigError: it can be reached from other machines, and would not be encrypted.
+        ConfigError: it would be neither encrypted nor authenticated.
     """
     port = launch.port + offset if launch.port else free_port(host)
     address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
-    if not (launch.keys or launch.allow_plain_tcp or address.is_loopback):
+    if not (launch.keys or launch.allow_plain_tcp):
         raise ConfigError(
-            f"launch.keys is not set, and {host} can be reached from other machines: make keys "
-            "with `torchtitan-rl keys` and give their folder by --launch.keys, or, where no one "
-            "else is in the network, give --launch.allow-plain-tcp"
+            f"launch.keys is not set, and others can reach {host}: make keys with "
+            "`torchtitan-rl keys` and give their folder by --launch.keys, or, where no one else is "
+            f"{address.neighbourhood}, give --launch.allow-plain-tcp"
         )
     return address
 

@@ -45,8 +45,8 @@ class WorkerOptions:
     keys: Path | None = None
     """This host's folder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
     allow_plain_tcp: bool = False
-    """Also listen on ``tcp://`` outside of this machine: whoever reaches the port can run programs
-    here. On loopback addresses it is always allowed."""
+    """Also listen on ``tcp://``: whoever reaches the port can run programs here; on a loopback
+    address that is every user of this machine."""
 
 
 def main(words: Sequence[str]) -> int:

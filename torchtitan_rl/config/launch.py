@@ -35,9 +35,8 @@ class LaunchConfig:
     keys: Path | None = None
     """A folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False
-    """Also send plain text between machines, neither encrypted nor authenticated: to ``tcp://``
-    addresses, and between trainer ranks on several hosts. On loopback addresses it is always
-    allowed."""
+    """Also send plain text, neither encrypted nor authenticated: to ``tcp://`` addresses, loopback
+    ones included, and between trainer ranks on several machines."""
     attach_timeout_s: float = 60.0
     """Deadline for all hosts to answer and say what they have, in seconds."""
 

@@ -1,7 +1,8 @@
 """The addresses of a run's machines: `Address` parses one, `address_errors` says what forbids it.
 
 - ``tls://HOST:PORT`` is encrypted, and both ends prove who they are; it needs the run's keys.
-- ``tcp://HOST:PORT`` is neither. It is for loopback addresses; for others only by name.
+- ``tcp://HOST:PORT`` is neither: whoever reaches it, on a loopback address every user of the
+  machine, can run programs there. It must be allowed by name.
 - ``local`` is this machine, without an address.
 
 A process listens on one address and never on all interfaces of a machine.
@@ -71,6 +72,11 @@ class Address:
         return ip is not None and ip.is_loopback
 
     @property
+    def neighbourhood(self) -> str:
+        """Where those are who reach it."""
+        return "on this machine" if self.is_loopback else "in the network"
+
+    @property
     def is_wildcard(self) -> bool:
         """All interfaces of the machine."""
         ip = ip_of(self.host)
@@ -99,11 +105,11 @@ def address_errors(
         fix = "that is every interface of the machine; give the address of one"
     elif address.scheme == "tls" and keys is None:
         fix = f"tls:// needs {_next_to(field, 'keys')}; make them with `torchtitan-rl keys`"
-    elif address.scheme == "tcp" and not (address.is_loopback or allow_plain_tcp):
+    elif address.scheme == "tcp" and not allow_plain_tcp:
         fix = (
             "tcp:// is neither encrypted nor authenticated; make keys with `torchtitan-rl keys` "
-            f"and give tls:// and {_next_to(field, 'keys')}, or, where no one else is in the "
-            f"network, {_next_to(field, 'allow_plain_tcp')}"
+            f"and give tls:// and {_next_to(field, 'keys')}, or, where no one else is "
+            f"{address.neighbourhood}, {_next_to(field, 'allow_plain_tcp')}"
         )
     elif address.scheme == "tcp" and keys is not None:
         fix = f"tcp:// does not use {_next_to(field, 'keys')}; give tls://, or no keys"

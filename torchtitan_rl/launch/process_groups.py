@@ -2,36 +2,54 @@
 
 `listen_privately` restricts both what the ranks meet at (a TCP store on rank 0) and what gloo and
 NCCL listen on, for every process group that the process creates, vLLM's own too: ranks on one host
-use its loopback interface, ranks on several hosts the interface that reaches rank 0.
+use its loopback interface, ranks on several hosts the interface that reaches rank 0. The store and
+gloo accept no other user of the machine (`own_user`). Rank 0 listens from the moment that its port
+is known (`take_port`), so that no one else can be found there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import socket
+from pathlib import Path
 from typing import Any
+
+from torchtitan_rl.launch.own_user import accept_own_user
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 1024
+_listeners: list[socket.socket] = []  # of rank 0, until its store takes it
 _stores: list[Any] = []  # rank 0's, as long as its process runs
 
 
-def listen_privately() -> None:
-    """Call it on each rank, before a process group is created, with torchrun's variables set.
-    Interfaces that the environment names already are kept.
+def take_port(host: str) -> int:
+    """A free port of this address, on which the store of this process, rank 0, will listen.
 
     Raises:
-        OSError: on rank 0, which cannot listen on MASTER_ADDR.
+        OSError: ``host`` is no address of this machine.
     """
-    host = os.environ["MASTER_ADDR"]
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    _listeners.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
+    return int(_listeners[-1].getsockname()[1])
+
+
+def listen_privately() -> None:
+    """Call it on each rank, before a process group is created. Where there are several ranks,
+    torchrun's variables are set, and rank 0 has taken the port. Interfaces that the environment
+    names already are kept.
+
+    Raises:
+        OSError: torch's library has changed.
+    """
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     interface = interface_towards(host)
     for name in _INTERFACES if interface else ():
         os.environ.setdefault(name, interface)
-    if os.environ["RANK"] == "0":
-        _stores.append(_serve_store(host, int(os.environ["MASTER_PORT"])))
-    # torch's name for a store that is there already: no rank starts one.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    accept_own_user(_torch_library(), "accept", "accept4")
+    if _listeners:
+        _stores.append(_serve_store(host, _listeners.pop()))
 
 
 def interface_towards(host: str) -> str:
@@ -55,14 +73,20 @@ def interface_towards(host: str) -> str:
     return ""
 
 
-def _serve_store(host: str, port: int) -> Any:
+def _torch_library() -> str:
+    """What gloo and the TCP store are in."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / "lib" / "libtorch_cpu.so")
+
+
+def _serve_store(host: str, listener: socket.socket) -> Any:
     import torch.distributed as dist
 
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),

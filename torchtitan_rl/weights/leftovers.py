@@ -1,6 +1,7 @@
 """Folders of published weights: their names and locks, and their removal.
 
-A folder is named after its process, which holds a lock (flock(2)) on it. It is removed by the
+A folder is named after its process, which holds a lock (flock(2)) on it, and has a random part, so
+that no other user can be there first. It is removed by the
 publisher when it closes; if the process dies, by its *guard*, a shell that waits for the end of a
 pipe from it; if the guard was killed too (a container that ends), by the next ``torchtitan-rl``
 command on this host.
@@ -14,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import time
@@ -31,10 +33,11 @@ _GUARD = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$@"'
 
 
 def folder_name(run_id: str) -> str:
-    """Name of this process's folder, the same under each root."""
+    """A new name for a folder of this process."""
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run_id)
     started = _started_ticks(os.getpid())
-    return f"{_PREFIX}{readable}-ns{_pid_namespace()}-pid{os.getpid()}-t{started}"
+    token = secrets.token_hex(8)
+    return f"{_PREFIX}{readable}-{token}-ns{_pid_namespace()}-pid{os.getpid()}-t{started}"
 
 
 def make_folder(folder: Path) -> int | None:
@@ -44,12 +47,12 @@ def make_folder(folder: Path) -> int | None:
     Raises:
         OSError: it cannot be created.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, mode=0o700)
     return _lock(folder)
 
 
 class FolderGuard:
-    """Removes ``folders`` when this process ends, in whatever way. Create it once."""
+    """Removes ``folders`` when this process ends, in whatever way."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         # The writing end is closed by `close` or by the end of the process.

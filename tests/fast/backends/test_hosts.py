@@ -17,7 +17,7 @@ def test_a_host_like_this_one_can_be_used_whatever_its_paths_are(tmp_path: Path)
     here = describe_host("local", TINY.policy.checkpoint)
     assert here.facts.num_cores > 0
     assert (here.policy != "", here.policy_error) == (True, "")
-    there = replace(here, python="/opt/python", policy_dir=tmp_path)
+    there = replace(here, policy_dir=tmp_path)
     assert answer_errors(ADDRESS, here, there) == []
 
 

@@ -83,7 +83,7 @@ def test_a_run_is_not_prepared_for_hosts_without_its_folder(tmp_path: Path) -> N
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    launch = LaunchConfig(attach=(WORKER,))
+    launch = LaunchConfig(attach=(WORKER,), allow_plain_tcp=True)
     config = replace(TINY, output_dir=here, name="run", launch=launch)
     assert AttachedToOne(config, here, here).prepare().plan.trainer is not None
     with pytest.raises(ConfigError, match="where the trainer writes checkpoints"):

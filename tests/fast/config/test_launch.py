@@ -28,6 +28,7 @@ from torchtitan_rl.errors import ConfigError
 MACHINE = MachineFacts(num_cores=2, memory_bytes=24 << 30)
 FAR = ("tls://10.0.0.2:26600", "tls://10.0.0.3:26600")
 NEAR = ("tcp://127.0.0.2:26600", "tcp://127.0.0.3:26600")
+PLAIN: dict[str, Any] = {"attach": NEAR, "allow_plain_tcp": True}
 OWN = "tls://10.0.0.1:26600"
 KEYS = Path("keys")
 
@@ -36,8 +37,8 @@ KEYS = Path("keys")
     "launch",
     [
         LaunchConfig(),
-        LaunchConfig(attach=NEAR),
-        LaunchConfig(attach=("local", NEAR[0])),
+        LaunchConfig(**PLAIN),
+        LaunchConfig(attach=("local", NEAR[0]), allow_plain_tcp=True),
         LaunchConfig(attach=FAR, address=OWN, keys=KEYS),
         LaunchConfig(attach=FAR, address=OWN, keys=KEYS, hosts="2x8", trainer_hosts=(1,)),
         LaunchConfig(hosts="4x0", generator_hosts=(0, 3)),
@@ -52,10 +53,14 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
     [
         ({"attach": ("10.0.0.2",)}, "launch.attach is '10.0.0.2': give tls://HOST:PORT"),
         ({"attach": ("tcp://10.0.0.2:1",), "address": OWN, "keys": KEYS}, "launch.attach is 'tcp"),
+        ({"attach": NEAR}, f"launch.attach is '{NEAR[0]}': tcp:// is neither encrypted nor auth"),
         ({"attach": FAR, "address": OWN}, "launch.attach is 'tls://10.0.0.2:26600': tls:// needs"),
         ({"attach": FAR, "keys": KEYS}, "launch.address is '': tls://10.0.0.2:26600 must reach"),
-        ({"attach": NEAR, "address": "local"}, "launch.address is 'local': give the address"),
-        ({"attach": NEAR[:1] * 2}, "launch.attach has tcp://127.0.0.2:26600 more than once"),
+        ({**PLAIN, "address": "local"}, "launch.address is 'local': give the address"),
+        (
+            {**PLAIN, "attach": NEAR[:1] * 2},
+            "launch.attach has tcp://127.0.0.2:26600 more than once",
+        ),
         ({"address": OWN}, "launch.address is 'tls://10.0.0.1:26600': only workers use it"),
         ({"hosts": "4"}, "launch.hosts is '4': give NUMBERxDEVICES"),
         ({"hosts": "3x8", "attach": NEAR}, "launch.hosts is '3x8': launch.attach has 2 hosts"),
@@ -64,7 +69,7 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
             {"hosts": "1x8", "trainer_hosts": (1,)},
             "launch.trainer_hosts is (1,): the run has 1 host,",
         ),
-        ({"attach": NEAR, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
+        ({**PLAIN, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
         ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
     ],
 )
@@ -77,7 +82,7 @@ def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message:
 
 def test_a_colocated_run_has_a_host_in_common() -> None:
     config = replace(TINY, placement="colocated")
-    apart = LaunchConfig(attach=NEAR, generator_hosts=(0,), trainer_hosts=(1,))
+    apart = LaunchConfig(**PLAIN, generator_hosts=(0,), trainer_hosts=(1,))
     (error,) = launch_errors(replace(config, launch=apart))
     assert error.startswith("placement is colocated: launch.trainer_hosts (1,) and")
     common = replace(apart, generator_hosts=(0, 1))
@@ -85,10 +90,10 @@ def test_a_colocated_run_has_a_host_in_common() -> None:
 
 
 def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:
-    config = replace(TINY, pin_cores=True, launch=LaunchConfig(attach=NEAR))
+    config = replace(TINY, pin_cores=True, launch=LaunchConfig(**PLAIN))
     assert launch_errors(config)[0].startswith("pin_cores is True")
     assert start_errors(LaunchConfig(hosts="2x8"))[0].startswith("launch.hosts is '2x8'")
-    assert start_errors(LaunchConfig(attach=NEAR)) == []
+    assert start_errors(LaunchConfig(**PLAIN)) == []
 
 
 def test_options_for_workers_are_said_to_be_unused_where_there_are_none() -> None:
@@ -99,7 +104,7 @@ def test_options_for_workers_are_said_to_be_unused_where_there_are_none() -> Non
 
 
 def test_keys_that_tcp_would_not_use_are_refused() -> None:
-    config = LaunchConfig(attach=NEAR, keys=Path("k"))
+    config = LaunchConfig(**PLAIN, keys=Path("k"))
     (error,) = launch_errors(replace(TINY, launch=config))
     assert "tcp:// does not use launch.keys; give tls://, or no keys" in error
 
@@ -175,7 +180,7 @@ def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_the
         asked.append(policy_dir)
         return (cpu_host(4), cpu_host(8))
 
-    config = replace(TINY, output_dir=tmp_path, launch=LaunchConfig(attach=NEAR))
+    config = replace(TINY, output_dir=tmp_path, launch=LaunchConfig(**PLAIN))
     with pytest.raises(ConfigError, match="num_steps"):
         prepare_run(replace(config, num_steps=0), MACHINE, ask_hosts=ask)
     assert asked == []

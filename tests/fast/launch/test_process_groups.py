@@ -1,31 +1,43 @@
-"""Where process groups listen; `tests/real/test_main_job.py` looks at the sockets of a run."""
+"""Where process groups listen, and to whom; `tests/real/test_other_users.py` looks at a run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
-from torchtitan_rl.backends.monarch.ports import free_port
+from tests.support.other_user import as_other_user, listening_sockets, needs_root, reach
 from torchtitan_rl.launch.process_groups import interface_towards
 
 _RANK = """
 import os, sys
-import psutil
-import torch.distributed as dist
-from torchtitan_rl.launch.process_groups import listen_privately
+from torchtitan_rl.launch.process_groups import listen_privately, take_port
 
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2], "RANK": sys.argv[1]}
-os.environ["WORLD_SIZE"] = "2"
+rank, *port = sys.argv[1:]
+if rank == "0":
+    port = [take_port("127.0.0.1")]
+    print(*port, flush=True)
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(*port)}
+os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+import torch.distributed as dist
+
 listen_privately()
 dist.init_process_group("gloo")
-dist.barrier()
-sockets = psutil.Process().net_connections("inet")
-print(*{one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN})
+print("met", flush=True)
+sys.stdin.read()
+dist.new_group([0, 1], backend="gloo")
 dist.barrier()
 """
+
+
+def start_rank(*words: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", _RANK, *words], stdin=pipe, stdout=pipe, text=True
+    )
 
 
 def test_the_interface_to_this_machine_is_its_loopback_one() -> None:
@@ -36,12 +48,27 @@ def test_the_interface_to_this_machine_is_its_loopback_one() -> None:
 
 
 @pytest.mark.slow  # torch is imported twice
-def test_ranks_on_one_host_meet_and_listen_on_loopback_alone() -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, f"{rank}", f"{port}"], stdout=subprocess.PIPE, text=True
-        )
-        for port in [free_port()]
-        for rank in (0, 1)
-    ]
-    assert [rank.communicate(timeout=300)[0] for rank in ranks] == ["127.0.0.1\n"] * 2
+@needs_root
+def test_ranks_on_one_host_meet_on_loopback_and_are_closed_to_other_users() -> None:
+    with ExitStack() as stack:
+        ranks = [start_rank("0")]
+        stack.callback(lambda: [rank.kill() for rank in ranks])
+        assert ranks[0].stdout is not None
+        port = ranks[0].stdout.readline().strip()
+        ranks.append(start_rank("1", port))
+        require_closed(ranks, int(port))
+
+
+def require_closed(ranks: list[subprocess.Popen[str]], port: int) -> None:
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "met\n"
+    sockets = [one for rank in ranks for one in listening_sockets(psutil.Process(rank.pid))]
+    assert ("127.0.0.1", port) in [address for _, address in sockets]
+    for family, address in sockets:
+        assert address[0] == "127.0.0.1"
+        assert as_other_user(lambda: reach(family, address)) == "closed"  # noqa: B023
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.close()
+    assert [rank.wait() for rank in ranks] == [0, 0]  # they go on

@@ -362,3 +362,7 @@ def test_of_another_container_only_unlocked_folders_are_removed(tmp_path: Path) 
     os.close(lock)
     assert remove_leftovers(tmp_path) == [live]
     assert list(tmp_path.iterdir()) == [new]
+
+
+def test_no_other_user_can_know_the_folder_before_it_is_there() -> None:
+    assert leftovers.folder_name("run") != leftovers.folder_name("run")

@@ -33,7 +33,7 @@ def workers(root: Path) -> Iterator[list[str]]:
             host = f"127.0.0.{2 + index}"
             address = f"tcp://{host}:{free_port(host)}"
             log = root / f"worker{index}.log"
-            worker = Run(["--address", address], log=log, command="worker")
+            worker = Run(["--address", address, "--allow-plain-tcp"], log=log, command="worker")
             stack.callback(worker.kill_all)
             running.append((address, worker))
         for address, worker in running:
@@ -58,7 +58,7 @@ def has_no_actors(worker: Run) -> bool:
 
 def train_on(addresses: list[str], root: Path, name: str, *more: str) -> Path:
     """The directory of a run on these hosts that ended well and left no process behind."""
-    words = options(root, name, *more, "--launch.attach", *addresses)
+    words = options(root, name, *more, "--launch.allow-plain-tcp", "--launch.attach", *addresses)
     Run(words, log=root / f"{name}.log", environment=PATIENT).require_success()
     return root / name
 

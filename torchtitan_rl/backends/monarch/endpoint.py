@@ -61,17 +61,23 @@ class EndpointActor(Actor):
 
 
 def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
-    """Serve in this process, once vLLM is imported and the application is built.
+    """Serve in this process, once vLLM is imported and the application is built. Without an API
+    key only processes of this user are served.
 
     Raises:
         EndpointLostError: the address is taken.
     """
+    import uvloop
+
     from torchtitan_rl.backends.monarch.http_connections import ConnectionLimits
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.backends.vllm.openai import build_application
+    from torchtitan_rl.launch.own_user import accept_own_user
     from torchtitan_rl.serving.app import EndpointApp
     from torchtitan_rl.serving.link import ControllerLink
 
+    if not spec.keys.api:
+        accept_own_user(uvloop.loop.__file__, "accept4")
     link = ControllerLink()
     config = spec.endpoint
     most_requests = config.max_concurrent_requests + config.max_queued_requests

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,6 @@ class HostAnswer:
     """What a host has. Where the policy cannot be read, ``policy_error`` says why."""
 
     facts: HostFacts
-    python: str  # the interpreter
     installed: dict[str, str] = field(default_factory=dict)
     policy_dir: Path = Path()
     policy: str = ""  # `policy_digest`
@@ -151,7 +149,6 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
             num_cores=machine.num_cores,
             memory_bytes=machine.memory_bytes,
         ),
-        python=sys.executable,
         installed=installed(),
         policy_dir=policy_dir,
         policy=policy,

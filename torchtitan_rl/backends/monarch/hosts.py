@@ -33,6 +33,7 @@ from monarch.actor import (
     this_host,
 )
 
+from torchtitan_rl.backends.monarch.closed import PYTHON_VARIABLE
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
@@ -53,6 +54,7 @@ _POLL_S = 0.1
 _MAX_CAUSE = 300  # characters
 _AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
+_START = f'exec "${PYTHON_VARIABLE}" -m torchtitan_rl.backends.monarch.bootstrap_main'
 _CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for who is trusted
 
 
@@ -77,17 +79,9 @@ class Host:
     ip: str  # address or name that other hosts reach its processes by
     mesh: HostMesh  # of this one host, without an axis
     agent: Any = None
-    python: str = ""  # the interpreter there; empty: as here
     policy_dir: Path | None = None  # there; None: as here
     address: str = ""  # where its worker is attached
     lost: Event = field(default_factory=Event)  # set once, when it is given up
-
-    def command(self, environment: Mapping[str, str]) -> Any:
-        """How a process is started there, as Monarch's ``BootstrapCommand``."""
-        command = default_bootstrap_cmd().with_env(dict(environment))
-        if self.python:
-            command.program = self.python
-        return command
 
     async def hold(self, pids: tuple[int, ...]) -> Ending:
         """Take hold of processes of this host while they run."""
@@ -95,6 +89,13 @@ class Host:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
         return _FarProcesses(host=self, pids=pids)
+
+
+def start_command(environment: Mapping[str, str]) -> Any:
+    """How a process is started on any host, as Monarch's ``BootstrapCommand``."""
+    command = default_bootstrap_cmd().with_env(dict(environment))
+    command.program, command.args = "/bin/sh", ["-c", _START]
+    return command
 
 
 class NotAttachedError(TorchtitanRLError):
@@ -304,7 +305,6 @@ def _far_host(
         mesh=mesh.slice(hosts=0),
         agent=agent,
         address=address,
-        python=answer.python,
         policy_dir=answer.policy_dir,
     )
 
@@ -363,7 +363,9 @@ class _FarProcesses:
 
 
 def _spawn_agent(mesh: HostMesh, address: str) -> Any:
-    process = mesh.slice(hosts=0).spawn_procs(per_host={"ranks": 1}, name="agent")
+    process = mesh.slice(hosts=0).spawn_procs(
+        per_host={"ranks": 1}, name="agent", bootstrap_command=start_command({})
+    )
     return process.spawn("agent", HostAgent, address).slice(ranks=0)
 
 

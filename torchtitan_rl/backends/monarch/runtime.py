@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,13 +25,14 @@ from monarch.actor import (
     current_rank,
 )
 
+from torchtitan_rl.backends.monarch.closed import log_to_stderr
 from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
-from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts
-from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.launch.process_groups import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ class ProcessLostError(ReplicaError):
 
 
 def supervise() -> None:
-    """Keep the controller alive when a process of its meshes dies."""
+    """Keep the controller alive when a process of its meshes dies, and its log to where its
+    stderr goes."""
+    log_to_stderr()
     monarch.actor.unhandled_fault_hook = _note_fault
 
 
@@ -99,8 +102,8 @@ class _ProcessActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def free_port(self, ip: str) -> int:
-        return free_port(ip)
+    async def take_port(self, ip: str) -> int:
+        return take_port(ip)
 
     @concurrent_endpoint
     async def join(self, ip: str, port: int, world_size: int) -> None:
@@ -111,6 +114,8 @@ class _ProcessActor(Actor):
             "RANK": str(self._rank),
             "LOCAL_RANK": str(self._local_rank),
             "WORLD_SIZE": str(world_size),
+            # torch's name for a store that is there already: no rank starts one.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
 
@@ -143,8 +148,9 @@ async def spawn_on_hosts(
     environment: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> tuple[ProcessMesh, ...]:
-    """Fresh processes with torchrun's variables (RANK, WORLD_SIZE, MASTER_*) set: one mesh for each
-    host of the group, in the order of their ranks. Without ``hosts`` all are on this machine.
+    """Fresh processes: one mesh for each host of the group, in the order of their ranks. Several
+    ranks have torchrun's variables (RANK, WORLD_SIZE, MASTER_*). Without ``hosts`` all are on this
+    machine.
 
     What they print goes to ``log_dir`` on their host, a file each. They have the environment of
     their group, and ``environment``, from their first instruction on: a preloaded OpenMP library
@@ -163,17 +169,22 @@ async def spawn_on_hosts(
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        ip = "127.0.0.1" if len(places) == 1 else places[0][1].ip
-        what = f"start of the processes of {group.name}"
-        first = meshes[0].actors.slice(ranks=0)
-        port = await call(first.free_port.call_one(ip), what=what, timeout_s=_ASK_TIMEOUT_S)
-        for mesh in meshes:
-            joined = mesh.actors.join.call(ip, port, group.ranks)
-            await call(joined, what=what, timeout_s=_ASK_TIMEOUT_S)
+        if group.ranks > 1:
+            await _introduce(group, meshes, "127.0.0.1" if len(places) == 1 else places[0][1].ip)
     except BaseException:
         await asyncio.gather(*map(stop_processes, meshes))
         raise
     return meshes
+
+
+async def _introduce(group: ProcessGroup, meshes: Sequence[ProcessMesh], ip: str) -> None:
+    """Set torchrun's variables on all ranks; rank 0 listens at ``ip``."""
+    what = f"start of the processes of {group.name}"
+    first = meshes[0].actors.slice(ranks=0)
+    port = await call(first.take_port.call_one(ip), what=what, timeout_s=_ASK_TIMEOUT_S)
+    for mesh in meshes:
+        joined = mesh.actors.join.call(ip, port, group.ranks)
+        await call(joined, what=what, timeout_s=_ASK_TIMEOUT_S)
 
 
 async def _spawn(
@@ -184,7 +195,7 @@ async def _spawn(
         per_host={"ranks": group.ranks},
         bootstrap=functools.partial(_prepare_process, log_file, group.first_rank, group.cores),
         name=group.name,
-        bootstrap_command=host.command(
+        bootstrap_command=start_command(
             process_environment(group) | _host_environment(host) | dict(environment)
         ),
     )
@@ -211,6 +222,7 @@ def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> 
     for standard in (1, 2):
         os.dup2(log, standard)
     os.close(log)
+    log_to_stderr()
 
 
 async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None = None) -> _T:
