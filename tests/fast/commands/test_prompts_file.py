@@ -98,11 +98,11 @@ def test_trap_15_a_logprob_that_is_not_a_number_is_null_in_the_answer() -> None:
 def test_a_file_of_which_nothing_was_completed_ends_with_a_cause(tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt_token_ids": [5, 1000]}\n' * 2)
     options = GenerateOptions(
-        model=config.policy.checkpoint, input=tmp_path / "in", output=tmp_path / "out"
+        model=str(config.policy.checkpoint), input=tmp_path / "in", output=tmp_path / "out"
     )
     loop = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True, config=LoopConfig())
     loop.start()
-    num_errors, said = _complete_file(options, loop)
+    num_errors, said = _complete_file(options, Path(options.model), loop)
     assert num_errors == 2
     assert said.startswith("0 completions, 2 errors, ")
     assert "the first error: " in said

@@ -144,7 +144,7 @@ def test_every_value_of_every_option_of_generate_is_taken_or_refused_in_one_line
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.touch()
-    options = GenerateOptions(model=POLICY_DIR, input=prompts, output=tmp_path / "out.jsonl")
+    options = GenerateOptions(model=str(POLICY_DIR), input=prompts, output=tmp_path / "out.jsonl")
     assert options.errors() == []
     for field, hint in leaves(options):
         for value in values_for(hint):

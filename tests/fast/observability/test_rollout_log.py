@@ -9,6 +9,7 @@ from tests.support.turns import group, rollout, turn
 from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_log import RolloutLog, choose_rollouts
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.types import RolloutStatus, VersionRun
 
 FAILED = make_rollout(None, status=RolloutStatus.ENV_ERROR)
@@ -65,7 +66,7 @@ def test_a_trained_turn_has_its_advantage_and_its_mask_and_any_turn_how_it_was_s
     long = rollout(turn(range(40), [9]), rollout_id="g/r1", reward=0.0)
     failed = rollout(turn([1], [2]), rollout_id="g/r2", reward=None, status=RolloutStatus.ENV_ERROR)
     groups = [group(good, long, failed)]
-    episodes = EpisodeBatcher(advantage="mean", row_len=32, temperature=1.0)(groups).episodes
+    episodes = EpisodeBatcher(config=RolloutConfig(advantage="mean"), row_len=32)(groups).episodes
     log = RolloutLog(tmp_path / "rollouts.jsonl", per_step=3, seed=0)
     log.decode = lambda token_ids: "-".join(map(str, token_ids))
     log.record(1, 1, groups, Split.TRAIN, episodes)

@@ -23,6 +23,7 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     WeightSyncError,
 )
+from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import Journal, JournalError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
@@ -277,10 +278,11 @@ def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_
 class NothingToTrain:
     """A batcher that finds no token to train on, without an await of the consumer's."""
 
-    def __call__(self, groups: Sequence[RolloutGroup]) -> tuple[None, TokenCounts]:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         number = sum(rollout.num_sampled_tokens for rollout in rollouts)
-        return None, TokenCounts(generated=number, trained=0, discarded={"env_error": number})
+        counts = TokenCounts(generated=number, trained=0, discarded={"env_error": number})
+        return Batched(None, counts, ())
 
 
 def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_once(

@@ -153,7 +153,7 @@ def test_leave_one_out_compares_with_the_other_siblings_alone(rewards: list[list
 
 def test_tokens_of_an_episode_have_the_advantages_of_their_turns():
     siblings = [conversation(0.0, 1.0, 0.0), conversation(0.0, 0.0, 3.0, index=1)]
-    batch, _ = EpisodeBatcher(config=CREDIT, row_len=32)([group(*siblings)])
+    batch = EpisodeBatcher(config=CREDIT, row_len=32)([group(*siblings)]).batch
     assert batch is not None
     assert batch.advantages[batch.loss_mask].tolist() == [-1.0, -1.5, 1.0, 1.5]
     assert not batch.advantages[~batch.loss_mask].any()

@@ -121,9 +121,8 @@ class VerifiersTask(AgentTask):
         for name in ("num_problems", "num_processes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 found.append(f"task.{name}={value}: must be at least 1")
-        for name in self.variables:
-            if name not in os.environ:
-                found.append(f"task.variables has {name}, which is not set; export it")
+        if missing := [name for name in self.variables if name not in os.environ]:
+            found.append(f"task.variables has {', '.join(missing)}, not set here; export it")
         if self.python and shutil.which(self.python) is None:
             found.append(f"task.python={self.python!r:.200}: there is no such program")
         if found:
