@@ -154,7 +154,7 @@ class EnvChecker:
             watched=watched,
             has_ended=any(_has_ended(one) for one in group.rollouts),
             findings=findings,
-            notes=[note for one in group.rollouts if (note := cut_note(one))],
+            notes=[note for one, of_one in pairs if (note := cut_note(one, of_one))],
         )
         if watched is None:
             return checked

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from textwrap import indent
 
 from torchtitan_rl.audit.env_probe import Watched
 from torchtitan_rl.environments.games import INVALID_ACTIONS
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus, Turn
 
@@ -112,10 +113,12 @@ def rollout_findings(
     return found
 
 
-def cut_note(rollout: Rollout) -> str:
+def cut_note(rollout: Rollout, watched: Watched | None) -> str:
     """Says that the length limit cut answers, which has consequences like those of mistakes; empty
-    where it did not."""
-    cut = [turn for turn in rollout.turns if _is_cut(turn)]
+    where it did not, or where the environment's own ``Observation.max_tokens`` was reached."""
+    asks = watched.answers if watched is not None else ()
+    pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
+    cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]
     if not cut:
         return ""
     return (
@@ -138,6 +141,10 @@ def says_nothing_of_the_end(rollout: Rollout) -> str:
 
 def _is_cut(turn: Turn) -> bool:
     return turn.completion.finish_reason is FinishReason.LENGTH
+
+
+def _is_as_asked(turn: Turn, asked: Observation | Terminal | None) -> bool:
+    return isinstance(asked, Observation) and asked.max_tokens == len(turn.completion.token_ids)
 
 
 def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,17 @@ def test_answers_that_were_cut_are_no_mistake_of_the_environment() -> None:
     checked = check(NeverEnds, max_tokens_per_turn=1)
     assert checked.findings == []
     assert "all of its answers were cut by the length limit" in checked.unclear
+
+
+class AsksForOneToken(CountingEnv):
+    async def reset(self) -> Observation:
+        return replace(await super().reset(), max_tokens=1)
+
+
+def test_answers_are_not_called_cut_where_the_environment_asked_for_so_few_tokens() -> None:
+    assert check(AsksForOneToken, max_tokens_per_turn=8).notes == []
+    (note, _) = check(AsksForOneToken, max_tokens_per_turn=1).notes
+    assert note.startswith("check/p/r0: 1 of 2 answers were cut")
 
 
 def test_what_ends_for_one_problem_can_end_for_others_of_its_part() -> None:
