@@ -38,8 +38,8 @@ _MENDS = {
     "trained on",
     Mistake.TIMEOUT: "give what it waits for a time limit of its own, or raise "
     "rollout.step_timeout_s",
-    Mistake.REWARD: "return Terminal(reward=...) with a finite number, or give the task a rubric; "
-    "guard divisions and logarithms",
+    Mistake.REWARD: "return Terminal(reward=...), and turn_reward where a turn has one, with a "
+    "finite number, or give the task a rubric; guard divisions and logarithms",
     Mistake.NEVER_ENDS: "return a Terminal from step when the problem is solved or lost; if the "
     "environment waits for another answer, --say one that it understands, or take --policy real; "
     "if the limits are the end, --allow never-ends",

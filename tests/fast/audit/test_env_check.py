@@ -306,6 +306,10 @@ def test_answers_that_were_cut_are_no_mistake_of_the_environment() -> None:
     assert "all of its answers were cut by the length limit" in checked.unclear
 
 
+def test_the_mend_of_a_wrong_reward_is_of_turns_too() -> None:
+    assert "turn_reward" in check(NotFiniteTurn).findings[0].mend
+
+
 class AsksForOneToken(CountingEnv):
     async def reset(self) -> Observation:
         return replace(await super().reset(), max_tokens=1)
