@@ -10,18 +10,28 @@ other machines are not looked at.
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
+import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from torchtitan_rl.launch.c_functions import libc, replace_call
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # proc_net_tcp(5), of all users
-_ESTABLISHED = "01"
+_ESTABLISHED = 1
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1  # of Linux
+_ALL_STATES = 0xFFFFFFFF
+_ANY_COOKIE = b"\xff" * 8
+_QUESTION = struct.Struct("=IHHII BBHI 4s 16s 16s I 8s")  # nlmsghdr, inet_diag_req_v2
+_KIND = struct.Struct("=4xH")
+_ERROR = struct.Struct("=16xi")  # nlmsgerr
+_ANSWER = struct.Struct("=17xB62xI")  # of inet_diag_msg: state and user
 _Size = ctypes.c_uint32
 
 
@@ -40,18 +50,50 @@ def is_allowed(connection: socket.socket) -> bool:
     """Whether its other end is a process of this user or on another machine; False where it has
     been closed."""
     try:
-        peer = _ip(connection.getpeername()[0])
+        own, other = connection.getsockname(), connection.getpeername()
+        peer = _ip(other[0])
         if not (peer.is_loopback or peer in _own_ips()):
             return True
-        own, other = _entry(connection.getsockname()), _entry(connection.getpeername())
-        for table in _TABLES:
-            for line in table.read_text().splitlines()[1:] if table.exists() else ():
-                fields = line.split()
-                if fields[1].endswith(other) and fields[2].endswith(own):
-                    return fields[3] == _ESTABLISHED and int(fields[7]) == os.geteuid()
+        try:
+            state, user = _ask_kernel(other, own)
+        except OSError:  # a kernel without sock_diag(7), as gVisor
+            state, user = _look_up(_entry(other), _entry(own))
+        return (state, user) == (_ESTABLISHED, os.geteuid())
     except OSError:
-        pass
-    return False
+        return False
+
+
+def _ask_kernel(address: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
+    """State and user of the socket with this address that is connected to the other one, by
+    sock_diag(7): at once, however many connections there are.
+
+    Raises:
+        OSError: there is none, or the kernel does not say.
+    """
+    ips = _ip(address[0]).packed, _ip(other[0]).packed
+    family = socket.AF_INET if len(ips[0]) == 4 else socket.AF_INET6
+    question = _QUESTION.pack(
+        *(_QUESTION.size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0),
+        *(family, socket.IPPROTO_TCP, 0, _ALL_STATES),
+        *(struct.pack(">HH", address[1], other[1]), *ips, 0, _ANY_COOKIE),
+    )
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(question)
+        answer = kernel.recv(4096)
+    if _KIND.unpack_from(answer)[0] != _SOCK_DIAG_BY_FAMILY:
+        raise OSError(-_ERROR.unpack_from(answer)[0], "sock_diag")
+    state, user = _ANSWER.unpack_from(answer)
+    return state, user
+
+
+def _look_up(own: str, other: str) -> tuple[int, int]:
+    """As `_ask_kernel`, in the tables of all connections."""
+    for table in _TABLES:
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            if fields[1].endswith(own) and fields[2].endswith(other):
+                return int(fields[3], 16), int(fields[7])
+    raise OSError(errno.ENOENT, "no such connection")
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -68,7 +110,7 @@ def _own_ips() -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     }
 
 
-def _entry(address: tuple[str, int]) -> str:
+def _entry(address: tuple[Any, ...]) -> str:
     """As in the tables: words of four bytes, in the machine's order. Of a mapped address, which is
     in either table, the end that both have."""
     packed = _ip(address[0]).packed
@@ -78,7 +120,8 @@ def _entry(address: tuple[str, int]) -> str:
 
 
 def _accept4(listener: int, address: int | None, size: int | None, flags: int = 0) -> int:
-    """accept4(2), until a connection is allowed."""
+    """accept4(2), until a connection is allowed. Where the caller need not wait, it goes on with
+    its other work after one that is not: others could keep it here."""
     room = _Size.from_address(size).value if size else 0
     while True:
         pointers = ctypes.c_void_p(address), ctypes.c_void_p(size)
@@ -88,6 +131,9 @@ def _accept4(listener: int, address: int | None, size: int | None, flags: int = 
         with socket.socket(fileno=accepted) as connection:
             if is_allowed(connection):
                 return connection.detach()
+        if not os.get_blocking(listener):
+            ctypes.set_errno(errno.EAGAIN)
+            return -1
         if size:
             _Size.from_address(size).value = room
 
