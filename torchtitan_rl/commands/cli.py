@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.monarch_environment import set_monarch_defaults
+from torchtitan_rl.launch.private_folder import use_private_folder
 from torchtitan_rl.weights.leftovers import remove_leftovers
 
 COMMANDS = {
@@ -55,6 +56,8 @@ def _run(words: list[str]) -> int:
         first = command.split()
         if words[: len(first)] == first:
             rest = words[len(first) :]
+            if command != "worker":  # whose lives have one each
+                use_private_folder()  # before torch is imported, which remembers where its cache is
             code: int = importlib.import_module(f"torchtitan_rl.{module}").main(rest)
             return code
     match words:

@@ -47,6 +47,7 @@ from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
 from torchtitan_rl.tasks import cancel_all, retrieve
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
+PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")
 _WORKER_PORTS = 16  # of one worker, where they are given
 _AGAIN_S = 5.0  # before a worker that ended is started again
 _END_S = 30.0  # for a process to end once it was told to
@@ -59,7 +60,7 @@ class LauncherError(TorchtitanRLError):
 def launch(
     node: Node,
     words: list[str],
-    program: Sequence[str] = (sys.executable, "-m", "torchtitan_rl.commands.cli"),
+    program: Sequence[str] = PROGRAM,
 ) -> int:
     """Run the launcher of this node to the end of the run, and return its exit code. ``words`` are
     CONFIG and its options, ``program`` has the commands ``worker`` and ``train``.

@@ -93,7 +93,7 @@ def _say(line: str) -> None:
 
 def life_command(address: str) -> list[str]:
     """The process of one life, which listens at this address."""
-    return [sys.executable, "-m", _LIFE, address]
+    return [sys.executable, "-P", "-m", _LIFE, address]
 
 
 def _memory(own: Address) -> Path:

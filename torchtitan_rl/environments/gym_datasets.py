@@ -107,7 +107,7 @@ class _Process:
     def _start(self) -> subprocess.Popen[str]:
         path = os.pathsep.join(path for path in sys.path if path)
         return subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _serve; _serve()"],
+            [sys.executable, "-P", "-c", f"from {__name__} import _serve; _serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},

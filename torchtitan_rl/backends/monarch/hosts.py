@@ -54,7 +54,8 @@ _POLL_S = 0.1
 _MAX_CAUSE = 300  # characters
 _AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
-_START = f'exec "${PYTHON_VARIABLE}" -m torchtitan_rl.backends.monarch.bootstrap_main'
+# Without the folder it is started in (-P): others may have put modules there.
+_START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
 _CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for who is trusted
 
 
