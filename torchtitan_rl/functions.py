@@ -41,7 +41,7 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ConfigError("give package.module:function or path/file.py:function")
     try:
         module = _module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's last line: exit(main())
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{place} cannot be imported ({cause})") from error
     function = getattr(module, attribute, None)

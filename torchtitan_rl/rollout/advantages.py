@@ -195,7 +195,7 @@ def _ask(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> lis
         found = [float(one) for one in load_function(name)(list(values), list(rollouts))]
         if len(found) != len(values) or not all(map(math.isfinite, found)):
             raise ValueError(f"it returned {found}: give {len(values)} finite numbers")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise TorchtitanRLError(f"rollout.advantage {name}, for {list(values)}: {cause}") from error
     return found

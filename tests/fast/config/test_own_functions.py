@@ -63,6 +63,35 @@ def test_a_loss_that_cannot_be_used_is_one_line_about_its_field(name: str, probl
     assert re.search(problem, refused(name))
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise SystemExit",
+        "def loss(tokens, *, totals, config): raise SystemExit",
+        "def loss(tokens, *, totals, config): return output(tokens, {'own/x': 1.0})",
+        "def loss(tokens, *, totals, config): return output(tokens, {1: torch.zeros(())})",
+        "def loss(tokens, *, totals, config): return output(tokens, None)",
+    ],
+)
+def test_what_a_loss_does_wrong_neither_ends_the_command_nor_has_a_traceback(
+    tmp_path: Path, code: str
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nfrom torchtitan_rl import LossOutput\n"
+        "def output(tokens, sums):\n"
+        "    loss = tokens.cleaned().logprobs_T.sum()\n"
+        "    return LossOutput(loss=loss, sums=sums, maxima={})\n" + code
+    )
+    assert refused(f"{path}:loss")
+
+
+def test_an_advantage_that_ends_the_program_is_refused(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("def best(values, rollouts): raise SystemExit")
+    assert advantage_errors(RolloutConfig(advantage=f"{path}:best"))
+
+
 def test_a_file_that_raises_is_tried_again_and_not_half_loaded(tmp_path: Path):
     path = tmp_path / "broken.py"
     path.write_text("def loss(): pass\n1 / 0\n")

@@ -24,14 +24,17 @@ _PARTS = ((0, 1, 2), (3, 4, 5, 6), (7,))  # tokens of sequences 0; 1 and 2; 3, w
 def loss_problem(function: LossFunction, config: LossConfig, updates: int) -> str | None:
     """How the function breaks the contract, or None: an update's tokens at once and in parts must
     give the same loss, gradient, sums and maxima, and what is not trained on must not be read."""
-    tokens = _made_tokens(config, updates)
     try:
-        whole, gradient_T = _call(function, tokens, config)
-        usual, _ = _call(policy_loss, tokens, config)
-        parts = [_call(function, _part(tokens, part), config) for part in _PARTS]
-    except Exception as error:
+        return _problem(function, config, _made_tokens(config, updates))
+    except (Exception, SystemExit) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         return f"it fails on a few made tokens ({cause})"
+
+
+def _problem(function: LossFunction, config: LossConfig, tokens: LossTokens) -> str | None:
+    whole, gradient_T = _call(function, tokens, config)
+    usual, _ = _call(policy_loss, tokens, config)
+    parts = [_call(function, _part(tokens, part), config) for part in _PARTS]
     if not whole.loss.isfinite() or not gradient_T.isfinite().all():
         return (
             f"loss {whole.loss.item()}, gradient {gradient_T.tolist()}: read nothing where "
@@ -74,6 +77,10 @@ def _call(
     output = function(tokens, totals=totals, config=config)
     if not isinstance(output, LossOutput):
         raise TypeError(f"it returned a {type(output).__name__}, no LossOutput")
+    for name in ("sums", "maxima"):
+        for one, value in dict(getattr(output, name)).items():
+            if not isinstance(one, str) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} has {one!r}: {value!r}, no tensor by its name")
     if output.loss.shape != () or not output.loss.requires_grad:
         raise ValueError("LossOutput.loss is no scalar that depends on logprobs_T")
     (gradient_T,) = torch.autograd.grad(output.loss, tokens.logprobs_T)
