@@ -159,6 +159,21 @@ def test_an_answer_that_is_a_program_cannot_forge_its_score() -> None:
         assert forged == wrong <= 0.01
 
 
+async def score_of_constants() -> float:
+    """Of an answer to a problem of countdown that makes its target of constants."""
+    task = ReasoningGymTask(tasks={"countdown": 1.0}, answer_pattern="", check_timeout_s=60.0)
+    problem = task.dataset("train", seed=0).next()
+    right = problem.data["answer"]
+    total = "*".join(re.findall(r"\d+", right)) + "*sin(pi)"
+    for digit in str(round(eval(right))):
+        total = f"({total})*floor(E*E + E)" + " + cos(pi - pi)" * int(digit)
+    return await task.score(total, problem)
+
+
+def test_an_answer_of_countdown_has_no_other_numbers_than_it_was_given() -> None:
+    assert asyncio.run(score_of_constants()) <= 0.05
+
+
 @pytest.mark.soak
 def test_every_task_makes_the_same_problems_knows_its_answer_and_resists_a_program() -> None:
     names = sorted(call_gym("gym_names").keys() - {"composite"})  # which is made of others
