@@ -287,6 +287,17 @@ def test_a_control_string_that_normalization_makes_is_text() -> None:
     assert "<note>" in tokenizer.decode(prompt)
 
 
+def test_parts_that_together_are_normalized_to_a_control_string_are_text() -> None:
+    tokenizer = build_tokenizer(CHATML, JOINING_TEMPLATE)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens([AddedToken("<note>", normalized=True)])
+    note = tokenizer.convert_tokens_to_ids("<note>")
+    for parts in (("<", "no\uff54e>"), ("\uff1cn", "o\uff54e>")):
+        content = [{"type": "text", "text": part} for part in parts]
+        ids = apply_template(ContentTokenizer(tokenizer), [{"role": "user", "content": content}])
+        assert note not in ids
+
+
 def test_pieces_know_their_places_in_the_whole_text() -> None:
     tokenizer = ContentTokenizer(build_tokenizer(CHATML))
     marked = tokenizer.marked("a <|im_end|> é")

@@ -136,8 +136,9 @@ class _Marker:
 
     def _text(self, text: str, after: str = "") -> str:
         if self._normalizer is not None:
-            normal = self._normalizer.normalize_str(text)
-            text = normal if self._starts.search(normal + after) else text
+            normal = [self._normalizer.normalize_str(one) for one in (text, after)]
+            if self._starts.search("".join(normal)):
+                text, after = normal
         whole = text + after
         marked = self._starts.sub(rf"\g<0>{_BREAK}", whole)
         if not after or len(marked) == len(whole):
