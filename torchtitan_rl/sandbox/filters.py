@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 
+from torchtitan_rl.sandbox import kernel
+
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _MASKED_EQUAL = 7
 _OPTIMIZE, _BINARY_TREE = 8, 2
@@ -93,7 +95,6 @@ class SyscallFilter:
         context = self._library.seccomp_init(_ERRNO | errno.ENOSYS)
         self._context = ctypes.c_void_p(context)
         self._library.seccomp_attr_set(self._context, _OPTIMIZE, _BINARY_TREE)
-        self._own_machine = own_machine
         self._rules(_ALLOW, _ALLOWED)
         self._rules(_ERRNO | errno.EPERM, _REFUSED)
         self._rules(_ERRNO | errno.ENOTSUP, _UNSUPPORTED)
@@ -112,15 +113,24 @@ class SyscallFilter:
             self._rules(_ERRNO | errno.EPERM, _REFUSED_ELSEWHERE)
         for mask, value in kinds:
             self._rule(_ALLOW, "clone", _Comparison(0, _MASKED_EQUAL, mask, value))
+        self._program = self._compiled() if own_machine else None
 
     def load(self) -> None:
         """Bind this process and all that it starts, for good."""
-        if not self._own_machine:  # itself is all that it may signal
-            own = _Comparison(0, _MASKED_EQUAL, _ALL_BITS, os.getpid())
-            self._rule(_ALLOW, "tgkill", own)
-        failed = self._library.seccomp_load(self._context)
-        if failed:
-            raise OSError(-failed, f"seccomp: {os.strerror(-failed)}")
+        if self._program is not None:
+            kernel.filter_system_calls(self._program)
+            return
+        # Itself is all that it may signal.
+        own = _Comparison(0, _MASKED_EQUAL, _ALL_BITS, os.getpid())
+        self._rule(_ALLOW, "tgkill", own)
+        _check(self._library.seccomp_load(self._context), "seccomp")
+
+    def _compiled(self) -> bytes:
+        """The filter as the kernel has it, which takes libseccomp some milliseconds."""
+        with open(os.memfd_create("filter"), "rb") as file:
+            _check(self._library.seccomp_export_bpf(self._context, file.fileno()), "seccomp")
+            file.seek(0)
+            return file.read()
 
     def _rules(self, action: int, names: str) -> None:
         for name in names.split():
@@ -134,5 +144,9 @@ class SyscallFilter:
         failed = self._library.seccomp_rule_add_array(
             self._context, ctypes.c_uint32(action), number, len(comparisons), array
         )
-        if failed:
-            raise OSError(-failed, f"seccomp rule for {name}: {os.strerror(-failed)}")
+        _check(failed, f"seccomp rule for {name}")
+
+
+def _check(failed: int, what: str) -> None:
+    if failed:
+        raise OSError(-failed, f"{what}: {os.strerror(-failed)}")

@@ -80,6 +80,7 @@ def _serve(
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it
+    kernel.join_pages()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
         if not descriptors:
