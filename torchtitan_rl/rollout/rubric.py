@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, in_thread, within
 from torchtitan_rl.types import Problem, Rollout, RolloutStatus
 
+_MAX_REWARD = 1e30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
@@ -154,7 +156,7 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
     components = {f"reward/{name}": value for name, value in score.components.items()}
     metrics = {**rollout.metrics, **components}
     cause = score.cause or f"the reward is {score.reward}"
-    if score.reward is not None and math.isfinite(score.reward):
+    if score.reward is not None and _can_be_trained_on(score.reward):
         cause = _wrong_turn(rollout)
         if not cause:
             return replace(rollout, reward=score.reward, metrics=metrics)
@@ -163,10 +165,15 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
     )
 
 
+def _can_be_trained_on(reward: float) -> bool:
+    """Whether squares of differences are finite, and advantages in float32."""
+    return abs(reward) <= _MAX_REWARD
+
+
 def _wrong_turn(rollout: Rollout) -> str:
-    """Names a turn whose reward is not finite; empty if there is none."""
+    """Names a turn whose reward cannot be trained on; empty if there is none."""
     for number, turn in enumerate(rollout.turns, start=1):
         for reward in (turn.reward, turn.branch_reward):
-            if reward is not None and not math.isfinite(reward):
+            if reward is not None and not _can_be_trained_on(reward):
                 return f"the reward of turn {number} is {reward}"
     return ""

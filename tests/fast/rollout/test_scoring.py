@@ -87,6 +87,12 @@ def test_a_turn_whose_reward_is_not_finite_makes_its_rollout_a_reward_error(fiel
     assert scored.cause == "the reward of turn 2 is nan"
 
 
+def test_a_reward_whose_square_is_no_number_makes_its_rollout_a_reward_error():
+    """A step's standard deviation and a group's advantages are computed from squares."""
+    scored = with_score(made_rollout(turn([1], [2])), Score(reward=1e300))
+    assert (scored.status, scored.cause) == (RolloutStatus.REWARD_ERROR, "the reward is 1e+300")
+
+
 def test_failed_rollouts_are_not_scored():
     def never(rollout, problem):
         raise AssertionError("scored")
