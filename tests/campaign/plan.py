@@ -58,7 +58,7 @@ def draw(seed: int) -> CampaignPlan:
     others = random.Random(f"restarts {seed}")
     restarts = 0 if placement == "asleep" else others.choice([0, 0, 1, 2])
     told_early = staleness == 0 and zero_variance == "skip"
-    adapts = random.Random(f"adapts {seed}").random() < (0.8 if told_early else 0.2)
+    adapts = random.Random(f"adapts {seed}").random() < (0.8 if told_early else 0.5)
     return CampaignPlan(
         num_steps=rng.randint(2, 5),
         groups_per_step=rng.randint(1, 3),
