@@ -32,6 +32,7 @@ from tests.real.openai_hard_requests import (
     MAX_MODEL_LEN,
 )
 from tests.real.served import Served, require_end_by_loss_of_endpoint, serve
+from tests.support.golden import check_golden
 
 MAX_TOKENS = 64
 
@@ -134,8 +135,22 @@ def document(target: Target) -> dict[str, Any]:
     return target.document()
 
 
+def _routes(document: dict[str, Any]) -> Iterator[str]:
+    """Each with the fields of its request."""
+    for path, ways in sorted(document["paths"].items()):
+        for method, way in sorted(ways.items()):
+            yield f"{method.upper()} {path}"
+            for content in way.get("requestBody", {}).get("content", {}).values():
+                schema = content.get("schema", {})
+                name = schema.get("$ref", "").rpartition("/")[2]
+                if name:
+                    schema = document["components"]["schemas"][name]
+                yield from (f"    {field}" for field in sorted(schema.get("properties", {})))
+
+
 def test_every_route_of_the_document_is_fuzzed(document: dict[str, Any]) -> None:
     described = {(path, method) for path, ways in document["paths"].items() for method in ways}
+    check_golden("routes.txt", "\n".join(_routes(document)))
     assert described == {(path, method) for path, method, _ in ROUTES}
 
 

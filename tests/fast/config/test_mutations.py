@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import pkgutil
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,71 +9,21 @@ import pytest
 
 import torchtitan_rl.config as config_package
 from tests.support.config_mutations import branches, leaves, values_for, with_value
-from tests.support.verifiers import needs_verifiers
-from torchtitan_rl import configs
+from tests.support.golden import check_golden
+from tests.support.ready_configs import READY, ready
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.serve import ServeConfig, prepare_serve
 from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.checks.rules import RULES
 from torchtitan_rl.config.prepare import prepare_run
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
-from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
-from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
 from torchtitan_rl.serving.config import EndpointConfig
 
-LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
-SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
+GOLDEN = "alphabet_sort_tiny"
 RELATED = {"task.num_validation_problems": "evaluation.num_problems"}  # which says how many
-NEEDS = {"verifiers_tiny": needs_verifiers}
-READY = [
-    pytest.param(module.name, marks=NEEDS.get(module.name, ()))
-    for module in pkgutil.iter_modules(configs.__path__)
-]
 # A process of its own looks at each value of these, which takes seconds.
 SLOW = {"verifiers_tiny": ("task.env", "task.folders", "task.num_problems")}
-ARCHITECTURE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 32,
-    "vocab_size": 1000,
-    "max_position_embeddings": 8192,
-}
-
-
-def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
-    """A ready configuration that can start in ``folder``, with a stand-in for a model that is not
-    shipped, and with few problems, so that they are soon read."""
-    config: RunConfig = importlib.import_module(f"torchtitan_rl.configs.{name}").config
-    machine = SIX_GPUS if "qwen3" in name else LAPTOP
-    if not Path(config.policy.checkpoint).is_dir():
-        policy = folder / "policy"
-        policy.mkdir()
-        (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
-        (policy / "tokenizer.json").write_text("{}")
-        (policy / "model.safetensors").write_bytes(b"weights")
-        config = with_value(config, "policy.checkpoint", str(policy))
-    if isinstance(config.task, Gsm8kTask):
-        config = with_value(config, "task", gsm8k(folder / "policy"))
-    elif isinstance(config.task, MixtureTask):
-        tasks = {**config.task.tasks, "gsm8k": gsm8k(folder / "policy")}
-        config = with_value(config, "task.tasks", tasks)
-    config = with_value(with_value(config, "num_steps", 1), "evaluation.num_problems", 4)
-    return with_value(config, "output_dir", folder / "outputs"), machine
-
-
-def gsm8k(folder: Path) -> Gsm8kTask:
-    """With a file that is made instead of the real data."""
-    make_file(MakeFile(output=folder / "made.jsonl"))
-    files = (str(folder / "made.jsonl"),)
-    return Gsm8kTask(train=files, validation=files)
 
 
 def complaints(config: Any, machine: MachineFacts) -> list[str]:
@@ -93,11 +40,12 @@ def test_every_value_of_every_field_starts_or_is_refused_in_one_line(
 ) -> None:
     config, machine = ready(name, tmp_path)
     assert complaints(config, machine) == []
-    tried = 0
+    tried, refused = 0, []
     for field, hint in leaves(config):
         for value in () if field in SLOW.get(name, ()) else values_for(hint):
             found = complaints(with_value(config, field, value), machine)
             tried += 1
+            refused += [f"{field} = {value!r:.60}: {one:.300}" for one in found]
             case = f"{field} = {value!r}: {found}"
             if found:
                 names = (field, RELATED.get(field, field))
@@ -105,6 +53,8 @@ def test_every_value_of_every_field_starts_or_is_refused_in_one_line(
                 assert sum(one.startswith((f"{field} ", f"{field}=")) for one in found) <= 1, case
             assert all("\n" not in one and len(one) < 6000 for one in found), case
     assert tried > 900
+    if name == GOLDEN:
+        check_golden("refusals.txt", "\n".join(refused), replaced={str(tmp_path): "TMP"})
     assert [one for one in tmp_path.iterdir() if one.name != "policy"] == []
 
 
