@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -218,6 +219,7 @@ async def main(root: Path) -> None:
         our_endpoint(model, template, router) as urls["ours"],
     ):
         print(json.dumps({"urls": urls, "agents": agents}), flush=True)
+        os.dup2(2, 1)  # vLLM logs to stdout, which nobody reads from now on
         await asyncio.to_thread(sys.stdin.read)
     await asyncio.to_thread(own.close, 1.0)
     await router.close()
