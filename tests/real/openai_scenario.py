@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
