@@ -24,7 +24,7 @@ import torchtitan_rl.backends.monarch  # noqa: F401  (before Monarch)
 from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current_rank
 
 from benchmarks.weight_sync_session import ROW_LEN, batch
-from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host
+from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host, start_command
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes
@@ -194,7 +194,9 @@ class FetchingHosts:
         }
         self._readers: dict[int, list[Any]] = {
             index: [
-                hosts[index].mesh.spawn_procs(per_host={"p": 1}).spawn("reader", ReaderSide)
+                hosts[index]
+                .mesh.spawn_procs(per_host={"p": 1}, bootstrap_command=start_command({}))
+                .spawn("reader", ReaderSide)
                 for _ in range(READERS)
             ]
             for index in indices

@@ -33,7 +33,7 @@ from monarch.actor import (
 from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from tests.support.worker_hosts import worker_hosts
-from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host
+from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host, start_command
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers
 from torchtitan_rl.backends.monarch.runtime import ProcessMesh, spawn_processes, supervise
@@ -237,7 +237,7 @@ async def cut_off_a_source(
 
 
 async def publish(version: int, *, damages: bool = False) -> RemoteMemoryHandle:
-    mesh = this_host().spawn_procs(per_host={"p": 1}, name=f"publisher{version}")
+    mesh = spawn_process(this_host(), f"publisher{version}")
     publisher: Any = mesh.spawn(f"publisher{version}", PublisherActor, damages)
     return await publisher.publish.call_one(version)
 
@@ -269,7 +269,11 @@ async def attached(addresses: Sequence[str]) -> list[Host]:
 
 
 def spawn_reader(host: Any, name: str) -> Any:
-    return host.spawn_procs(per_host={"p": 1}, name=name).spawn(name, ReaderActor)
+    return spawn_process(host, name).spawn(name, ReaderActor)
+
+
+def spawn_process(host: Any, name: str) -> Any:
+    return host.spawn_procs(per_host={"p": 1}, name=name, bootstrap_command=start_command({}))
 
 
 if __name__ == "__main__":
