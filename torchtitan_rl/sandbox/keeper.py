@@ -118,6 +118,7 @@ class _Keeper:
         )
         failure, failed = os.pipe()
         self._clock = CpuClock()
+        settings = {**settings, "keeper": os.getpid()}
         self._snippet = os.fork()
         if self._snippet == 0:
             run_snippet(

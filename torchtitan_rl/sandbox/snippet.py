@@ -73,6 +73,8 @@ def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any
         _limit(resource.RLIMIT_NPROC, limits["processes"])
     else:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != settings["keeper"]:  # it died before
+            os._exit(1)
     if settings["isolation"] == "landlock":
         namespaces.close_files(settings["readable"])
     _limit(resource.RLIMIT_AS, address_bytes)

@@ -14,13 +14,14 @@ from tests.real.hosts.nodes import Nodes, wait_until
 from torchtitan_rl.launch.lives import MEMORY_VARIABLE
 
 WORDS = ("tests.support.scripted_program", "launch", "alphabet_sort_tiny", "--num-steps", "2")
+PLAIN = "--launch.allow-plain-tcp"
 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("SCRIPTED_DIR", str(tmp_path))
     monkeypatch.setenv("SCRIPTED_CONTROLLER", "exit 0")
-    made = Nodes(tmp_path, WORDS)
+    made = Nodes(tmp_path, (*WORDS, PLAIN))
     yield made
     made.kill_all()
 

@@ -23,7 +23,8 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
         run = Nodes(tmp_path, words, num_nodes=num_nodes)
         made.append(run)
         for node in range(num_nodes):
-            run.start_torchrun(torchrun, "--launch.interface", f"127.0.0.{node + 2}")
+            own = "--launch.allow-plain-tcp", "--launch.interface", f"127.0.0.{node + 2}"
+            run.start_torchrun(torchrun, *own)
         return run
 
     yield start
