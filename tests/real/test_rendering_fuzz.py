@@ -108,7 +108,9 @@ def renderers():
     from renderers import PrimeQwen3RendererConfig
     from renderers.prime_qwen3 import PrimeQwen3Renderer
 
-    prime = PrimeQwen3Renderer(TOKENIZERS["qwen3"], PrimeQwen3RendererConfig())
+    def prime(tokenizer):
+        return PrimeQwen3Renderer(tokenizer, PrimeQwen3RendererConfig())
+
     return {
         "qwen3": make_renderer(TOKENIZERS["qwen3"]),
         "prime-qwen3": LibraryRenderer(TOKENIZERS["qwen3"], prime),
